@@ -85,7 +85,7 @@ def make_texts(data: str | None, folder: Path, rows: Sequence[int]) -> Texts:
 
     texts, text = Texts(folder), ""
     (folder / "classes").mkdir(parents=True, exist_ok=True)
-    for source in find_files(standard_library() if data is None else (data,)):
+    for source in find_files(standard_library() if data is None else (data,)).files:
         text += Path(source.path).read_text("utf-8", errors="replace")
         if len(text) > _TEXT_BYTES:
             break

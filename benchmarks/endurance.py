@@ -146,7 +146,7 @@ def require_same(folder: Path, arguments: argparse.Namespace) -> None:
 def write_job(folder: Path, arguments: argparse.Namespace) -> None:
     """Write the texts, most of them short and a few very long, and the job."""
     drawn, words = random.Random(arguments.seed), list[str]()
-    for source in find_files(standard_library() if arguments.data is None else (arguments.data,)):
+    for source in find_files(standard_library() if arguments.data is None else (arguments.data,)).files:
         words += Path(source.path).read_text("utf-8", errors="replace").split()
         if len(words) > 60 * NUM_LINES:
             break

@@ -69,7 +69,7 @@ def make_tokens(data: str | None, path: Path) -> None:
     from plimsoll.data.sources import find_files
 
     text = ""
-    for source in find_files(standard_library() if data is None else (data,)):
+    for source in find_files(standard_library() if data is None else (data,)).files:
         text += Path(source.path).read_text("utf-8", errors="replace")
         if len(text) > _TEXT_BYTES:
             break

@@ -52,7 +52,7 @@ def write_job(folder: Path) -> None:
     (folder / "job.yaml").write_text(found[1], encoding="utf-8")
     (folder / "corpus").mkdir()
     text = ""
-    for source in find_files(standard_library()):
+    for source in find_files(standard_library()).files:
         text += Path(source.path).read_text(encoding="utf-8", errors="replace")
         if len(text) > _TEXT_BYTES:
             break

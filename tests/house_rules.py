@@ -22,7 +22,7 @@ LAYERS = (
     {"errors", "shown"},
     {"records"},
     {"addresses"},
-    {"copies"},
+    {"copies", "checksums"},
     {"identity", "store", "forked", "outside", "ranks"},
     {"mapped"},
     {"device", "data", "embeddings", "weights", "workload", "optimizers", "report"},

@@ -70,7 +70,7 @@ def test_every_command_and_option_on_a_page_exists(page):
 
 # What the reader of a program on a page has: a training of their own and its parts.
 OF_THE_READER = {
-    *("model", "optimizer", "loss", "loader", "batch", "dataset", "tokenizer", "labels", "folder", "path"),
+    *("model", "optimizer", "loss", "loader", "batch", "dataset", "corpus", "tokenizer", "labels", "folder", "path"),
     *("train", "trainer", "accelerator", "module", "args", "step", "MyModel"),
 }
 

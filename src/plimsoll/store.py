@@ -2,10 +2,10 @@
 
 A store is written under a temporary name, its manifest (each file's size and the checksum of its first 64 KiB, and
 facts of the caller's) last, everything is synced, and the folder is renamed. So a crash, a kill or a full disk leaves
-no store, and at most, where the writer can go on from it, the temporary folder. One process writes a store at a time;
-others wait for it and use its result (by ``flock``, which some network file systems lack). It does NOT detect a byte
-changed later beyond the head of a file, and removes no store that is no longer needed: the cache folder may be deleted
-whenever nothing runs.
+no store, and at most, where the writer can go on from it, the temporary folder. A byte that is changed later beyond the
+head of a file is found by who reads it (`plimsoll.checksums`). One process writes a store at a time; others wait for it
+and use its result (by ``flock``, which some network file systems lack). It does NOT remove a store that is no longer
+needed: the cache folder may be deleted whenever nothing runs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from plimsoll.checksums import BLOCK_BYTES, MANIFEST, write_sums
+from plimsoll.checksums import discard as discard  # noqa: PLC0414 -- where others look for it
 from plimsoll.errors import DataError, OutputError
 from plimsoll.records.base import sync, write_atomically
 from plimsoll.records.units import format_bytes
 
-_MANIFEST = "manifest.json"
 _VERSION = 1  # raise it when the meaning of any stored file changes: old stores are then written again
-_HEAD_BYTES = 64 << 10
 
 Facts = dict[str, Any]
 
@@ -70,10 +70,12 @@ def stored(
 def read_facts(folder: Path) -> Facts | None:
     """Return the facts of the store at ``folder``, or ``None`` if it is missing, torn or of another version."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["version"] != _VERSION or manifest["files"] != _fingerprints(folder):
             return None
         facts: Facts = manifest["facts"]
+        if manifest.get("seal", _seal(facts)) != _seal(facts):  # stores of before have none
+            return None
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
     return facts
@@ -89,12 +91,6 @@ def kept_facts(folder: Path, what: str) -> Facts:
     if facts is None:
         raise DataError(f"the {what} {folder} are gone from the cache, or torn: prepare them again, as --resume does")
     return facts
-
-
-def discard(folder: Path) -> None:
-    """Have a store made anew when it is next asked for, as far as its folder can be written to."""
-    with suppress(OSError):
-        (folder / _MANIFEST).unlink()
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
@@ -118,10 +114,11 @@ def _written(folder: Path, write: Callable[[Path], Facts], goes_on: bool) -> Fac
     temporary.mkdir(exist_ok=goes_on)
     try:
         facts = write(temporary)
+        write_sums(temporary)
         for path in temporary.iterdir():
             sync(path)
-        manifest = {"version": _VERSION, "files": _fingerprints(temporary), "facts": facts}
-        write_atomically(temporary / _MANIFEST, json.dumps(manifest).encode(), "cache folder")
+        manifest = {"version": _VERSION, "files": _fingerprints(temporary), "facts": facts, "seal": _seal(facts)}
+        write_atomically(temporary / MANIFEST, json.dumps(manifest).encode(), "cache folder")
         shutil.rmtree(folder, ignore_errors=True)  # a torn one
         temporary.replace(folder)
         sync(folder.parent)
@@ -131,13 +128,17 @@ def _written(folder: Path, write: Callable[[Path], Facts], goes_on: bool) -> Fac
     return facts
 
 
+def _seal(facts: Facts) -> int:
+    return zlib.crc32(json.dumps(facts).encode())
+
+
 def _fingerprints(folder: Path) -> dict[str, list[int]]:
     """Map each file to its size in bytes and the checksum of its head."""
     prints = {}
     for path in sorted(folder.iterdir()):
-        if path.name != _MANIFEST:
+        if path.name != MANIFEST:
             with path.open("rb") as file:
-                prints[path.name] = [os.fstat(file.fileno()).st_size, zlib.crc32(file.read(_HEAD_BYTES))]
+                prints[path.name] = [os.fstat(file.fileno()).st_size, zlib.crc32(file.read(BLOCK_BYTES))]
     return prints
 
 

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from end_to_end.commands import PeakWatch, assert_each_sample_once, finish, start, steps_of, wait_for_worker, write_job
+from end_to_end.commands import (
+    SMALL_JOB,
+    PeakWatch,
+    assert_each_sample_once,
+    finish,
+    start,
+    steps_of,
+    wait_for_worker,
+    write_job,
+)
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import RunRecord
 
@@ -21,6 +30,7 @@ def large_job(tmp_path: Path) -> Path:
     """The whole batch needs some 250 MiB more than the 240 MiB that the process takes by itself."""
     model = {"architecture": "lstm", "embedding_size": 64, "hidden_size": 64}
     fields: dict[str, Any] = {"batch_size": 128, "sequence_length": 64, "tokenizer": {"vocab_size": 2000}}
+    fields["data"] = SMALL_JOB["data"] | {"validation": 0}  # one batch of 128 is nearly all there is
     return write_job(tmp_path / "job.yaml", model=model, **fields)
 
 

@@ -76,6 +76,7 @@ def test_a_second_interrupt_ends_at_once(cache, tmp_path):
     assert steps_of(run) == []
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("stage", ["prepare-worker", "train-worker"])
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]

@@ -56,7 +56,7 @@ def by_hand(run: Path, architecture: str, resets: bool) -> tuple[list[float], di
     prepared = Prepared.load(run / "prepared.json")
     store = open_tokens(Path(str(prepared.train.tokens_folder)))
     tokens = torch.from_numpy(store.tokens.astype("int64"))
-    tokens = tokens[: len(tokens) - round(0.1 * len(tokens))]  # the rest is held out
+    tokens = tokens[: store.ends[-1 - prepared.num_held_out_texts] + 1]  # the last texts are held out
     torch.manual_seed(0)
     model = PlainLanguageModel(architecture, prepared.vocab_size, 32, dropout=0.1).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -119,7 +119,7 @@ def test_a_run_that_was_killed_goes_on_with_its_state(cache, tmp_path):
     ("changes", "why"),
     [
         ({"model": {"architecture": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}}, "data.order: streams needs a"),
-        ({"batch_size": 4000}, "the training text has "),
+        ({"batch_size": 4000}, "is too short for batch_size = 4000 lanes"),
         ({"task": "classification"}, "data.order: streams is for language-modeling"),
     ],
     ids=["transformer", "too short", "classifier"],

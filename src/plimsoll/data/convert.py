@@ -20,7 +20,8 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from plimsoll.addresses import is_remote
-from plimsoll.copies import Told, descriptor_of, held, name_of
+from plimsoll.checksums import Damaged, require_whole
+from plimsoll.copies import Told, descriptor_of, held, is_copy, name_of
 from plimsoll.data.formats import Reading, packed
 from plimsoll.data.formats._records import HEAD_BYTES
 from plimsoll.data.formats._scanning import read_head, text_begin
@@ -90,6 +91,8 @@ def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress:
     for file in files:
         try:
             plain += converting.plain(file, name_of(file.path))
+        except Damaged:  # of the cache, so that no text is at fault
+            raise
         except DataError as error:
             if not skips:
                 raise
@@ -199,6 +202,7 @@ class _Converting:
         """Write the files that an archive holds; return what they are called in it, and where they are."""
         members: list[tuple[str, str]] = []
         left_out: list[tuple[str, str]] = []
+        _require_whole(source.path)
         with _unpacking(called), open(descriptor_of(source.path, self.report.copied), "rb") as archive:
             for name, chunks, why in members_of(archive, uncompressed(called)):
                 if chunks is None or is_archive(name):
@@ -211,6 +215,7 @@ class _Converting:
 
     def _list_lines(self, folder: Path, source: SourceFile, called: str) -> Facts:
         """Write a list of JSON objects as JSON lines."""
+        _require_whole(source.path)
         try:
             text_begin(source.path)
             with open(descriptor_of(source.path), "rb") as file:
@@ -233,6 +238,7 @@ class _Converting:
     def _pack(self, folder: Path, path: str, name: str, form: str) -> Facts:
         from plimsoll.data.tables import pack
 
+        _require_whole(path)
         with _table(path, name, form, self.report.copied) as table:
             return pack(folder, table, self._reading, self.report.show)
 
@@ -244,6 +250,7 @@ class _Converting:
                 f"{name} is csv, whose cells hold no lists of words: write it as JSON lines, or with a word and its "
                 "tag in each line, separated by a tab, as .conll"
             )
+        _require_whole(path)
         if form not in _TABLES:
             os.close(descriptor_of(path, self.report.copied))
             read = json_sentences if form == "jsonl" else conll_sentences
@@ -257,6 +264,12 @@ class _Converting:
             return pack_sentences(
                 folder, table_sentences(table, self._reading), table.name, self._reading, self.report.show
             )
+
+
+def _require_whole(path: str) -> None:
+    """Look at a file that was made of another, in the cache."""
+    if not is_copy(path):
+        require_whole(Path(path))
 
 
 def _source(path: Path, named: bool) -> SourceFile:

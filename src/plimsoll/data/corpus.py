@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.checksums import require_whole
 from plimsoll.data.blocks import Blocks
 from plimsoll.data.formats import Layout
 from plimsoll.data.formats.tagged import KEPT
@@ -59,6 +60,7 @@ class Corpus:
         self._layout_numbers: list[int] = facts["layout_numbers"]
         self._first_texts = np.concatenate(([0], np.cumsum(facts["num_texts"], dtype=np.int64)))
         self._file_ends = np.cumsum(facts["sizes"], dtype=np.int64)
+        require_whole(folder)
         self._begins: NDArray[np.int64] = np.asarray(np.memmap(folder / BEGINS_FILE, np.int64, "r"))
         self._gaps = _mapped(folder / GAPS_FILE, np.int64).reshape(-1, 2)
         self._files = OpenFiles(facts, is_random=cache_bytes > 0)

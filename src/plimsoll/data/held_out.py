@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.checksums import require_whole
 from plimsoll.data import ragged
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.order import INCREMENT, Order, mixed
@@ -84,9 +85,10 @@ class ChosenTexts:
 
     def __init__(self, store: TokenStore, folder: Path) -> None:
         facts = kept_facts(folder, "chosen texts")
+        require_whole(folder)
         self.store, self.folder = store, folder
         places, shifts = (np.asarray(np.memmap(folder / name, np.int64, "r")) for name in (_PLACES_FILE, _SHIFTS_FILE))
-        self.tokens = _Joined(np.asarray(store.tokens), places, shifts, facts["num_tokens"])
+        self.tokens = _Joined(store.tokens, places, shifts, facts["num_tokens"])
         self.ends: Ints = np.memmap(folder / _ENDS_FILE, np.int64, "r")
 
     def __reduce__(self) -> tuple[Any, ...]:

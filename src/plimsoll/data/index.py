@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from plimsoll.addresses import shown
+from plimsoll.checksums import require_whole
 from plimsoll.copies import descriptor_of, is_copy
 from plimsoll.data.convert import PlainFile, plain_files
 from plimsoll.data.corpus import Corpus
@@ -153,6 +154,8 @@ class _Writing:
         if not file.num_bytes:
             self._left_out.append(file.name)
             return None
+        if file.path != file.name and not is_copy(file.path):
+            require_whole(Path(file.path).parent if file.format in {"packed", "tagged"} else Path(file.path))
         try:
             return _Looked(file, *format_named(file.format).look(file.path, self._reading))
         except DataError as error:

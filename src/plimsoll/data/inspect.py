@@ -165,7 +165,7 @@ def _seen(job: Job, corpus: Corpus, tokenizer: Tokenizer, cache: Path, progress:
     if borders is not None:  # into the cache, where a training finds them
         spans = cut_by_job(store, job, tokenizer, progress)
         at_borders = spans.lengths(np.arange(len(spans)))
-        num_borders = int(np.count_nonzero(store.marks & np.uint8(MARKS[borders])))
+        num_borders = int(np.count_nonzero(store.marks[:] & np.uint8(MARKS[borders])))
     num_bytes = corpus.byte_lengths(np.arange(len(corpus))) if job.data.on_the_fly else None
     template = tokenizer.template
     num_inside = len(template.prefix) + max(len(template.suffix) - 1, 0) if job.reads_streams else 0

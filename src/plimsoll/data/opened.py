@@ -1,6 +1,7 @@
 """The files of a corpus while it is read: at most 64 are open, and each must be as it was when it was indexed.
 
 Size and time are looked at before each read of a batch, so an edit is noticed with the next batch, whatever it changed.
+What the cache holds in place of a file is looked at by its checksums (`plimsoll.checksums`), as far as it is read.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.copies import descriptor_of, name_of
+from plimsoll.checksums import Blocks, blocks_of
+from plimsoll.copies import descriptor_of, is_copy, name_of
 from plimsoll.errors import DataError
 from plimsoll.store import Facts
 
@@ -25,7 +28,18 @@ class OpenFiles:
     def __init__(self, facts: Facts, is_random: bool) -> None:
         self._facts, self._is_random = facts, is_random
         self._descriptors: OrderedDict[int, int] = OrderedDict()
+        self._blocks: dict[int, Blocks | None] = {}
         weakref.finalize(self, _close_all, self._descriptors)  # a __del__ may come when the interpreter has gone
+
+    def _require(self, file: int, places: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+        """Look at what is read of a file that was made of another, in the cache."""
+        if str(file) not in self._facts["stored"]:
+            return
+        if file not in self._blocks:
+            self._blocks[file] = None if is_copy(self.path(file)) else blocks_of(Path(self.path(file)))
+        blocks = self._blocks[file]
+        if blocks is not None:
+            blocks.require(places, places + sizes)
 
     def path(self, file: int) -> str:
         """Return where the bytes of a file are."""
@@ -34,7 +48,9 @@ class OpenFiles:
 
     def read(self, file: int, place: int, num_bytes: int) -> bytes:
         """Return some bytes of a file, all of them."""
-        raw = os.pread(self.descriptor(file), num_bytes, place)
+        descriptor = self.descriptor(file)
+        self._require(file, np.array([place]), np.array([num_bytes]))
+        raw = os.pread(descriptor, num_bytes, place)
         if len(raw) < num_bytes:
             raise self._too_short(file, place + num_bytes)
         return raw
@@ -42,6 +58,7 @@ class OpenFiles:
     def read_many(self, file: int, places: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[bytes]:
         """Return some stretches of a file."""
         descriptor, pread = self.descriptor(file), os.pread
+        self._require(file, places, sizes)
         spans = zip(sizes.tolist(), places.tolist(), strict=True)
         raws = [pread(descriptor, num_bytes, place) for num_bytes, place in spans]
         if sum(map(len, raws)) < sizes.sum():

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from plimsoll.checksums import require_whole
 from plimsoll.data import ragged
 from plimsoll.data.masks import block_diagonal_mask
 from plimsoll.data.spans import Spans
@@ -42,6 +43,7 @@ class Packs:
     def __init__(self, spans: Spans, folder: Path, facts: Facts) -> None:
         self.spans, self.folder = spans, folder
         self.sequence_length: int = facts["sequence_length"]
+        require_whole(folder)
         self.members: Ints = np.asarray(np.memmap(folder / _MEMBERS_FILE, np.int64, "r"))
         self.ends: Ints = np.asarray(np.memmap(folder / _ENDS_FILE, np.int64, "r"))
 

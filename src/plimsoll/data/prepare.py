@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.checksums import require_whole
 from plimsoll.data.corpus import Corpus, open_index
 from plimsoll.data.held_out import (
     ChosenTexts,
@@ -481,6 +482,7 @@ def _labels(text: PreparedText) -> NDArray[Any] | None:
         return None
     folder = Path(text.labels_folder)
     kept_facts(folder, "labels")
+    require_whole(folder)
     labels: NDArray[Any] = np.load(folder / _LABELS_FILE, mmap_mode="r")
     return labels
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.checksums import require_runs, require_whole
 from plimsoll.data import ragged
 from plimsoll.data.borders import BorderKind, cut_at_borders
 from plimsoll.data.template import NO_TEMPLATE, Template
@@ -51,7 +52,7 @@ class Spans:
 
     def __init__(self, store: TokenStore, folder: Path, facts: Facts) -> None:
         self.store, self.folder = store, folder
-        self._tokens: NDArray[np.unsignedinteger[Any]] = np.asarray(store.tokens)
+        self._tokens: NDArray[np.unsignedinteger[Any]] = np.asarray(store.tokens)  # looked at in `rows`
         self.sequence_length: int = facts["sequence_length"]
         self.template = Template(*map(tuple, facts.get("template", ())))
         self._room, self._keeps_end = self.template.room(self.sequence_length), facts.get("keeps_end", False)
@@ -64,6 +65,7 @@ class Spans:
         self._table: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None
         if facts["has_table"]:
             files = (_STARTS_FILE, np.int64), (_LENGTHS_FILE, np.int32)
+            require_whole(*(folder / name for name, _ in files))
             # As plain arrays: indexing a memmap makes objects of its class, which takes longer than the indexing.
             starts, lengths = (np.asarray(np.memmap(folder / name, dtype, "r")) for name, dtype in files)
             self._table = starts, lengths
@@ -82,6 +84,7 @@ class Spans:
     def rows(self, ids: NDArray[np.int64]) -> Table:
         """Return the tokens of some spans with what is around them, end to end (N,), and the length of each (B,)."""
         starts_B, lengths_B = self.places(ids)
+        require_runs(self.store.tokens, starts_B, starts_B + lengths_B)
         return self.template.around(self._tokens[ragged.places(starts_B, lengths_B)].astype(np.int64), lengths_B)
 
     def places(self, ids: NDArray[np.int64]) -> Table:

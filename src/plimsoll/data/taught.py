@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from plimsoll.checksums import checked, require_whole
 from plimsoll.data.windows import Samples, Subset
 from plimsoll.records.base import write_atomically
 from plimsoll.store import Facts, kept_facts, require_space
@@ -125,11 +126,12 @@ def open_taught(folder: Path) -> TaughtRows:
         DataError: if it is gone, or torn.
     """
     facts = kept_facts(folder, "words of the teacher")
+    require_whole(folder / _ENDS_FILE)
     ends = np.load(folder / _ENDS_FILE, mmap_mode="r")
     shape, words = (int(ends[-1]), facts["num_kept"]), None
     if facts["num_words"] is not None:
-        words = np.memmap(folder / _WORDS_FILE, _word_type(facts["num_words"]), "r", shape=shape)
-    return TaughtRows(ends, words, np.memmap(folder / _LOG_P_FILE, np.float32, "r", shape=shape))
+        words = checked(folder / _WORDS_FILE, _word_type(facts["num_words"]), shape)
+    return TaughtRows(ends, words, checked(folder / _LOG_P_FILE, np.float32, shape))
 
 
 class Taught:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from plimsoll.checksums import require_runs
 from plimsoll.data import ragged
 from plimsoll.data.augment import TokenAugmentation
 from plimsoll.data.held_out import choice_name, held_out
@@ -133,7 +134,7 @@ class TokenLabels:
     def __init__(self, store: TokenStore, names: Sequence[str]) -> None:
         assert store.labels is not None, store.folder
         self._store, self._names = store, tuple(names)
-        self._labels: NDArray[Any] = np.asarray(store.labels)
+        self._labels: NDArray[Any] = np.asarray(store.labels)  # looked at where they are read
         self._numbers = np.array([self._names.index(name) for name in store.tag_names], np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -142,6 +143,7 @@ class TokenLabels:
     def of(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the label of each token of some spans, end to end (N,); -100 where another span has it, or none."""
         starts_B, lengths_B = spans.places(ids)
+        require_runs(self._store.labels, starts_B, starts_B + lengths_B)
         labels_N = self._labels[ragged.places(starts_B, lengths_B)]
         is_own_N = labels_N >= 0
         if not spans.are_texts:
@@ -157,6 +159,7 @@ class TokenLabels:
         The first token of a window does, also where it is inside of one.
         """
         starts_B, lengths_B = spans.places(ids)
+        require_runs(self._store.labels, starts_B, starts_B + lengths_B)
         begins_N = self._labels[ragged.places(starts_B, lengths_B)] != INSIDE_WORD
         begins_N[ragged.positions(lengths_B) == 0] = True
         return spans.template.around(begins_N, lengths_B, True)[0]

@@ -27,6 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plimsoll.checksums import require_whole
 from plimsoll.data.byte_pairs import train as train_byte_pairs
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.given_tokenizer import (
@@ -193,6 +194,7 @@ def _facts(folder: Path) -> Facts:
     facts = read_facts(folder)
     if facts is None:
         raise DataError(f"the tokenizer {folder} is gone from the cache, or torn: prepare it again, as --resume does")
+    require_whole(folder)
     return facts
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.checksums import checked, require_whole
 from plimsoll.data import ragged
 from plimsoll.data.borders import Piece, marked_pieces, marks_of
 from plimsoll.data.corpus import Corpus
@@ -74,20 +75,21 @@ class TokenStore:
 
     def __init__(self, folder: Path, facts: Facts) -> None:
         self.folder = folder
-        self.tokens: NDArray[Any] = np.memmap(folder / _TOKENS_FILE, facts["dtype"], "r")
+        require_whole(folder / _ENDS_FILE)  # it is searched, too
+        self.tokens: NDArray[Any] = checked(folder / _TOKENS_FILE, facts["dtype"])
         self.ends: NDArray[np.int64] = np.memmap(folder / _ENDS_FILE, np.int64, "r")
         self.labels: NDArray[Any] | None = None
         self.tag_names: tuple[str, ...] = tuple(facts.get("tag_names", ()))
         self.num_lost_words: int = facts.get("num_lost_words", 0)
         if self.tag_names:
-            self.labels = np.memmap(folder / _LABELS_FILE, facts["label_type"], "r")
+            self.labels = checked(folder / _LABELS_FILE, facts["label_type"])
         self._has_marks: bool = facts.get("has_marks", False)
 
     @property
     def marks(self) -> NDArray[np.uint8]:
         """What begins at each token: see `plimsoll.data.borders.MARKS`."""
         assert self._has_marks, self.folder
-        return np.memmap(self.folder / _MARKS_FILE, np.uint8, "r")
+        return checked(self.folder / _MARKS_FILE, np.uint8)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_tokens, (self.folder,)

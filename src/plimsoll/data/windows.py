@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from plimsoll.checksums import require_runs
 from plimsoll.data.held_out import num_held_out
 from plimsoll.data.order import BlockShuffle, Order, Unshuffled
 from plimsoll.data.spans import checked_stride, num_windows, refuse_no_window
@@ -133,7 +134,8 @@ class WindowDataset(Samples):
         self._num_windows = num_windows(num_tokens, sequence_length, stride)
         self._windows: NDArray[Any] | None = None  # of tokens that lie end to end, each of them in one piece
         if isinstance(store.tokens, np.ndarray):
-            self._windows = np.lib.stride_tricks.sliding_window_view(store.tokens, sequence_length)[:: self.stride]
+            tokens = np.asarray(store.tokens)
+            self._windows = np.lib.stride_tricks.sliding_window_view(tokens, sequence_length)[:: self.stride]
         self.num_dropped_tokens = num_tokens - sequence_length - (self._num_windows - 1) * self.stride
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -145,6 +147,7 @@ class WindowDataset(Samples):
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
         """Return ``input_ids`` and ``labels`` (B, T), for a model that shifts the labels."""
         if self._windows is not None:
+            require_runs(self._store.tokens, ids * self.stride, ids * self.stride + self.sequence_length)
             tokens_BT = self._windows[ids]
         else:
             tokens_BT = self._store.tokens[(ids * self.stride)[:, None] + np.arange(self.sequence_length)]

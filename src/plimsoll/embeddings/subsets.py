@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from plimsoll.checksums import require_whole
 from plimsoll.embeddings.faults import FaultList
 from plimsoll.embeddings.formats import Block, Rows, Vectors, in_precision
 from plimsoll.embeddings.formats._sources import Source
@@ -150,6 +151,7 @@ def open_rows(folder: Path) -> Table:
         DataError: if it is gone, or torn.
     """
     kept_facts(folder, "word vectors")
+    require_whole(folder)
     return open_table(folder / _FILE)
 
 

@@ -66,7 +66,7 @@ def value_fault(known: Sequence[Value], name: str, value: object) -> str | None:
     if any(type(value) is type(one) and value == one for one in known):
         return None
     listed = ", ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in known)
-    return f"`{name}` {value} is none there is: give one of {listed}"
+    return f"`{name}` cannot be {value}: give one of {listed}"
 
 
 def count_fault(name: str, value: object) -> str | None:

@@ -1,6 +1,7 @@
 """What a computation that is done a second time needs, to be the first one again: random numbers and autocast.
 
-Covers torch's generators on the host and on devices, and cuDNN's dropout of recurrent layers. Does NOT cover generators of one's own, Python's and numpy's.
+Covers torch's generators on the host and on devices, and cuDNN's dropout of recurrent layers. Does NOT cover generators
+of one's own, Python's and numpy's.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def test_it_agrees_with_the_tokenizer_that_the_training_uses(tmp_path: Path, set
     corpus = open_corpus((str(text),), Reading(), tmp_path / "cache")
     trained = prepare_tokenizer(job.tokenizer, corpus, tmp_path / "cache")
     again = sketch_texts(job_of(text, tokenizer={"path": str(trained.folder)}))
-    assert again.of_model == (trained.vocab_size, None, trained.end_id) == sketch_texts(job).of_model == (size, None, 0)
+    sizes = trained.vocab_size, None, trained.end_id, trained.pad_id
+    assert again.of_model == sizes == sketch_texts(job).of_model == (size, None, 0, 0)
 
 
 def test_a_tokenizer_that_is_not_there_is_an_error(tmp_path: Path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from plimsoll.checksums import Checked
 from plimsoll.data.taught import LOG_P, WORDS, Taught, TaughtFiles, ends_of, open_taught
 from plimsoll.errors import DataError, OutputError
 from plimsoll.store import stored
@@ -73,9 +74,11 @@ def test_samples_have_what_was_said_of_them_in_any_order(tmp_path, parts):
 
 def test_files_take_no_private_memory(tmp_path):
     rows = open_taught(write(tmp_path / "teacher", 3))
-    assert isinstance(rows.words, np.memmap)
-    assert isinstance(rows.log_p, np.memmap)
-    assert (rows.words.dtype, rows.words.mode) == (np.uint16, "r")
+    assert isinstance(rows.words, Checked)  # as is each file of a store that is mapped
+    assert isinstance(rows.log_p, Checked)
+    assert isinstance(rows.words.base, np.memmap)
+    assert isinstance(rows.log_p.base, np.memmap)
+    assert (rows.words.dtype, rows.words.base.mode) == (np.uint16, "r")
 
 
 def test_samples_that_are_judged_as_a_whole_have_a_row_each(tmp_path):

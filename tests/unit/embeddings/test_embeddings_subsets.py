@@ -214,7 +214,7 @@ def test_rows_that_would_all_be_the_one_that_was_found_are_not_drawn(tmp_path: P
         EmbeddingError, match="others cannot be drawn with their deviation, which is 0: give missing zer"
     ):
         take_subset(path, words, cache=tmp_path)
-    assert not list(tmp_path.glob("subset-*"))
+    assert not [entry for entry in tmp_path.glob("subset-*") if entry.is_dir()]
     assert take_subset(path, ["the"]).rows.tolist() == [[1, 2]]  # nothing is to be drawn
     assert take_subset(path, words, missing="mean").rows[2].tolist() == [1, 2]
 

@@ -33,7 +33,7 @@ def test_a_reason_names_the_option_also_where_it_is_the_only_one():
 
 def test_faults_say_what_can_be_given():
     assert value_fault((False, True), "dynamic", True) is None
-    assert value_fault((False, True), "dynamic", 1) == "`dynamic` 1 is none there is: give one of false, true"
+    assert value_fault((False, True), "dynamic", 1) == "`dynamic` cannot be 1: give one of false, true"
     assert share_fault("share", 0.5) is None
     assert all(share_fault("share", wrong) for wrong in (0, 1, -1, True, "half"))
     assert count_fault("rank", 3) is None
@@ -55,8 +55,8 @@ def test_every_default_is_a_value_that_there_is(method):
         ("heads=1.5", "--method 'heads(share=1.5)': `share` 1.5 is not the share that is taken away"),
         ("layers(keep=1,share=0.5)", "`layers` has keep 1 and share 0.5: give one of them"),
         ("low_rank(share=0.5,rank=3)", "`low_rank` has share 0.5 and rank 3: give one of them"),
-        ("int4(group=5)", "`group` 5 is none there is: give one of 32, 64, 128"),
-        ("low_rank(aware=3)", "`aware` 3 is none there is: give one of true, false"),
+        ("int4(group=5)", "`group` cannot be 5: give one of 32, 64, 128"),
+        ("low_rank(aware=3)", "`aware` cannot be 3: give one of true, false"),
         ("int8 layers=1", "layers changes shapes and int8 the bits of values, which must be last"),
         ("layers=1 int8 heads=0.5", "heads changes shapes and int8 the bits of values, which must be last"),
     ],

@@ -85,6 +85,12 @@ def test_no_screen_is_wider_than_80_columns(name):
     assert max(len(line) for line in as_text.plain(SCREENS[name]).splitlines()) <= 80
 
 
+def test_an_odd_number_of_key_numbers_leaves_the_last_place_empty():
+    lines = as_text.plain(as_text.run_table(eventful_run(preparation_bytes=3 * MIB))).splitlines()
+    row = next(line for line in lines if "Peak of preparing" in line)
+    assert "3.0 MiB" in row
+
+
 def test_text_of_a_record_is_not_read_as_markup():
     text = as_text.plain(as_text.run_report(empty_run(name="[bold]x[/bold] [/]", message="[red]")))
     assert "[bold]x[/bold] [/]" in text

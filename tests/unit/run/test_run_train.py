@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -97,9 +98,10 @@ def test_a_classifier_says_how_often_it_is_right(tmp_path, new_run, capsys):
         (tmp_path / "texts" / label).mkdir(parents=True)
         for number in range(20):
             (tmp_path / "texts" / label / f"{number}.txt").write_text(f"{word} " * (number + 1))
+    shutil.copytree(tmp_path / "texts", tmp_path / "others")
     directory = new_run(
         task="classification",
-        data={"train": str(tmp_path / "texts"), "validation": str(tmp_path / "texts")},
+        data={"train": str(tmp_path / "texts"), "validation": str(tmp_path / "others")},
         steps=60,
         optimizer={"lr": 0.03},
     )
@@ -113,23 +115,25 @@ def test_of_texts_in_windows_and_of_words_the_accuracy_says_so(tmp_path, new_run
     for label in ("ham", "spam"):
         (tmp_path / "texts" / label).mkdir(parents=True)
         (tmp_path / "texts" / label / "1.txt").write_text(f"{label} " * 40)
-    (tmp_path / "a.conll").write_text("Ada B-PER\nslept O\n\n" * 9)
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.conll").write_text("Ada B-PER\nslept O\n\n" * 9)
+    shutil.copytree(tmp_path / "texts", tmp_path / "others")
     jobs = [
         {
             "task": "classification",
-            "data": {name: str(tmp_path / "texts") for name in ("train", "validation")} | {"long_texts": "window"},
+            "data": {"train": f"{tmp_path}/texts", "validation": f"{tmp_path}/others", "long_texts": "window"},
             "batch_size": 1,
         },
         {
             "task": "token-classification",
-            "data": {name: str(tmp_path / "a.conll") for name in ("train", "validation")},
+            "data": {name: str(tmp_path / f"{name}.conll") for name in ("train", "validation")},
             "tokenizer": {"train": "words"},
             "batch_size": 2,
         },
     ]
     for number, job in enumerate(jobs):
         train_here(new_run(str(number), steps=1, **job), quiet=False)
-    texts, words = [line for line in capsys.readouterr().err.splitlines() if "validation" in line]
+    texts, words = [line for line in capsys.readouterr().err.splitlines() if "validation loss" in line]
     assert re.search(r", accuracy \d+\.\d% of the texts over", texts)
     assert re.search(r", accuracy \d+\.\d% of the words, entity F1 \d+\.\d%", words)
 

@@ -279,7 +279,7 @@ def recorded(choices):
         for number in (1, 2, 3):
             recorder.step = number
             piece = batch.clone()
-            step({"input_ids": piece, "labels": piece})
+            step({"input_ids": piece, "labels": piece.clone()})
             recorder.know_optimizer(optimizer)
         del piece
     return recorder.trace("measured", "cpu")

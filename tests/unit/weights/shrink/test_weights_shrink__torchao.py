@@ -49,7 +49,7 @@ def test_options_that_there_are_not():
         "`int8` has no option `bits` (4): it takes no options; leave it out"
     )
     fault = SHRINKERS["int4"].refusal(subject, choice_of("int4", group="all"))
-    assert fault == "`group` all is none there is: give one of 32, 64, 128"
+    assert fault == "`group` cannot be all: give one of 32, 64, 128"
 
 
 def test_the_configuration_says_what_transformers_would():

@@ -114,7 +114,7 @@ def test_experts_and_models_without_such_layers_are_refused_with_what_was_looked
         ({"share": 1}, "`share` 1 is not the share that is taken away: give a number between 0 and 1"),
         ({"share": "half"}, "`share` half is not the share"),
         ({"keep": 2}, "`channels` has no option `keep` (2): it takes `share`, `importance`; leave it out"),
-        ({"importance": "luck"}, "`importance` luck is none there is: give one of magnitude, taylor, activation"),
+        ({"importance": "luck"}, "`importance` cannot be luck: give one of magnitude, taylor, activation"),
         ({"share": 0.01}, "a share of 0.01 of 24 channels is none of them: give a share from 0.0417 to 0.958"),
     ],
 )

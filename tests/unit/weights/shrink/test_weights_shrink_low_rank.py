@@ -117,7 +117,7 @@ def test_bad_input_is_refused_with_what_to_do():
         "give a number between 0 and 1": choice(share=1.5),
         "give one of them": choice(share=0.5, rank=3),
         "give a whole number from 1 on": choice(rank=0),
-        "neither true nor false": choice(aware="maybe"),
+        "cannot be maybe: give one of true, false": choice(aware="maybe"),
         "give a smaller rank": choice(rank=400),
         "no option `keep`": choice(keep=2),
     }

@@ -49,7 +49,7 @@ def test_bad_input_is_refused_with_what_to_do():
     given = subject("bert")
     assert [one.options["groups"] for one in METHOD.menu(given)] == [2, 1]
     assert "give fewer groups" in METHOD.refusal(given, choice(groups=3))
-    assert "give one of them" in METHOD.refusal(given, choice(start="last"))
+    assert "give one of first, mean" in METHOD.refusal(given, choice(start="last"))
     assert "give a whole number" in METHOD.refusal(given, choice(groups=0.5))
     METHOD.shrink(given, choice(groups=1), Calibration())
     assert "share parameters already" in METHOD.menu(given)
