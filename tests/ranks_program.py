@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from plimsoll.data.loader import iterate_once
 from plimsoll.device.base import backend_for
-from plimsoll.errors import OutOfMemoryError, TornStepError
+from plimsoll.errors import InputError, OutOfMemoryError, TornStepError
 from plimsoll.ranks import PeerOutOfMemory, Ranks, joined
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.run import OomEvent
@@ -31,7 +31,7 @@ from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import armed, exhaust_memory, failpoint
 from plimsoll.run.step import TrainStep
 from plimsoll.run.together import attempt_together
-from plimsoll.workload import split_batch
+from plimsoll.workload import Units, split_batch
 
 PHASES = ("copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation")
 NUM_STEPS = 6
@@ -182,6 +182,51 @@ def batch_of(step: int, is_first_small: bool = False) -> dict[str, torch.Tensor]
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The mean loss over the samples."""
     return nn.functional.cross_entropy(model(batch["features"]), batch["labels"])
+
+
+def contrastive(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Each sample against all others of its pass."""
+    scores = model(batch["features"])
+    return nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
+
+
+def weighted(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A mean over the weights of the labels."""
+    return nn.functional.cross_entropy(model(batch["features"]), batch["labels"], weight=WEIGHT)
+
+
+def weights_of(batch: dict[str, torch.Tensor]) -> float:
+    """What `weighted` averages over."""
+    return float(WEIGHT[batch["labels"]].sum())
+
+
+WEIGHT = torch.tensor([1.0, 3.0, 0.25])
+LOSSES = {"contrastive": contrastive, "weighted": weighted}
+
+
+def cut_over_ranks(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
+    """Train with a loss of its own; where it is refused, say by what words, and what has changed by then."""
+    model, before = small_model(), small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    units: Units = weights_of if case["units"] == "weights" else case["units"]
+    step = TrainStep(model, optimizer, LOSSES[case["own_loss"]], units=units, ranks=ranks)
+    losses: list[float] = []
+    refused = not_evaluated = ""
+    try:
+        evaluation = TrainStep(model, optimizer, LOSSES[case["own_loss"]], units=units, ranks=ranks)
+        evaluation.evaluate([part_of(batch_of(0), ranks)])
+    except InputError as error:
+        not_evaluated = str(error)
+    try:
+        losses.extend(step(part_of(batch_of(number), ranks)).loss for number in range(NUM_STEPS))
+    except InputError as error:
+        refused = str(error)
+    is_as_before = all(map(torch.equal, model.parameters(), before.parameters()))
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return {
+        "losses": losses, "weights": weights.tolist(), "refused": refused, "not_evaluated": not_evaluated,
+        "is_as_before": is_as_before,
+    }  # fmt: skip
 
 
 def read(case: dict[str, Any], ranks: Ranks) -> Iterator[dict[str, torch.Tensor]]:
@@ -405,11 +450,15 @@ def random_case(seed: int, world_size: int) -> dict[str, Any]:
     }
 
 
+WORK = {"failing": judge, "half_for": train_in_half, "own_loss": cut_over_ranks}
+"""What is done with a case that has a field."""
+
+
 def main(folder: Path) -> None:
     """Do every case of ``cases.json``, and write what came of each, a line at a time."""
     with joined() as ranks, (folder / f"rank-{ranks.rank}.jsonl").open("w") as file:
         for case in json.loads((folder / "cases.json").read_text()):
-            work = judge if "failing" in case else train_in_half if "half_for" in case else train
+            work = next((do for field, do in WORK.items() if field in case), train)
             file.write(json.dumps(work(ranks, case)) + "\n")
             file.flush()
 

@@ -12,14 +12,15 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import plimsoll
-from plimsoll.run.failpoints import armed
+from plimsoll.errors import OutOfMemoryError
+from plimsoll.run.failpoints import armed, exhaust_memory
 from plimsoll.techniques.gradient_cache import gradient_cache_rungs
 from workloads import largest_relative_difference
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 datasets = pytest.importorskip("datasets")
 
-BATCH_SIZE, NUM_WORDS = 8, 40
+BATCH_SIZE, NUM_COLUMNS, NUM_WORDS = 8, 3, 40
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +40,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def trained(folder, tmp_path, protect):
-    """The losses of two steps, and the weights after them."""
+def trainer_of(folder, tmp_path, is_cached=False):
+    """A trainer of two steps, and its model."""
     from sentence_transformers.sentence_transformer import losses, modules
 
     parts = [modules.Transformer(str(folder), max_seq_length=16), modules.Pooling(16)]
@@ -55,10 +56,18 @@ def trained(folder, tmp_path, protect):
         output_dir=tmp_path, per_device_train_batch_size=BATCH_SIZE, max_steps=2, learning_rate=1e-3, logging_steps=1,
         report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", optim="sgd",
     )  # fmt: skip
+    cached = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=3)
+    dataset = datasets.Dataset.from_list(rows)
     trainer = sentence_transformers.SentenceTransformerTrainer(
-        model=model, args=arguments, train_dataset=datasets.Dataset.from_list(rows),
-        loss=losses.MultipleNegativesRankingLoss(model),
+        model=model, args=arguments, train_dataset=dataset, eval_dataset=dataset,
+        loss=cached if is_cached else losses.MultipleNegativesRankingLoss(model),
     )  # fmt: skip
+    return trainer, model
+
+
+def trained(folder, tmp_path, protect, is_cached=False):
+    """The losses of two steps, and the weights after them."""
+    trainer, model = trainer_of(folder, tmp_path, is_cached)
     with protect(trainer):
         trainer.train()
     losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
@@ -91,6 +100,44 @@ def test_memory_that_runs_out_is_followed_by_smaller_slices_of_the_whole_batch(f
     ]
     assert losses == pytest.approx(plain[0], rel=1e-6)
     assert largest_relative_difference(plain[1], weights) < 1e-5
+
+
+@pytest.mark.parametrize("units", [None, "samples"])
+def test_where_memory_runs_out_it_is_not_cut_and_told_of_the_cached_loss(folder, tmp_path, units):
+    """Also by the units that its mean is over."""
+    trainer, model = trainer_of(folder, tmp_path)
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    with (
+        armed("backward", 1, 2),
+        pytest.raises(OutOfMemoryError, match=r"8 samples was not cut, .*CachedMultipleNegativesRankingLoss"),
+    ):
+        plimsoll.transformers.fit(trainer, units=units)
+    for name, one in model.named_parameters():
+        assert torch.equal(one, before[name])
+
+
+def test_the_cached_loss_that_it_is_told_of_is_the_same_training(folder, tmp_path, plain):
+    losses, weights = trained(folder, tmp_path, plimsoll.transformers.protected, is_cached=True)
+    assert losses == pytest.approx(plain[0], rel=1e-6)
+    assert largest_relative_difference(plain[1], weights) < 1e-5
+
+
+def test_its_evaluation_is_not_cut_either(folder, tmp_path):
+    trainer, model = trainer_of(folder, tmp_path)
+    expected = trainer.evaluate()["eval_loss"]
+    most = NUM_COLUMNS * BATCH_SIZE
+
+    def too_large(module, inputs):
+        if len(inputs[0]["input_ids"]) > most:
+            exhaust_memory()
+
+    handle = model.register_forward_pre_hook(too_large)
+    with plimsoll.transformers.protected(trainer, units="samples"):
+        assert trainer.evaluate()["eval_loss"] == expected
+        most = BATCH_SIZE - 1  # rows; a loss may embed all columns at once
+        with pytest.raises(OutOfMemoryError, match="8 samples was not cut, because the loss of a batch is not the sum"):
+            trainer.evaluate()
+    handle.remove()
 
 
 def test_a_budget_and_rungs_are_one_too_many(folder, tmp_path):

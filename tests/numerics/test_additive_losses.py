@@ -7,6 +7,7 @@ the whole batch that are large, small, hidden from the value (detached) or from 
 import random
 from collections import Counter
 
+import pytest
 import torch
 from torch import nn
 
@@ -134,12 +135,11 @@ def outcome_of(seed):
     return is_additive, max(of_update, abs(result.loss - whole.item()) / abs(whole.item()))
 
 
-def test_a_thousand_random_losses_are_cut_exactly_or_refused():
-    outcomes = [outcome_of(seed) for seed in range(1000)]
-    silent = [
-        (seed, found) for seed, (_, found) in enumerate(outcomes) if found is not None and found > MOST_DIFFERENCE
-    ]
-    refused = [seed for seed, (is_additive, found) in enumerate(outcomes) if is_additive and found is None]
-    counts = Counter((is_additive, found is None) for is_additive, found in outcomes)
-    assert (silent, refused) == ([], [])
-    assert min(counts[True, False], counts[False, True]) > 250, counts
+@pytest.mark.parametrize("seeds", [range(200), pytest.param(range(200, 1000), marks=pytest.mark.long)], ids=str)
+def test_a_thousand_random_losses_are_cut_exactly_or_refused(seeds):
+    outcomes = {seed: outcome_of(seed) for seed in seeds}
+    silent = {seed: found for seed, (_, found) in outcomes.items() if found is not None and found > MOST_DIFFERENCE}
+    refused = [seed for seed, (is_additive, found) in outcomes.items() if is_additive and found is None]
+    counts = Counter((is_additive, found is None) for is_additive, found in outcomes.values())
+    assert (silent, refused) == ({}, [])
+    assert min(counts[True, False], counts[False, True]) > len(seeds) // 4, counts

@@ -77,6 +77,24 @@ def test_a_limit_on_one_rank_cuts_the_step_of_all(tmp_path):
     assert events.startswith("[['forward', 1, 'micro-batch 4 -> 2']") or "backward" in events
 
 
+@pytest.mark.long
+def test_a_loss_that_ranks_would_change_is_refused_on_all_of_them_and_an_additive_one_is_that_of_one_process(tmp_path):
+    """A step over ranks cuts the batch, whether or not memory runs out."""
+    pairs = [("contrastive", "samples"), ("weighted", "samples"), ("weighted", "weights")]
+    cases: list[dict[str, Any]] = [{"own_loss": loss, "units": units} for loss, units in pairs]
+    (alone,) = run_cases(tmp_path / "alone", 1, cases, seconds=60)
+    first, second = run_cases(tmp_path / "ranks", 2, cases, seconds=60)
+    assert not any(one["refused"] or one["not_evaluated"] for one in (*alone, first[2], second[2]))
+    for one, other in zip(first[:2], second[:2], strict=True):
+        assert one["refused"] == other["refused"] == one["not_evaluated"] == other["not_evaluated"]
+        assert (one["losses"], one["is_as_before"], other["is_as_before"]) == ([], True, True)
+    assert "2 ranks would each have a part of the batch, but the loss of a batch is not the sum" in first[0]["refused"]
+    assert "averages over the weights of the labels, and not over samples" in first[1]["refused"]
+    for one in (first[2], second[2]):
+        for name in ("losses", "weights"):
+            np.testing.assert_allclose(one[name], alone[2][name], atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -27,11 +27,11 @@ from plimsoll.device.base import Backend, backend_for
 from plimsoll.integrations._inputs import units_of
 from plimsoll.integrations.transaction import shape_of_any
 from plimsoll.records.loss_check import LossCheck
-from plimsoll.run.additive import loss_check_of
-from plimsoll.run.boundary import without_fail
-from plimsoll.run.known_losses import known_additive
+from plimsoll.run.additive import Additivity, LossOf, loss_check_of
+from plimsoll.run.boundary import Position, without_fail
+from plimsoll.run.known_losses import is_usual, known_additive
 from plimsoll.run.undo import Undo
-from plimsoll.workload import Units, Workload, model_loss, split_batch
+from plimsoll.workload import Reason, Units, Workload, model_loss, split_batch
 
 _LEAST_SHARE, _ALL = 1e-4, 0.02  # of a loss: what rounding may be, and what is taken for the whole of it
 
@@ -99,8 +99,8 @@ def has_known_loss(trainer: transformers.Trainer, units: Units | None, batch: An
     is_models = type(trainer).compute_loss is transformers.Trainer.compute_loss and trainer.compute_loss_func is None
     if model is None or not is_models or trainer.label_smoother is not None:
         return False
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)  # of a workload that never steps
-    return known_additive(Workload(model, optimizer, model_loss, units or units_of(batch, model)))
+    workload = Workload(model, _never_steps(), model_loss, units or units_of(batch, model))
+    return known_additive(workload) and is_usual(batch, workload)
 
 
 def loss_check_of_trainer(
@@ -114,6 +114,46 @@ def loss_check_of_trainer(
     workload = Workload(model, optimizer, cast(Any, computed), units, device=trainer.args.device)
     backend = backend_for(str(trainer.args.device))
     return loss_check_of(workload, batch, backend, cuts["recut_loss"], cuts["never_cut"], loss_of)
+
+
+class EvaluatedLoss:
+    """Says whether the loss of a trainer's evaluations may be computed in parts; see `plimsoll.run.additive`.
+
+    Args:
+        trainer: the trainer.
+        units: what its loss averages over, where the user has said it.
+        units_of: counts that.
+        cuts: what the user has said of cuts.
+        backend: of its device.
+    """
+
+    def __init__(
+        self, trainer: transformers.Trainer, units: Units | None, units_of: Units, cuts: Mapping[str, bool],
+        backend: Backend,
+    ) -> None:  # fmt: skip
+        self._trainer, self._units, self._units_of = trainer, units, units_of
+        self._cuts, self._backend = cuts, backend
+        self._additivity: Additivity | None = None
+
+    @torch.no_grad()
+    def why_whole(self, batch: Any, loss_of: LossOf) -> Reason | None:
+        """Return why a batch must not be cut, if it must not; ``loss_of`` computes what the evaluation does."""
+        trainer, model = self._trainer, self._trainer.model
+        assert model is not None
+        if self._additivity is None:
+            computed: Any = trainer.compute_loss
+            workload = Workload(model, _never_steps(), computed, self._units_of, device=trainer.args.device)
+            position = Position(trainer.state.global_step, "evaluation")
+            said = self._cuts["recut_loss"], self._cuts["never_cut"]
+            self._additivity = Additivity(workload, self._backend, position, *said)
+        is_own = type(trainer).prediction_step is not transformers.Trainer.prediction_step
+        self._additivity.is_known = not is_own and has_known_loss(trainer, self._units, batch)
+        return self._additivity.before_cut(batch, loss_of)
+
+
+def _never_steps() -> torch.optim.Optimizer:
+    """An optimizer for a workload whose loss alone is asked."""
+    return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
 
 
 @torch.no_grad()

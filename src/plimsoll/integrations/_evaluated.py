@@ -1,8 +1,9 @@
 """The evaluations of a Trainer inside a budget: batches are cut, what they collect is kept outside the device.
 
-A batch that runs out of memory is predicted again in smaller pieces. Logits and labels of the batches go where the
-budget does not count them (`plimsoll.integrations._collected`). What then runs out is code of the user's, which can be
-neither cut nor run twice: its error says which it was, and what to give.
+A batch that runs out of memory is predicted again in smaller pieces, if its loss is the sum of those of its parts
+(`plimsoll.run.additive`); where no loss is computed there is nothing to ask. Logits and labels of the batches go where
+the budget does not count them (`plimsoll.integrations._collected`). What then runs out is code of the user's, which can
+be neither cut nor run twice: its error says which it was, and what to give.
 
 While an evaluation runs, the name by which transformers makes its container is another one, for all trainers of the
 process. Does NOT cover an ``evaluation_loop`` of a subclass that collects in something else.
@@ -10,14 +11,16 @@ process. Does NOT cover an ``evaluation_loop`` of a subclass that collects in so
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
+import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.device.base import Backend
@@ -29,11 +32,12 @@ from plimsoll.integrations.transaction import shape_of_any
 from plimsoll.mapped import MappedPool
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import format_bytes
+from plimsoll.run.additive import LossOf
 from plimsoll.run.boundary import Position, attempt, fitting
 from plimsoll.run.pieces import Shape, no_way_out
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.rungs import after_oom
-from plimsoll.workload import batch_size_of, split_batch
+from plimsoll.workload import Reason, batch_size_of, split_batch
 
 _FEWER = (
     ", or preprocess_logits_for_metrics, which keeps less of each batch (such as lambda logits, labels: "
@@ -49,6 +53,7 @@ class Evaluations:
         backend: of its device.
         units_of: what the mean loss of a batch averages over.
         refuse_unclear: refuses a batch of which nothing says that.
+        why_whole: says why a batch must stay whole, from the loss of a piece and its share.
         note: told of each event that was recovered from.
     """
 
@@ -56,12 +61,14 @@ class Evaluations:
         self,
         trainer: transformers.Trainer,
         backend: Backend,
+        *,
         units_of: Callable[[Any], float],
         refuse_unclear: Callable[[Any], None],
+        why_whole: Callable[[Any, LossOf], Reason | None],
         note: Callable[[list[OomEvent]], None],
     ) -> None:
         self._trainer, self._backend, self._note = trainer, backend, note
-        self._units_of, self._refuse_unclear = units_of, refuse_unclear
+        self._units_of, self._refuse_unclear, self._why_whole = units_of, refuse_unclear, why_whole
         self._ladder: Ladder | None = None
         self._first_elements: float | None = None
         self._pool: MappedPool | None = None
@@ -145,13 +152,16 @@ class Evaluations:
         return prediction_step
 
     def _predicted(self, predicted: Callable[[Any], Any], inputs: Any) -> Any:
-        """Loss, logits and labels of a batch; where memory runs out, in smaller pieces."""
+        """Loss, logits and labels of a batch; where memory runs out, in smaller pieces if that changes no loss."""
+        why_whole = cache(partial(self._why_whole, inputs, partial(self._loss_of, predicted, inputs)))
         shape = shape_of_any(inputs, "samples")
         ladder = self._ladder_for(shape)
         rung = ladder.choose(shape.elements_per_sample)
         random_state = self._backend.random_state()
         while True:
             size = min(ladder.sizes[rung].samples, shape.num_samples)
+            if size < shape.num_samples and why_whole() is not None:
+                size = shape.num_samples
             position = Position(self._trainer.state.global_step, "evaluation", size)
             found = attempt(partial(self._in_pieces, predicted, inputs, size, shape), self._backend, position)
             if not isinstance(found, OomEvent):
@@ -160,9 +170,11 @@ class Evaluations:
             self._backend.release()
             self._backend.restore_random_state(random_state)
             event, following = after_oom(found, rung, shape, ladder, None, self._backend)
+            if following is None or (following != rung and why_whole() is not None):
+                whole = why_whole() if size > 1 else None
+                otherwise = "" if whole is None else ", or a smaller per_device_eval_batch_size"
+                raise OutOfMemoryError(f"{no_way_out(event, size, shape, whole)}{otherwise}")
             self._note([event])
-            if following is None:
-                raise OutOfMemoryError(no_way_out(event, size, shape, whole=None))
             rung = following
 
     def _ladder_for(self, shape: Shape) -> Ladder:
@@ -171,6 +183,23 @@ class Evaluations:
             if self._first_elements is not None:
                 self._ladder.start_at(max(1, int(self._first_elements / shape.elements_per_sample)))
         return self._ladder
+
+    def _loss_of(self, predicted: Callable[[Any], Any], inputs: Any, piece: Any, share: float) -> Tensor:
+        """The loss of a piece, to which belongs that share of the items of a batch; NaN where no loss is computed."""
+        items = self._num_items(inputs)
+        loss = self._with_items(None if items is None else items * share, predicted, copy.copy(piece))[0]
+        return torch.tensor(torch.nan) if loss is None else loss.mean()
+
+    def _num_items(self, inputs: Any) -> Any:
+        return self._trainer._get_num_items_in_batch([inputs], self._trainer.args.device)
+
+    def _with_items(self, items: Any, predicted: Callable[[Any], Any], piece: Any) -> tuple[Any, Any, Any]:
+        self.items = items
+        try:
+            found: tuple[Any, Any, Any] = predicted(piece)
+            return found
+        finally:
+            self.items = None
 
     def _in_pieces(
         self, predicted: Callable[[Any], Any], inputs: Any, num_samples: int, shape: Shape
@@ -182,18 +211,15 @@ class Evaluations:
         pieces = split_batch(inputs, num_samples)
         units = [self._units_of(piece) for piece in pieces]
         units = units if any(units) else [*map(batch_size_of, pieces)]
-        items, found = self._trainer._get_num_items_in_batch([inputs], self._trainer.args.device), []
-        try:
-            for piece, count in zip(pieces, units, strict=True):
-                self.items = items * count / sum(units) if items is not None and count else None
-                loss, logits, labels = predicted(piece)
-                if loss is not None:
-                    self._refuse_unclear(piece)
-                if self._pool is not None:
-                    logits, labels = off_device(logits, self._pool), off_device(labels, self._pool)
-                found.append((loss, logits, labels))
-        finally:
-            self.items = None
+        items, found = self._num_items(inputs), []
+        for piece, count in zip(pieces, units, strict=True):
+            of_piece = items * count / sum(units) if items is not None and count else None
+            loss, logits, labels = self._with_items(of_piece, predicted, piece)
+            if loss is not None:
+                self._refuse_unclear(piece)
+            if self._pool is not None:
+                logits, labels = off_device(logits, self._pool), off_device(labels, self._pool)
+            found.append((loss, logits, labels))
         return joined(found, units, self._pool)
 
 

@@ -1,7 +1,8 @@
 """Validation, test and prediction of a Lightning trainer inside a budget: cut where that is exact, or ended by name.
 
 A ``validation_step`` logs what it likes of a batch, so that nothing says whether its pieces log the same. Where a batch
-runs out of memory, a few of its samples are therefore done whole and in two passes, and what came of it is compared:
+runs out of memory, a few of its samples, those that differ most, are therefore done whole and in two passes, and what
+came of it is compared, once more for a batch of another kind (`plimsoll.run.telling_rows`):
 what was logged, the states of metrics, what was returned, the lists that the module keeps. Where all of it is equal,
 the batch is done in smaller pieces; where it is not, it is not cut, and the error says what differs. Whatever else
 runs out (a hook, a loader, a checkpoint) has an error of Plimsoll's, too.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,10 +34,11 @@ from plimsoll.run.boundary import Position, attempt, fitting
 from plimsoll.run.pieces import Shape
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.rungs import after_oom
+from plimsoll.run.telling_rows import kinds_of, telling_rows
 from plimsoll.workload import batch_size_of, pick_samples, split_batch
 
 _STEPS = ("validation_step", "test_step", "predict_step")
-_COMPARED = (4, 2)  # samples; fewer where the first do not fit
+_COMPARED = (8, 4, 2)  # samples; fewer where the first do not fit
 
 
 class Evaluations:
@@ -46,14 +48,16 @@ class Evaluations:
         trainer: of one process.
         module: what it runs.
         budget: what holds while it runs without training; a training begins its own limit.
+        never_cut: whether the user forbids to cut.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, budget: str | int | None) -> None:
-        self._trainer, self._module, self._budget = trainer, module, budget
+    def __init__(self, trainer: Trainer, module: LightningModule, budget: str | int | None, never_cut: bool) -> None:
+        self._trainer, self._module, self._budget, self._never_cut = trainer, module, budget, never_cut
         self._backend = backend_for(str(trainer.strategy.root_device))
         self._metrics = [one for one in module.modules() if isinstance(one, Metric)]
         self._ladders: dict[str, Ladder] = {}
         self._reasons: dict[str, str | None] = {}
+        self._seen: dict[str, set[Any]] = {}  # kinds of batches that were compared
         self.events: list[OomEvent] = []
         self._stack, self._sanity = ExitStack(), ExitStack()
         steps = {name: partial(self._step, name, getattr(trainer.strategy, name)) for name in _STEPS}
@@ -103,10 +107,13 @@ class Evaluations:
             return original(piece, *others, **options)
 
         shape = shape_of_any(batch, "samples")
+        may_cut = cache(partial(self._may_cut, name, run, batch))
         ladder = self._ladder_for(name, shape)
         rung = ladder.choose(shape.elements_per_sample)
         while True:
             size = min(ladder.sizes[rung].samples, shape.num_samples)
+            if size < shape.num_samples and not may_cut():
+                size = shape.num_samples
             put_back = self._remember()
             position = Position(self._trainer.global_step, "evaluation", size)
             found = attempt(partial(self._in_pieces, run, batch, size, shape), self._backend, position)
@@ -116,7 +123,7 @@ class Evaluations:
             put_back()
             event, following = after_oom(found, rung, shape, ladder, None, self._backend)
             self.events.append(event)
-            if following is None or (following != rung and not self._may_cut(name, run, batch, shape)):
+            if following is None or (following != rung and not may_cut()):
                 raise self._error(name, event, size, shape, following)
             rung = following
 
@@ -193,24 +200,27 @@ class Evaluations:
 
     # -- whether a cut changes anything --------------------------------------------------------------------------------
 
-    def _may_cut(self, name: str, run: Callable[[Any], Any], batch: Any, shape: Shape) -> bool:
-        if name not in self._reasons:
-            self._reasons[name] = self._compared(run, batch, shape)
+    def _may_cut(self, name: str, run: Callable[[Any], Any], batch: Any) -> bool:
+        if self._never_cut:
+            self._reasons[name] = "never_cut=True says so"
+        kinds, seen = kinds_of(batch), self._seen.setdefault(name, set())
+        if self._reasons.get(name) is None and (name not in self._reasons or not kinds <= seen):
+            self._reasons[name] = self._compared(run, batch)
+        seen |= kinds
         return self._reasons[name] is None
 
-    def _compared(self, run: Callable[[Any], Any], batch: Any, shape: Shape) -> str | None:
+    def _compared(self, run: Callable[[Any], Any], batch: Any) -> str | None:
         """Return the reason not to cut, as so many samples show it as fit."""
         for num_samples in _COMPARED:
-            work = partial(self._reason_against, run, batch, shape, num_samples)
+            work = partial(self._reason_against, run, batch, num_samples)
             reason = attempt(work, self._backend, Position(self._trainer.global_step, "evaluation", num_samples))
             if not isinstance(reason, OomEvent):
                 return reason
         return f"not even {_COMPARED[-1]} samples of it fit, of which to see whether pieces come to the same"
 
-    def _reason_against(self, run: Callable[[Any], Any], batch: Any, shape: Shape, num_compared: int) -> str | None:
+    def _reason_against(self, run: Callable[[Any], Any], batch: Any, num_compared: int) -> str | None:
         """Do a few samples whole and in two unequal passes, and say what differs; nothing is left of it."""
-        last = shape.num_samples - 1
-        picked = sorted({last * number // (num_compared - 1) for number in range(num_compared)})
+        picked = telling_rows(batch, num_compared)
         few = pick_samples(batch, picked)
         put_back = self._remember()
         try:

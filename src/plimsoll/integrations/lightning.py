@@ -132,7 +132,7 @@ class OomProof(Callback):
         """Take over the steps of validation, test and prediction."""
         self._end_evaluations()
         if trainer.world_size == 1:  # several are refused when they train, and left alone where they do not
-            self._evaluations = Evaluations(trainer, pl_module, self._budget)
+            self._evaluations = Evaluations(trainer, pl_module, self._budget, bool(self._options["never_cut"]))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the steps of validation, test and prediction back."""

@@ -20,7 +20,7 @@ Does NOT cover several processes or devices (torchrun's ranks would wait for eac
 DeepSpeed, optimizers that update inside backward (all refused), going on where memory runs out while the next batch is
 collated or in callbacks (an error says so), and what a subclass's ``training_step`` or ``compute_loss``
 changes that is no gradient, buffer or random number: it runs for each piece, and again with each try. A batch is cut
-only where its loss is the sum of those of its parts (`plimsoll.run.additive`); the loss of an evaluation is not asked.
+only where its loss is the sum of those of its parts (`plimsoll.run.additive`), in evaluations too.
 Written for transformers 5.23 and tested with it; the names it needs are checked.
 
 Source: https://huggingface.co/docs/transformers/main_classes/trainer
@@ -46,7 +46,13 @@ from transformers.trainer_utils import TrainOutput
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import InputError
 from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
-from plimsoll.integrations._accumulated import has_known_loss, loss_check_of_trainer, loss_of_piece, warn_if_undivided
+from plimsoll.integrations._accumulated import (
+    EvaluatedLoss,
+    has_known_loss,
+    loss_check_of_trainer,
+    loss_of_piece,
+    warn_if_undivided,
+)
 from plimsoll.integrations._attributes import attributes
 from plimsoll.integrations._covered import covered
 from plimsoll.integrations._evaluated import Evaluations
@@ -251,7 +257,11 @@ class _Guard:
         self.protection = Protection()
         self.cuts, self.units, self._on_oom = cuts, units, on_oom
         self._training: _Training | None = None
-        self.evaluations = Evaluations(trainer, self.backend, self.units_of, self.refuse_unclear, self.note)
+        evaluated = EvaluatedLoss(trainer, units, self.units_of, cuts, self.backend)
+        self.evaluations = Evaluations(
+            trainer, self.backend, units_of=self.units_of, refuse_unclear=self.refuse_unclear,
+            why_whole=evaluated.why_whole, note=self.note,
+        )  # fmt: skip
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

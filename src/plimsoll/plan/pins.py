@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from plimsoll.errors import InputError
-from plimsoll.records.plan import Choice, Pin, Value, check_pins
+from plimsoll.records.plan import Choice, Pin, Value, check_pins, micro_batch_choice
 from plimsoll.techniques import UNOFFERED, Choices, Setting, technique_of
 from plimsoll.workload import Workload
 
@@ -44,6 +44,9 @@ def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
     technique = technique_of(pin.technique)
     offered = technique.menu(workload, setting)
     if isinstance(offered, str):
+        whole = micro_batch_choice(setting.batch_size)
+        if pin.technique == whole.technique and whole.options["samples"] in {pin.value, pin.options.get("samples")}:
+            return whole  # which cuts nothing
         raise InputError(f"--pin {pin}: it cannot be used here: {offered}; leave it out")
     known = offered[0].options | UNOFFERED.get(technique.name, {})
     names = list(known)

@@ -37,7 +37,7 @@ from plimsoll.run.boundary import Position, without_fail
 from plimsoll.run.known_losses import is_usual, known_additive, known_reason
 from plimsoll.run.left_alone import left_alone
 from plimsoll.run.pieces import mean_loss, shape_of, weighted_pieces
-from plimsoll.run.telling_rows import kinds_of, telling_rows
+from plimsoll.run.telling_rows import joined_samples, kinds_of, telling_rows
 from plimsoll.run.together import attempt_together
 from plimsoll.run.undropped import undropped
 from plimsoll.techniques._over_time import has_hook
@@ -144,11 +144,13 @@ class Additivity:
         if isinstance(rows, LossCheck) or rows is None:
             return rows
         self._num_checks += 1
-        precision, phase = self._workload.precision, self._position.phase
+        position, precision = self._position, self._workload.precision
+        phase, samples = position.phase, position.samples
+        position.samples = ()  # of an evaluation, whose answers these are not
         try:
             found = self._compared(rows, loss_of)
         finally:
-            self._workload.precision, self._position.phase = precision, phase
+            self._workload.precision, position.phase, position.samples = precision, phase, samples
         if isinstance(found, OomEvent):
             return LossCheck(
                 verdict="not shown",
@@ -213,14 +215,17 @@ class Additivity:
             here = None if own is None else move_batch(own, torch.device("cpu"))
             every = [one for one in ranks.gather_agreed(here) if one is not None]
             own = max(every, key=batch_size_of, default=None)
-        if own is not None and batch_size_of(own) < 2:
-            if ranks.is_alone:
-                return None
-            return LossCheck(
-                verdict="not shown",
-                why="no rank has two samples of a batch, whose loss could be computed at once and in parts",
-                remedy=f"give more samples to a batch; {_ALLOW}",
-            )
+            if own is not None and batch_size_of(own) < 2:
+                own = joined_samples(every)
+            if own is None and every and self.found is None:
+                return LossCheck(
+                    verdict="not shown",
+                    why="no rank has two samples of a batch, whose loss could be computed at once and in parts",
+                    remedy=f"give more samples to a batch; {_ALLOW}",
+                )
+        if own is None or batch_size_of(own) < 2:
+            self._seen.clear()  # so that the next batch is asked
+            return None
         return own
 
     def _telling(self, batch: Any) -> Any:

@@ -28,6 +28,7 @@ from plimsoll.ranks import PeerOutOfMemory
 from plimsoll.records.run import OomEvent
 from plimsoll.run.additive import Additivity
 from plimsoll.run.boundary import Position
+from plimsoll.run.checks import refuse_recut
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.pieces import Shape, Spare, autocast, no_way_out, parts_of_all, weighted_pieces
 from plimsoll.run.recover import Ladder, action_of, micro_batch_sizes
@@ -148,8 +149,10 @@ class Evaluator:
         most = min(shape.num_samples, self._workload.evaluation_samples or shape.num_samples)
         while True:
             size, whole = min(ladder.sizes[rung].samples, most), None
-            if size < shape.num_samples and (whole := self._additivity.before_cut(batch)) is not None:
+            is_cut = size < shape.num_samples or not self._ranks.is_alone
+            if is_cut and (whole := self._additivity.before_cut(batch)) is not None:
                 size = most = shape.num_samples
+                refuse_recut(whole, size, shape, self._ranks)
             self._position.micro_batch = size
             loss = attempt_together(
                 partial(self._forward_only, batch, size, own, shape, spare), self._backend, self._position, self._ranks

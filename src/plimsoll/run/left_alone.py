@@ -106,19 +106,19 @@ class _Cells(MutableMapping[str, Any]):
 
 
 def _functions(loss: Any) -> Iterator[Any]:
-    """A loss function, and what it is wrapped around or bound to."""
-    if isinstance(loss, partial):
-        for part in (loss.func, *loss.args, *loss.keywords.values()):
-            yield from _functions(part)
-    elif inspect.ismethod(loss):
-        yield loss.__func__
-        yield from _functions(loss.__self__)
-    else:
-        yield loss
-        kept = () if inspect.isroutine(loss) else getattr(loss, "__dict__", {}).values()
-        for one in kept:
-            if inspect.isfunction(one) or isinstance(one, partial):
-                yield from _functions(one)
+    """A loss function, and what it is wrapped around or bound to, each once: they may hold each other."""
+    waiting, seen = deque([loss]), set()
+    while waiting:
+        one = waiting.popleft()
+        if isinstance(one, partial):
+            waiting.extend((one.func, *one.args, *one.keywords.values()))
+        elif inspect.ismethod(one):
+            waiting.extend((one.__func__, one.__self__))
+        elif id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            kept = () if inspect.isroutine(one) else getattr(one, "__dict__", {}).values()
+            waiting.extend(value for value in kept if inspect.isfunction(value) or isinstance(value, partial))
 
 
 def _values_of(function: Any) -> Iterable[Any]:

@@ -8,14 +8,14 @@ Shapes: B samples, F features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from plimsoll.workload import IGNORED_LABEL, batch_size_of, leaves_of
+from plimsoll.workload import IGNORED_LABEL, batch_size_of, leaves_of, map_leaves
 
 _LABEL_COUNTS = 4.0  # as much as so many other features: samples of one label are to be found next to each other
 _MOST_VALUES = 64  # distinct ones of a field that are told apart
@@ -38,6 +38,18 @@ def telling_rows(batch: Any, num_rows: int) -> list[int]:
         distances[rows] = torch.inf
         rows.append(int(distances.argmin()))
     return rows
+
+
+def joined_samples(batches: Sequence[Any]) -> Any:
+    """Return the samples of several batches as one batch; ``None`` where their fields are not alike."""
+    fields = [list(leaves_of(batch)) for batch in batches]
+    if any(not isinstance(leaf, Tensor) or not leaf.ndim for one in fields for _, leaf in one):
+        return None
+    shapes = [[(path, leaf.shape[1:]) for path, leaf in one] for one in fields]
+    if any(one != shapes[0] for one in shapes):
+        return None
+    columns = iter([torch.cat([leaf for _, leaf in column]) for column in zip(*fields, strict=True)])
+    return map_leaves(batches[0], lambda _: next(columns))
 
 
 def kinds_of(batch: Any) -> frozenset[tuple[Any, ...]]:

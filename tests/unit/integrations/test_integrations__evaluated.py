@@ -97,7 +97,8 @@ def test_a_plan_begins_an_evaluation_with_passes_of_the_trainings_size(tmp_path:
     handle = trainer.model.register_forward_pre_hook(
         lambda module, arguments, options: seen.append(len(options["input_ids"])), with_kwargs=True
     )
-    guard = plimsoll.transformers._Guard(trainer, None, None, False, None)
+    cuts = {"recut_batch_norm": False, "recut_loss": False, "never_cut": False}
+    guard = plimsoll.transformers._Guard(trainer, None, None, cuts, None)
     guard.evaluations.begin_with(2 * 17)  # of two samples: 16 tokens and a label each
     with guard.at_work():
         trainer.evaluate()
@@ -121,6 +122,60 @@ def test_a_loss_of_which_nothing_says_what_it_averages_over_is_not_cut(tmp_path:
             trainer.evaluate()
         trainer.can_return_loss = False
         assert len(trainer.predict(trainer.eval_dataset).predictions) == 10
+    handle.remove()
+
+
+class Contrastive(Trainer):
+    """Compares the samples of a batch."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        scores = outputs.logits.flatten(1)
+        return torch.nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(scores))), outputs
+
+
+class OwnPrediction(Contrastive):
+    """Does by itself what its trainer's does."""
+
+    def prediction_step(self, *arguments: Any, **options: Any) -> Any:
+        return super().prediction_step(*arguments, **options)
+
+
+@pytest.mark.parametrize("kind", [Contrastive, OwnPrediction])
+def test_a_loss_that_compares_samples_is_evaluated_whole_or_not_at_all(tmp_path: Path, kind: type[Trainer]):
+    trainer = trainer_of(language_model(), tmp_path, kind, per_device_eval_batch_size=4)
+    assert trainer.model is not None
+    expected = trainer.evaluate()["eval_loss"]
+    most = 4
+
+    def too_large(module: Any, arguments: Any, options: dict[str, Any]) -> None:
+        if len(options["input_ids"]) > most:
+            exhaust_memory()
+
+    handle = trainer.model.register_forward_pre_hook(too_large, with_kwargs=True)
+    cuts = {"recut_batch_norm": False, "recut_loss": False, "never_cut": False}
+    guard = plimsoll.transformers._Guard(trainer, "samples", None, cuts, None)
+    guard.evaluations.begin_with(2 * 32)  # as a plan would, with passes of two samples
+    with guard.at_work():
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    most = 2
+    not_cut = r"the batch of 4 samples was not cut, because"
+    with (
+        plimsoll.transformers.protected(trainer, units="samples") as protection,
+        pytest.raises(OutOfMemoryError, match=f"{not_cut} the loss of a batch is not the sum.*or a smaller per_device"),
+    ):
+        trainer.evaluate()
+    assert not protection.events
+    with (
+        plimsoll.transformers.protected(trainer, never_cut=True),
+        pytest.raises(OutOfMemoryError, match=f"{not_cut} never_cut=True says so"),
+    ):
+        trainer.evaluate()
+    with plimsoll.transformers.protected(trainer, units="samples", recut_loss=True) as protection:
+        assert trainer.evaluate()["eval_loss"] < expected
+    assert {event.next_micro_batch for event in protection.events} == {2}
     handle.remove()
 
 

@@ -139,7 +139,7 @@ def test_tests_and_predictions_are_those_of_whole_batches(cut: type[Module]):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (MeanOfTargets, "what it logs as 'loss' is not the same when 4 of its samples are done in two passes"),
+        (MeanOfTargets, "what it logs as 'loss' is not the same when 8 of its samples are done in two passes"),
         (Keeps, "the list outputs of the module, which it fills, is not the same"),
     ],
 )
@@ -151,6 +151,30 @@ def test_what_a_cut_would_change_is_not_cut_and_said(kind: type[Module], reason:
         trainer.validate(module, loader(20, 16))
     assert not getattr(module, "outputs", [])
     assert "validation_step" not in vars(trainer.strategy)
+
+
+def test_no_batch_is_cut_where_the_user_forbids_it():
+    with pytest.raises(OutOfMemoryError, match="was not cut, because never_cut=True says so"):
+        trainer_with(OomProof(units="samples", never_cut=True)).validate(Module(most=8), loader(20, 16))
+
+
+class Weighted(Module):
+    """Logs a mean over the weights of the labels."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", nn.functional.cross_entropy(self(batch), batch["y"], weight=torch.tensor([1.0, 9.0, 1.0])))
+
+
+@pytest.mark.parametrize("batch_of_the_rare", [0, 1])
+def test_labels_that_are_rare_or_come_later_are_seen(batch_of_the_rare: int):
+    """One of 16 samples has another label; the batch before it has been cut, since all weights in it are equal."""
+    torch.manual_seed(1)
+    data = [{"x": torch.randn(4), "y": torch.tensor(int(row == 16 * batch_of_the_rare + 3))} for row in range(32)]
+    module = Weighted(most=8)
+    with pytest.raises(OutOfMemoryError, match="was not cut, because what it logs as 'loss' is not the same"):
+        trainer_with(OomProof(units="samples")).validate(module, torch.utils.data.DataLoader(data, batch_size=16))
+    compared = (8, 1, 7)  # samples of a pass
+    assert module.seen == (*compared, *((8, 8, *compared) if batch_of_the_rare else ()))
 
 
 def test_what_no_piece_is_small_enough_for_is_an_error_of_ours():

@@ -5,8 +5,9 @@ from plan.worlds import MadeUp, World
 
 from plimsoll.errors import InputError
 from plimsoll.plan.pins import decide
-from plimsoll.records.plan import Choice, parse_pin
+from plimsoll.records.plan import Choice, micro_batch_choice, parse_pin
 from plimsoll.techniques import UNOFFERED
+from plimsoll.workload import Reason
 
 
 def decided(world, pins=(), forbids=(), allow=()):
@@ -31,6 +32,17 @@ def test_a_name_alone_leaves_the_options_to_the_plan_unless_there_is_one(world):
     assert decided(world, ["recompute"]) == ((), frozenset({"recompute"}), frozenset())
     assert decided(world, ["micro_batch"]) == ((), frozenset(), frozenset())  # every plan has one
     assert decided(world, ["lossy"], allow=["lossy"]).pinned == (Choice(technique="lossy", options={"level": 0}),)
+
+
+def test_a_batch_that_must_stay_whole_may_be_pinned_whole(world):
+    problem = world.problem(1000)
+    problem.workload.kept_whole = Reason("it compares samples", "do not cut it")
+    size = problem.setting.batch_size
+    for pin in (f"micro_batch={size}", f"micro_batch(samples={size})"):
+        assert decide([parse_pin(pin)], [], problem.workload, problem.setting).pinned == (micro_batch_choice(size),)
+    for pin in ("micro_batch", f"micro_batch={size - 1}"):
+        with pytest.raises(InputError, match="cannot be used here: it compares samples: do not cut it"):
+            decide([parse_pin(pin)], [], problem.workload, problem.setting)
 
 
 def test_an_option_that_a_menu_leaves_out_can_be_pinned(inhabited, monkeypatch):

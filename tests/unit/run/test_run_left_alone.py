@@ -38,6 +38,25 @@ class Centred(nn.Module):
         return model(batch).sum() - self.centre
 
 
+class Holder:
+    """Has a loss, and a call that is bound to itself, as what wraps calls of others has."""
+
+    def __init__(self):
+        self.calls = 0
+        self.wrapped = functools.partial(self.loss)
+
+    def loss(self, model, batch):
+        self.calls += 1
+        return model(batch).sum()
+
+
+def test_a_loss_may_hold_what_it_is_bound_to():
+    model, holder = Model(), Holder()
+    with left_alone(model, functools.partial(holder.wrapped), backend_for("cpu")):
+        holder.loss(model, torch.ones(2))
+    assert (holder.calls, model.calls) == (0, 0)
+
+
 def test_nothing_stays_of_a_pass():
     model, centred, seen, number = Model(), Centred(), [], 0
 

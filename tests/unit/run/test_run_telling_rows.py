@@ -1,6 +1,6 @@
 import torch
 
-from plimsoll.run.telling_rows import kinds_of, telling_rows
+from plimsoll.run.telling_rows import joined_samples, kinds_of, telling_rows
 
 
 def test_of_a_small_batch_all_samples_are_taken():
@@ -34,3 +34,12 @@ def test_another_kind_of_batch_has_other_fields_labels_or_padding():
         plain | {"weight": torch.ones(4)}, plain | {"ids": plain["ids"].float()},
     )  # fmt: skip
     assert not any(kinds_of(other) <= kinds_of(plain) for other in others)
+
+
+def test_samples_of_several_batches_are_one_batch_where_their_fields_are_alike():
+    one, other = {"x": torch.ones(1, 3), "labels": torch.zeros(1)}, {"x": torch.zeros(1, 3), "labels": torch.ones(1)}
+    joined = joined_samples([one, other])
+    assert joined["x"].tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert joined["labels"].tolist() == [0, 1]
+    longer = {"x": torch.zeros(1, 4), "labels": torch.ones(1)}
+    assert [joined_samples([one, bad]) for bad in (longer, {"x": one["x"]}, one | {"labels": ["a"]})] == [None] * 3
