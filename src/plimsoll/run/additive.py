@@ -11,7 +11,9 @@ batch of another kind (fields, labels or padding that were not seen), and at the
 Dropout is taken out, and nothing stays of it (`plimsoll.run.undropped`, `plimsoll.run.left_alone`). It is computed
 without autocast where that is possible. The difference that is let through is 8 roundings of the precision that it is
 computed in (fp32: 1e-6 of the loss; models of six layers had 1e-7), or one of bf16 (8e-3) and fp16 (1e-3). Where memory
-runs out, fewer samples are taken, then no gradients are compared.
+runs out, fewer samples are taken, then no gradients are compared. Where a loss cancels (the squared error of a model
+that predicts well) roundings weigh more: what differs is computed again with parameters that are changed by a rounding,
+and 8 times what that changes is let through, too.
 
 Does NOT see what a loss does only with more samples than these, or later in a training, until it is checked again.
 """
@@ -20,7 +22,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -37,7 +41,7 @@ from plimsoll.run.boundary import Position, without_fail
 from plimsoll.run.known_losses import is_usual, known_additive, known_reason
 from plimsoll.run.left_alone import left_alone
 from plimsoll.run.pieces import mean_loss, shape_of, weighted_pieces
-from plimsoll.run.telling_rows import joined_samples, kinds_of, telling_rows
+from plimsoll.run.telling_rows import MOST_VALUES, joined_samples, kinds_of, telling_rows
 from plimsoll.run.together import attempt_together
 from plimsoll.run.undropped import undropped
 from plimsoll.techniques._over_time import has_hook
@@ -50,6 +54,7 @@ _NUM_ROWS = (8, 4, 2)  # fewer where memory runs out
 _MOST_GRADIENTS = 1 << 20  # numbers that are compared
 _NUM_ROUNDINGS = 8
 _GRADIENTS_TO_LOSSES = 4  # by which differences of gradients may be larger
+_NUM_CHANGES = 2  # of the parameters, by a rounding
 _LEAST_DIFFERENCE = 1e-6  # models in float64 have losses that compute in float32
 _MOST_ROWS_TRIED = 64  # until there are two samples with something to learn
 
@@ -83,6 +88,15 @@ class _Found(NamedTuple):
     is_random: bool
     averages_weights: bool
     shows: bool
+    by_rounding: float = 0.0
+    gradient_by_rounding: float = 0.0
+
+    def is_loss_equal(self) -> bool:
+        return self.difference <= max(self.most_difference, _NUM_ROUNDINGS * self.by_rounding)
+
+    def is_gradient_equal(self) -> bool:
+        most = max(_GRADIENTS_TO_LOSSES * self.most_difference, _NUM_ROUNDINGS * self.gradient_by_rounding)
+        return (self.gradient_difference or 0.0) <= most
 
 
 class Additivity:
@@ -134,6 +148,9 @@ class Additivity:
             self.found = self.found or _KNOWN
             return False
         kinds = set() if has_none else {("training", self._workload.model.training), *kinds_of(batch)}
+        num_values = Counter(kind[0] for kind in self._seen if len(kind) == 2)
+        # A field of ever more values has no labels, but for example the numbers of the samples.
+        kinds = {kind for kind in kinds if len(kind) > 2 or num_values[kind[0]] <= MOST_VALUES}
         is_new = not kinds <= self._seen
         self._seen |= kinds
         return self._workload.ranks.agree(is_new) or self._num_cuts & (self._num_cuts - 1) == 0
@@ -201,8 +218,21 @@ class Additivity:
             before.put_back()  # a state that a loss keeps from pass to pass is then another one in the parts
             pieces = weighted_pieces(rows, samples_of_part, shape, workload)
             losses = [one(piece, share) for piece, share, _ in pieces]
-        dtypes = mode.dtypes | {one.dtype for one in workload.model.parameters() if one.is_floating_point()}
-        return _difference(shape.num_samples, whole, losses, _most_difference(dtypes), mode.averages_weights)
+            dtypes = mode.dtypes | {one.dtype for one in workload.model.parameters() if one.is_floating_point()}
+            found = _difference(shape.num_samples, whole, losses, _most_difference(dtypes), mode.averages_weights)
+            if found is None or found.is_random or workload.sharded is not None:
+                return found
+            if found.is_loss_equal() and found.is_gradient_equal():
+                return found
+            before.put_back()
+            if not _is_again(whole, one(rows, 1.0), found.most_difference):
+                return found  # a state that nobody sees changes it, and more than a rounding does
+            changed = list[_Loss]()
+            for number in range(_NUM_CHANGES):
+                before.put_back()
+                with _changed_by_a_rounding(_smallest(workload), number):
+                    changed.append(one(rows, 1.0))
+        return _with_roundings(found, whole, losses, changed)
 
     def _loss_of(self, piece: Any, share: float) -> Tensor:
         return mean_loss(self._workload, move_batch(piece, self._workload.device))
@@ -292,20 +322,68 @@ def _difference(
     num_samples: int, whole: _Loss, parts: list[_Loss], most_difference: float, averages_weights: bool
 ) -> _Found | None:
     total = sum(one.value * one.share for one in parts)
-    size = max(abs(whole.value), sum(abs(one.value) * one.share for one in parts))
+    size = _loss_scale(whole, parts)
     if not math.isfinite(whole.value) and not math.isfinite(total):
         return None
     difference = abs(whole.value - total) / size if size else 0.0
     gradient_difference, scale = None, 0.0
     if whole.gradient is not None and all(one.gradient is not None for one in parts):
         sums = [one.gradient * one.share for one in parts if one.gradient is not None]
-        scale = max(float(whole.gradient.norm()), sum(float(one.norm()) for one in sums))
+        scale = _gradient_scale(whole, parts)
         gradient_difference = float((whole.gradient - sum(sums)).norm()) / scale if scale else 0.0
     return _Found(
         num_samples, whole.value, total, difference if math.isfinite(difference) else math.inf, gradient_difference,
         most_difference, any(one.is_random for one in (whole, *parts)), averages_weights,
         shows=size > 0 or scale > 0,
     )  # fmt: skip
+
+
+def _loss_scale(whole: _Loss, parts: list[_Loss]) -> float:
+    return max(abs(whole.value), sum(abs(one.value) * one.share for one in parts))
+
+
+def _gradient_scale(whole: _Loss, parts: list[_Loss]) -> float:
+    norms = [float(one.gradient.norm()) * one.share for one in (whole, *parts) if one.gradient is not None]
+    return max(norms[0], sum(norms[1:]))
+
+
+def _is_again(whole: _Loss, again: _Loss, most_difference: float) -> bool:
+    """Whether a loss that is computed once more is the same; gradients may have been added up in another order."""
+    if whole.value != again.value or (whole.gradient is None) != (again.gradient is None):
+        return False
+    if whole.gradient is None or again.gradient is None:
+        return True
+    most = _GRADIENTS_TO_LOSSES * most_difference * float(whole.gradient.norm())
+    return float((whole.gradient - again.gradient).norm()) <= most
+
+
+def _with_roundings(found: _Found, whole: _Loss, parts: list[_Loss], changed: list[_Loss]) -> _Found:
+    """Note how much the loss and the gradient change where the parameters do by a rounding."""
+    size = _loss_scale(whole, parts)
+    changes = [abs(one.value - whole.value) / size for one in changed if size]
+    by_rounding = max((change for change in changes if math.isfinite(change)), default=0.0)
+    of_gradient = 0.0
+    if found.gradient_difference is not None and (scale := _gradient_scale(whole, parts)):
+        of_all = [float((one.gradient - whole.gradient).norm()) for one in changed if one.gradient is not None]  # type: ignore[operator]
+        of_gradient = max((change / scale for change in of_all if math.isfinite(change)), default=0.0)
+    return found._replace(by_rounding=by_rounding, gradient_by_rounding=of_gradient)
+
+
+@contextmanager
+def _changed_by_a_rounding(parameters: Sequence[Tensor], seed: int) -> Iterator[None]:
+    """Let each number be the next one up or down in its precision, by draws of its own, while the block runs."""
+    draws = torch.Generator().manual_seed(seed)
+    kept = [one.detach().clone() for one in parameters]
+    try:
+        with torch.no_grad():
+            for one in parameters:
+                signs = torch.randint(2, one.shape, generator=draws).mul(2).sub(1).to(one.device, one.dtype)
+                one.mul_(signs.mul_(torch.finfo(one.dtype).eps).add_(1))
+        yield
+    finally:
+        with torch.no_grad():
+            for one, before in zip(parameters, kept, strict=True):
+                one.copy_(before)
 
 
 def _verdict(found: _Found, workload: Workload, num_cuts: int, num_checks: int) -> LossCheck:
@@ -326,7 +404,7 @@ def _verdict(found: _Found, workload: Workload, num_cuts: int, num_checks: int) 
 
 def _judged(found: _Found, workload: Workload) -> tuple[Verdict, Reason | None]:
     counted = workload.units if isinstance(workload.units, str) else "units"
-    is_equal = found.difference <= found.most_difference
+    is_equal = found.is_loss_equal()
     if found.is_random:
         return "not shown", Reason(_RANDOM, _ALLOW)
     if not found.shows:
@@ -338,7 +416,7 @@ def _judged(found: _Found, workload: Workload) -> tuple[Verdict, Reason | None]:
     if not is_equal:
         of_all = f"that of {found.num_samples} samples is {found.whole:.6g} at once, and {found.parts:.6g} one by one"
         return "not additive", Reason(f"{_NOT_ADDITIVE}: {of_all}, weighted by {counted}", _ALTERNATIVES)
-    if (found.gradient_difference or 0.0) > _GRADIENTS_TO_LOSSES * found.most_difference:
+    if not found.is_gradient_equal():
         share = f"{found.gradient_difference or 0.0:.2g} of their size"
         of_all = f"the gradients of {found.num_samples} samples differ by {share} at once and one by one"
         return "not additive", Reason(f"{_NOT_ADDITIVE}: {of_all}, weighted by {counted}", _ALTERNATIVES)

@@ -18,7 +18,8 @@ from torch import Tensor
 from plimsoll.workload import IGNORED_LABEL, batch_size_of, leaves_of, map_leaves
 
 _LABEL_COUNTS = 4.0  # as much as so many other features: samples of one label are to be found next to each other
-_MOST_VALUES = 64  # distinct ones of a field that are told apart
+_MOST_INTEGER = 1 << 62
+MOST_VALUES = 64  # distinct ones of a field that are told apart
 
 
 def telling_rows(batch: Any, num_rows: int) -> list[int]:
@@ -58,14 +59,18 @@ def kinds_of(batch: Any) -> frozenset[tuple[Any, ...]]:
 
 
 def _kinds(path: str, leaf: Any) -> Iterator[tuple[Any, ...]]:
+    if isinstance(leaf, list | tuple) and all(isinstance(item, str) for item in leaf):
+        yield (path, "names", "")
+        yield from ((path, name) for name in set(leaf) if len(set(leaf)) <= MOST_VALUES)
+        return
     values = _tensor_of(leaf)
     if values is None:
-        yield (path, type(leaf).__name__)
+        yield (path, type(leaf).__name__, "")
         return
     yield (path, str(values.dtype), values.ndim)
     if values.ndim == 1 and not values.is_floating_point():
         distinct = set(values.tolist())
-        yield from ((path, value) for value in distinct if len(distinct) <= _MOST_VALUES)
+        yield from ((path, value) for value in distinct if len(distinct) <= MOST_VALUES)
     for what in (0, IGNORED_LABEL):
         counts = values.reshape(len(values), -1).eq(what).sum(1)
         if bool((counts != counts[0]).any()):
@@ -80,14 +85,33 @@ def _features(batch: Any) -> Tensor:
         if values is None or values.is_complex():
             continue
         flat = values.detach().reshape(len(values), -1).to("cpu", torch.float64)
-        one_label = values.ndim == 1 and not values.is_floating_point()
-        columns += [_standard(flat.mean(1)) * (_LABEL_COUNTS if one_label else 1.0)]
+        columns += [_standard(flat.mean(1))]
+        columns += _labels(flat)
         columns += [_standard(flat.eq(what).double().sum(1)) for what in (0, IGNORED_LABEL)]
     return torch.stack(columns, 1) if columns else torch.zeros(batch_size_of(batch), 1, dtype=torch.float64)
 
 
+def _labels(flat: Tensor) -> list[Tensor]:
+    """A column for each label of a sample, so that one that is rare is far from all others; none where none are."""
+    if not 0 < flat.shape[1] <= MOST_VALUES:
+        return []
+    if flat.shape[1] == 1:
+        values = flat.unique()
+        columns = [flat[:, 0] == value for value in values] if len(values) <= min(MOST_VALUES, len(flat) // 2) else []
+    else:
+        columns = list(flat.unbind(1)) if bool(((flat == 0) | (flat == 1)).all()) else []
+    weight = _LABEL_COUNTS * (2 / len(columns)) ** 0.5 if columns else 0.0
+    return [_standard(column.double()) * weight for column in columns]
+
+
 def _tensor_of(leaf: Any) -> Tensor | None:
-    """A field that has numbers for each sample."""
+    """A field that has numbers for each sample, or names, each with a number of its own."""
+    if isinstance(leaf, list | tuple) and all(isinstance(item, str) for item in leaf):
+        numbers = {name: number for number, name in enumerate(sorted(set(leaf)))}
+        return torch.tensor([numbers[name] for name in leaf])
+    if isinstance(leaf, list | tuple) and all(isinstance(item, int | float) for item in leaf):
+        is_small = all(abs(item) < _MOST_INTEGER for item in leaf)
+        return torch.tensor(leaf) if is_small else None
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
         return torch.as_tensor(leaf)
     return leaf if isinstance(leaf, Tensor) and leaf.ndim else None

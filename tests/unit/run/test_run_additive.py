@@ -134,6 +134,50 @@ def test_a_loss_that_keeps_a_state_is_found():
     assert state == {"mean": 1.0}
 
 
+class Kept:
+    """Where a check does not look."""
+
+
+def test_a_state_that_nobody_sees_is_not_taken_for_rounding():
+    kept = Kept()
+    kept.of = Kept()
+    kept.of.draws = torch.Generator().manual_seed(0)
+
+    def loss(model, batch):
+        noise = torch.randn(batch["x"].shape, generator=kept.of.draws)
+        return model(batch["x"] + 0.1 * noise).square().mean()
+
+    assert checked(loss).verdict == "not additive"
+
+
+def predicting_well(term=0.0):
+    """A model whose errors are a few thousand roundings of what it predicts, and its loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
+    batch = batch_of()
+    batch["y"] = (model(batch["x"]) + 1e-4 * torch.randn(12, 1)).detach()
+
+    def loss(model, batch):
+        each = (model(batch["x"]) - batch["y"]).square()
+        return each.mean() + term * each.max()
+
+    return {"loss": loss, "batch": batch, "model": model}
+
+
+def test_where_errors_cancel_roundings_are_told_from_a_term_of_the_batch():
+    exact = checked(**predicting_well())
+    assert exact.difference > 1e-6
+    assert exact.verdict == "additive"
+    assert checked(**predicting_well(0.01)).verdict == "not additive"
+
+
+def test_parameters_are_as_before_to_the_last_bit():
+    case = predicting_well()
+    before = [one.detach().clone() for one in case["model"].parameters()]
+    checked(**case)
+    assert all(torch.equal(*pair) for pair in zip(before, case["model"].parameters(), strict=True))
+
+
 def test_negatives_that_are_drawn_cannot_be_shown():
     def loss(model, batch):
         negatives = torch.randn(len(batch["x"]), 2)
@@ -227,6 +271,14 @@ def test_it_is_asked_again_for_another_kind_of_batch_and_ever_more_rarely():
     assert asked(additivity, [same] * 9) == [1, 1, 0, 1, 0, 0, 0, 1, 0]
     assert asked(additivity, [unseen_label]) == [0]
     assert asked(additivity, [same | {"more": torch.ones(12)}]) == [1]
+
+
+def test_numbers_of_samples_do_not_make_every_batch_another_kind():
+    model = Net()
+    workload = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy, "samples")
+    additivity = Additivity(workload, backend_for("cpu"), Position(), recut_loss=False, never_cut=False)
+    counts = asked(additivity, [batch_of() | {"number": torch.arange(12) + 12 * step} for step in range(40)])
+    assert sum(counts[8:]) == 2  # the 16th and the 32nd
 
 
 def test_what_is_found_later_says_since_when():

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from plimsoll.run.telling_rows import joined_samples, kinds_of, telling_rows
@@ -43,3 +44,19 @@ def test_samples_of_several_batches_are_one_batch_where_their_fields_are_alike()
     assert joined["labels"].tolist() == [0, 1]
     longer = {"x": torch.zeros(1, 4), "labels": torch.ones(1)}
     assert [joined_samples([one, bad]) for bad in (longer, {"x": one["x"]}, one | {"labels": ["a"]})] == [None] * 3
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_sample_of_a_rare_label_is_among_them_however_it_is_written(number):
+    labels = torch.randint(0, 3, (32,), generator=torch.Generator().manual_seed(0)) * 2
+    labels[27] = 3  # between the others
+    column = labels[:, None]
+    several = (column == torch.arange(5)).float()
+    fields = [labels, column, several, labels.tolist(), [f"of {label}" for label in labels.tolist()]]
+    x = torch.randn(32, 12, generator=torch.Generator().manual_seed(1))
+    assert 27 in telling_rows({"x": x, "of": fields[number]}, 8)
+
+
+def test_names_are_labels_and_numbers_that_no_tensor_has_are_none():
+    assert kinds_of({"of": ["a", "b", "a"]}) != kinds_of({"of": ["a", "c", "a"]})
+    assert telling_rows({"of": [1 << 80] * 12}, 8)
