@@ -96,7 +96,7 @@ class TrainStep:
         full_length: the tokens of the longest sample there will be. With it, and where samples of alike length are put
             together, a micro-batch is so many samples of that length, and as many more of shorter ones as have no more
             elements; without it, of the longest of each batch.
-        backend, position: stand in for the device's and the step's own, in a rehearsal.
+        backend: stands in for the device's, in a rehearsal; so does ``position`` for the step's own.
         ranks: who trains the same model on the other parts of each batch; each has made the same step.
 
     Raises:
