@@ -85,8 +85,9 @@ def _features(batch: Any) -> Tensor:
         if values is None or values.is_complex():
             continue
         flat = values.detach().reshape(len(values), -1).to("cpu", torch.float64)
-        columns += [_standard(flat.mean(1))]
-        columns += _labels(flat)
+        labels = _labels(flat)
+        is_one_number = values.ndim == 1 and not values.is_floating_point() and not labels
+        columns += [_standard(flat.mean(1)) * (_LABEL_COUNTS if is_one_number else 1.0), *labels]
         columns += [_standard(flat.eq(what).double().sum(1)) for what in (0, IGNORED_LABEL)]
     return torch.stack(columns, 1) if columns else torch.zeros(batch_size_of(batch), 1, dtype=torch.float64)
 
@@ -96,8 +97,10 @@ def _labels(flat: Tensor) -> list[Tensor]:
     if not 0 < flat.shape[1] <= MOST_VALUES:
         return []
     if flat.shape[1] == 1:
-        values = flat.unique()
-        columns = [flat[:, 0] == value for value in values] if len(values) <= min(MOST_VALUES, len(flat) // 2) else []
+        values = set(flat[:, 0].tolist())
+        columns = (
+            [flat[:, 0] == value for value in sorted(values)] if len(values) <= min(MOST_VALUES, len(flat) // 2) else []
+        )
     else:
         columns = list(flat.unbind(1)) if bool(((flat == 0) | (flat == 1)).all()) else []
     weight = _LABEL_COUNTS * (2 / len(columns)) ** 0.5 if columns else 0.0

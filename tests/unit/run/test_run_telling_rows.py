@@ -16,6 +16,13 @@ def test_a_rare_label_is_among_them_and_each_label_twice():
     assert labels[rows].tolist().count(1) == 2
 
 
+def test_of_more_labels_than_half_of_the_samples_two_of_one_label_are_taken():
+    labels = torch.cat([torch.arange(20), torch.arange(12)])
+    ids = torch.randint(9, (32, 5), generator=torch.Generator().manual_seed(0))
+    rows = telling_rows({"ids": ids, "labels": labels}, 8)
+    assert len(set(labels[rows].tolist())) < 8
+
+
 def test_samples_of_all_lengths_are_among_them():
     lengths = torch.tensor([8] * 30 + [1, 5])
     mask = (torch.arange(8) < lengths[:, None]).long()
