@@ -257,7 +257,7 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
         step = TrainStep(
             model, optimizer, loss_of, units="samples", clip_norm=case.get("clip_norm"), ranks=ranks,
-            rungs=rungs_of(case), precision=case.get("precision", "fp32"),
+            rungs=rungs_of(case), precision=case.get("precision", "fp32"), recut_loss="limited_rank" in case,
         )  # fmt: skip
         if case.get("precision") == "fp16":
             step._scaler = torch.amp.GradScaler(init_scale=2.0**10, device="cpu")

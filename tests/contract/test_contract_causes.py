@@ -8,7 +8,7 @@ from peak_evidence import CLEAN, PLANTED
 from plimsoll.diagnose.causes import every_cause
 
 PAGES = Path(__file__).parents[2] / "docs" / "causes"
-PLANTED_IN_THEIR_OWN_TESTS = {"leak", "evaluation_keeps_graphs", "dataset_in_ram", "workers", "cgroup"}
+PLANTED_IN_THEIR_OWN_TESTS = {"leak", "evaluation_keeps_graphs", "dataset_in_ram", "workers", "cgroup", "no_gradient"}
 CASES = [(name, number) for name, planted in PLANTED.items() for number in range(len(planted))]
 
 

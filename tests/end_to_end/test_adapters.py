@@ -30,7 +30,8 @@ def test_each_sample_counts_once_and_the_weights_are_those_of_an_undisturbed_run
     undisturbed, limited = trained(adapter, "undisturbed", tmp_path), trained(adapter, "limited", tmp_path)
     assert undisturbed["num_ooms"] == 0
     assert limited["num_ooms"] > 0
-    assert [len(numbers) for numbers in limited["passes"][:5]] == [8, 8, 8, 8, 4]
+    assert [len(numbers) for numbers in limited["passes"][:4]] == [8, 8, 8, 8]
+    assert len(limited["passes"][4]) < 8
     assert sorted(number for numbers in limited["passes"] for number in numbers) == list(range(64))
     assert limited["num_steps"] == undisturbed["num_steps"] == 8
     assert limited["weights"] == pytest.approx(undisturbed["weights"], abs=1e-6)

@@ -41,6 +41,7 @@ def assert_nothing_was_lost(figures: dict[str, Any]) -> None:
     assert sum(figures["done"]["ooms_survived"].values()) > 0
 
 
+@pytest.mark.cold  # the budget is that of a process as a user starts it
 @pytest.mark.long
 @pytest.mark.timeout(600)  # a busy machine takes long to load torch eight times
 def test_some_seconds_of_everything(tmp_path):

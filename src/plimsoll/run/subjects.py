@@ -211,7 +211,7 @@ class StepSubject:
         """Find out whether its batches may be cut, by some samples of the batch."""
         if self.checked is not None:
             return self.checked
-        backend = backend_for(str(self.workload.device))
+        backend = backend_for("cpu" if self.workload.device.type == "meta" else str(self.workload.device))
         return loss_check_of(self.workload, self.batch, backend, "recut_loss" in self.allow, self.never_cut)
 
     def baseline(self) -> Estimate:

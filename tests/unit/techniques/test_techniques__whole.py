@@ -95,12 +95,14 @@ def test_a_step_keeps_its_batch_whole_also_when_memory_runs_out():
 
 def test_batch_norm_keeps_a_batch_whole_in_training_unless_it_is_allowed():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert str(WholeBatch(model, recut_batch_norm=False).reason()).startswith("BatchNorm's statistics depend on")
-    assert WholeBatch(model, recut_batch_norm=True).reason() is None
+    workload = Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")
+    assert str(WholeBatch(workload, recut_batch_norm=False).reason()).startswith("BatchNorm's statistics depend on")
+    assert WholeBatch(workload, recut_batch_norm=True).reason() is None
     model.eval()
-    assert WholeBatch(model, recut_batch_norm=False).reason() is None
-    assert WholeBatch(model, recut_batch_norm=False).reason(also_idle=True) is not None
-    assert WholeBatch(nn.Linear(2, 2), recut_batch_norm=False).reason() is None
+    assert WholeBatch(workload, recut_batch_norm=False).reason() is None
+    assert WholeBatch(workload, recut_batch_norm=False).reason(also_idle=True) is not None
+    workload.model = nn.Linear(2, 2)
+    assert WholeBatch(workload, recut_batch_norm=False).reason() is None
 
 
 def test_bags_count_too():

@@ -64,9 +64,9 @@ def recorded(
     evaluates: bool = False,
 ) -> Trace:
     """Three steps of SGD, for real."""
-    step = TrainStep(
-        model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), loss, units="samples", precision=precision
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    # No rows are compared: what that takes is not of the steps.
+    step = TrainStep(model, optimizer, loss, units="samples", precision=precision, recut_loss=True)
     recorder = Recorder(phase=lambda: phase_of(step.position))
     with recorder, installed(step.workload, choices):
         recorder.know_model(model)
