@@ -37,7 +37,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(RUN) -m pip install -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
-test: install ## run the tests, at most 8 minutes on two cores
+test: install ## run the tests but for those marked long
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 ALL = -m 'not (gpu or browser or slow or nightly)'
