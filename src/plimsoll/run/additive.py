@@ -5,7 +5,7 @@ samples of a batch (contrastive losses), that averages over something else than 
 term over the whole batch (the balance of a router) is another one in parts. So before a batch is cut, the losses of a
 few samples are computed at once and one by one, and compared; so are their gradients, of the smallest parameters,
 which differ where a loss has detached parts. A sample here is one of the batch that is to be cut, and those that differ
-most are taken (`plimsoll.run.telling_rows`). It costs two passes of at most eight samples, is done once more for a
+most are taken (`plimsoll.run.telling_rows`). It costs two passes of at most sixteen samples, is done once more for a
 batch of another kind (fields, labels or padding that were not seen), and at the 2nd, 4th, 8th, ... cut.
 
 Dropout is taken out, and nothing stays of it (`plimsoll.run.undropped`, `plimsoll.run.left_alone`). It is computed
@@ -13,7 +13,7 @@ without autocast where that is possible. The difference that is let through is 8
 computed in (fp32: 1e-6 of the loss; models of six layers had 1e-7), or one of bf16 (8e-3) and fp16 (1e-3). Where memory
 runs out, fewer samples are taken, then no gradients are compared. Where a loss cancels (the squared error of a model
 that predicts well) roundings weigh more: what differs is computed again with parameters that are changed by a rounding,
-and 8 times what that changes is let through, too.
+and 3 times what that changes is let through, too.
 
 Does NOT see what a loss does only with more samples than these, or later in a training, until it is checked again.
 """
@@ -50,11 +50,12 @@ from plimsoll.workload import Reason, Workload, batch_size_of, count_units, move
 LossOf = Callable[[Any, float], Tensor]
 """``(piece, share) -> mean loss``, as a step computes it."""
 
-_NUM_ROWS = (8, 4, 2)  # fewer where memory runs out
+_NUM_ROWS = (16, 8, 4, 2)  # fewer where memory runs out
 _MOST_GRADIENTS = 1 << 20  # numbers that are compared
 _NUM_ROUNDINGS = 8
 _GRADIENTS_TO_LOSSES = 4  # by which differences of gradients may be larger
 _NUM_CHANGES = 2  # of the parameters, by a rounding
+_MOST_CHANGES = 3  # as large a difference as the largest of them, so many times
 _LEAST_DIFFERENCE = 1e-6  # models in float64 have losses that compute in float32
 _MOST_ROWS_TRIED = 64  # until there are two samples with something to learn
 
@@ -92,10 +93,10 @@ class _Found(NamedTuple):
     gradient_by_rounding: float = 0.0
 
     def is_loss_equal(self) -> bool:
-        return self.difference <= max(self.most_difference, _NUM_ROUNDINGS * self.by_rounding)
+        return self.difference <= max(self.most_difference, _MOST_CHANGES * self.by_rounding)
 
     def is_gradient_equal(self) -> bool:
-        most = max(_GRADIENTS_TO_LOSSES * self.most_difference, _NUM_ROUNDINGS * self.gradient_by_rounding)
+        most = max(_GRADIENTS_TO_LOSSES * self.most_difference, _MOST_CHANGES * self.gradient_by_rounding)
         return (self.gradient_difference or 0.0) <= most
 
 
