@@ -46,7 +46,7 @@ def check(path: Path, most_cases: int | None) -> None:
 
 
 def each_recording() -> list:
-    none = pytest.param(None, marks=pytest.mark.skip(reason="no GPU has been recorded: see tests/recordings/README.md"))
+    none = pytest.param(None, marks=pytest.mark.skip(reason="no recording lies here: see tests/recordings/README.md"))
     return [pytest.param(path, id=path.stem) for path in compare.recordings()] or [none]
 
 
