@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from plimsoll.device.process import private_bytes
 from plimsoll.errors import BudgetError
 from plimsoll.records.units import format_bytes
 
@@ -168,17 +167,17 @@ def _repeated(words: Counter[str]) -> Iterator[str]:
 
 def _require_room(num_distinct_bytes: int, budget_bytes: int | None) -> None:
     needed_bytes = peak_bytes(num_distinct_bytes)
-    room = [] if budget_bytes is None else [("the budget", budget_bytes, private_bytes(), "give a larger budget")]
     with open("/proc/self/statm", encoding="ascii") as file:
-        sizes = [int(size) * resource.getpagesize() for size in file.read().split()]
-    for name, limit, used_bytes in (("DATA", resource.RLIMIT_DATA, sizes[5]), ("AS", resource.RLIMIT_AS, sizes[0])):
-        limit_bytes = resource.getrlimit(limit)[0]
-        if limit_bytes != resource.RLIM_INFINITY:
-            room.append((f"RLIMIT_{name}", limit_bytes, used_bytes, "raise the limit"))
-    for name, limit_bytes, used_bytes, remedy in room:
-        if used_bytes + needed_bytes > limit_bytes:
+        size, resident, shared, _, _, data, _ = (int(pages) * resource.getpagesize() for pages in file.read().split())
+    limits = [
+        ("the budget", resource.RLIM_INFINITY if budget_bytes is None else budget_bytes, resident - shared),
+        ("RLIMIT_DATA", resource.getrlimit(resource.RLIMIT_DATA)[0], data),
+        ("RLIMIT_AS", resource.getrlimit(resource.RLIMIT_AS)[0], size),
+    ]
+    for name, limit_bytes, used_bytes in limits:
+        if limit_bytes != resource.RLIM_INFINITY and used_bytes + needed_bytes > limit_bytes:
             raise BudgetError(
                 f"training the tokenizer takes about {format_bytes(needed_bytes)}, and {name} of "
-                f"{format_bytes(limit_bytes)} has {format_bytes(max(limit_bytes - used_bytes, 0))} left: {remedy}, or "
+                f"{format_bytes(limit_bytes)} has {format_bytes(max(limit_bytes - used_bytes, 0))} left: raise it, or "
                 "give a tokenizer that is there already with tokenizer.path"
             )

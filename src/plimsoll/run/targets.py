@@ -193,7 +193,7 @@ def require_budget(job: Job) -> None:
     _refuse_more_than(job.budget.host_bytes, host.capacity_bytes, host.name)
 
 
-def private_budget(job: Job) -> int | None:
+def private_budget_bytes(job: Job) -> int | None:
     """Return the budget of a job for the private memory of a process, in bytes, if it has one."""
     return job.budget.device_bytes if choose_device(job) == "cpu" else job.budget.host_bytes
 

@@ -55,7 +55,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     from plimsoll.plan.facts import require_prepared_for
     from plimsoll.records.plan import Plan, parse_pin
     from plimsoll.report.progress import stages
-    from plimsoll.run.targets import private_budget, require_budget
+    from plimsoll.run.targets import private_budget_bytes, require_budget
     from plimsoll.run.teaching import require_folder, require_teacher, require_tokens
 
     _end_with_supervisor()
@@ -68,7 +68,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
         from plimsoll.run.wishes import require_possible
 
         require_possible(job, [parse_pin(pin) for pin in pins], forbids)
-    budget_bytes = private_budget(job)
+    budget_bytes = private_budget_bytes(job)
     peak = PeakCounter()
     peak.reset()
     with stages(quiet) as progress:

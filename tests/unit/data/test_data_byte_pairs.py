@@ -79,7 +79,7 @@ def test_a_limit_without_room_is_said_before_the_library_aborts(monkeypatch: pyt
 
 def test_what_exceeds_the_budget_is_refused_and_what_does_not_stays_under_it():
     budget_bytes = private_bytes() + (32 << 20)
-    with pytest.raises(BudgetError, match=r"takes about .* and the budget of .* has .* MiB left: give a larger budget"):
+    with pytest.raises(BudgetError, match=r"takes about .* and the budget of .* has .* MiB left: raise it"):
         train(backend(), numbered(30_000), trainer(300), 300, budget_bytes)
     budget_bytes = private_bytes() + (32 << 20)
     assert train(backend(), numbered(1000), trainer(300), 300, budget_bytes).num_left_out == 0

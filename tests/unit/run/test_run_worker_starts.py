@@ -72,6 +72,7 @@ print("transformers" in sys.modules)
 """
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("fields", "is_loaded"),
     [
