@@ -15,6 +15,7 @@ import plimsoll
 from plimsoll.errors import BudgetError, InputError, OutOfMemoryError
 from plimsoll.integrations.lightning import OomProof
 from plimsoll.records.job import Job
+from plimsoll.records.plan import micro_batch_choice
 from plimsoll.run.failpoints import armed
 from plimsoll.run.plan import require_that_fits
 from plimsoll.run.step import TrainStep
@@ -24,6 +25,9 @@ functional = nn.functional
 WEIGHT = torch.tensor([1.0, 20.0])
 BATCH = {"x": torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), "labels": (torch.arange(12) < 2).long()}
 ROWS = [{name: value[row] for name, value in BATCH.items()} for row in range(12)]
+
+CUTS = [{"micro_batch": 4}, {"rungs": [[micro_batch_choice(4)]]}]
+"""Ways to say that the first step already cuts the batch."""
 
 
 def net():
@@ -49,11 +53,15 @@ def step_of(loss, units="samples", **options):
     return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, units=units, **options)
 
 
-def test_a_micro_batch_is_refused():
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_first_step_is_not_cut(cut):
     with pytest.raises(
         InputError, match=r"would cut the batch of 12 samples, but .*CachedMultipleNegativesRankingLoss"
     ):
-        step_of(contrastive, micro_batch=4)(BATCH)
+        step_of(contrastive, **cut)(BATCH)
+
+
+def test_what_the_user_forbids_is_refused():
     with pytest.raises(InputError, match="but never_cut=True says so: give micro_batch=None, or leave never_cut out"):
         step_of(contrastive, micro_batch=4, never_cut=True)(BATCH)
 
@@ -143,13 +151,16 @@ def test_units_that_read_values_can_be_planned_with(units):
     assert (plan.fits, plan.loss_check.verdict) == (True, "additive")
 
 
-def test_accelerate():
+@pytest.mark.parametrize("cut", CUTS)
+def test_accelerate(cut):
     accelerator = Accelerator(cpu=True)
     model = net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    make = functools.partial(plimsoll.accelerate.step, accelerator, model, optimizer, units="samples", micro_batch=4)
+    make = functools.partial(plimsoll.accelerate.step, accelerator, model, optimizer, units="samples", **cut)
+    before = [one.detach().clone() for one in model.parameters()]
     with pytest.raises(InputError, match="the loss of a batch is not the sum of those of its parts"):
         make(contrastive)(BATCH)
+    assert all(map(torch.equal, before, model.parameters()))
     assert make(contrastive, recut_loss=True)(BATCH).micro_batch == 4
     exact = plimsoll.accelerate.step(accelerator, model, optimizer, weighted, units=of_weights, micro_batch=3)
     assert exact(BATCH).micro_batch == 3
@@ -170,8 +181,8 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit_lightning(loss, units, folder):
-    proof = OomProof(units=units, micro_batch=4)
+def fit_lightning(loss, units, folder, cut):
+    proof = OomProof(units=units, **cut)
     trainer = lightning.Trainer(
         max_steps=1, callbacks=[proof], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, accelerator="cpu", default_root_dir=folder,
@@ -181,10 +192,11 @@ def fit_lightning(loss, units, folder):
     return proof.transaction.additivity.found
 
 
-def test_lightning(tmp_path):
+@pytest.mark.parametrize("cut", CUTS)
+def test_lightning(cut, tmp_path):
     with pytest.raises(InputError, match="the loss of a batch is not the sum of those of its parts"):
-        fit_lightning(contrastive, "samples", tmp_path)
-    assert fit_lightning(weighted, of_weights, tmp_path).verdict == "additive"
+        fit_lightning(contrastive, "samples", tmp_path, cut)
+    assert fit_lightning(weighted, of_weights, tmp_path, cut).verdict == "additive"
 
 
 class Wrapped(nn.Module):
@@ -205,14 +217,14 @@ class Trainer(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def fit_trainer(loss, folder, **options):
+def fit_trainer(loss, folder, failures=(1, 2), **options):
     kind = type("Own", (Trainer,), {"loss_of": staticmethod(loss)})
     arguments = transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=12, max_steps=1, learning_rate=1e-3, report_to=[], save_strategy="no",
         disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
     )  # fmt: skip
     trainer = kind(model=Wrapped(), args=arguments, train_dataset=ROWS)
-    with warnings.catch_warnings(action="ignore"), armed("backward", 1, 2):
+    with warnings.catch_warnings(action="ignore"), armed("backward", *failures):
         plimsoll.transformers.fit(trainer, **options)
 
 
@@ -225,6 +237,13 @@ def test_trainer(tmp_path):
         fit_trainer(weighted, tmp_path)
     fit_trainer(weighted, tmp_path, units=of_weights)
     fit_trainer(contrastive, tmp_path, recut_loss=True)
+
+
+def test_rungs_of_a_trainer_that_cut_from_the_first_step_on(tmp_path):
+    options = {"failures": (), "rungs": CUTS[1]["rungs"]}
+    with pytest.raises(InputError, match=r"would cut the batch of 12 samples, but the loss of a batch is not the sum"):
+        fit_trainer(contrastive, tmp_path, **options)
+    fit_trainer(weighted, tmp_path, units=of_weights, **options)
 
 
 MOE = {

@@ -155,6 +155,7 @@ class Transaction:
         self._window: list[_Batch] = []
         self._num_done = 0
         self.is_again = False
+        self._is_asked = True  # whether the batches of the window may be cut, if they are
 
     def run(self, batch: Any, one_pass: OnePass, finish: Finish | None, loss_of: LossOf) -> None:
         """Add the gradients of one more batch, and with ``finish`` end the step with an update.
@@ -171,7 +172,9 @@ class Transaction:
         ladder = self._ladder_for(shape.num_samples)
         self._rung = ladder.choose(shape.elements_per_sample)
         if ladder.sizes[self._rung].samples < shape.num_samples:
-            self._keep_whole(ladder, batch, loss_of, shape)
+            # For there to be room to find out whether it may be cut.
+            attempt(partial(self._use, ladder.sizes[self._rung].level), self.backend, self.position)
+            self._is_asked = self._keep_whole(ladder, batch, loss_of, shape)
             self._rung = ladder.choose(shape.elements_per_sample)
         refuse_recut(self._whole.reason(), ladder.sizes[self._rung].samples, shape, Ranks())
         if not self._window:
@@ -208,8 +211,8 @@ class Transaction:
                 is_done = event is None
                 if event is not None:
                     self._put_back()
-                    for one in self._window:
-                        self._keep_whole(ladder, one.batch, one.loss_of, one.shape)
+                    asked = [self._keep_whole(ladder, one.batch, one.loss_of, one.shape) for one in self._window]
+                    self._is_asked = all(asked)
                     self._rung = self._after_oom(event, self._rung)
         finally:
             if not is_done:
@@ -249,15 +252,27 @@ class Transaction:
         return self._commit.outcome or event
 
     def _try(self, size: Size, finish: Finish | None) -> None:
-        if not self._rungs.is_in_force(size.level):
-            self.position.phase = "copy"
-            self._commit.forget()
-            self._rungs.use(size.level)
+        self._use(size.level)
+        self._ask_before_cut(size.samples)
         if finish is None:
             self._gradients(size.samples)
             return
         with self._updating():
             finish(partial(self._gradients, size.samples))
+
+    def _use(self, level: int) -> None:
+        if not self._rungs.is_in_force(level):
+            self.position.phase = "copy"
+            self._commit.forget()
+            self._rungs.use(level)
+
+    def _ask_before_cut(self, samples: int) -> None:
+        """Refuse to cut what must not be, where there was no room to find out before."""
+        waiting = [] if self._is_asked else self._window[self._num_done :]
+        for one in waiting:
+            if samples < one.shape.num_samples and _can_differ(one.shape):
+                refuse_recut(self.additivity.before_cut(one.batch, one.loss_of), samples, one.shape, Ranks())
+        self._is_asked = True
 
     def _gradients(self, samples: int) -> Tensor:
         """Run the batches that are not done; returns the mean loss of the last one."""
@@ -367,9 +382,10 @@ class Transaction:
         )  # fmt: skip
         return self._ladder
 
-    def _keep_whole(self, ladder: Ladder, batch: Any, loss_of: LossOf, shape: Shape) -> None:
-        if shape.num_samples > 1 and shape.num_units:  # others are done whole, or have nothing to learn
-            self._rungs.keep_whole(ladder, self._whole, partial(self.additivity.before_cut, batch, loss_of), shape)
+    def _keep_whole(self, ladder: Ladder, batch: Any, loss_of: LossOf, shape: Shape) -> bool:
+        """Take only rungs that leave batches whole if this one must not be cut; returns whether that is known."""
+        reason = partial(self.additivity.before_cut, batch, loss_of)
+        return not _can_differ(shape) or self._rungs.keep_whole(ladder, self._whole, reason, shape)
 
     def _after_oom(self, event: OomEvent, rung: int) -> int:
         """Note the event and return the rung to go on with.
@@ -403,6 +419,11 @@ def shape_of_any(batch: Any, units: Units) -> Shape:
     except InputError:
         return Shape(1, 1, count_elements(batch))
     return Shape(num_samples, count_units(batch, units), count_elements(batch) / num_samples)
+
+
+def _can_differ(shape: Shape) -> bool:
+    """Whether a batch may have another loss in parts; others are done whole, or have nothing to learn."""
+    return shape.num_samples > 1 and bool(shape.num_units)
 
 
 def _by_samples(batch: Any, micro_batch: int, num_samples: int) -> Iterator[Piece]:

@@ -89,7 +89,7 @@ class Rungs:
             self._at_work.append((choice, stack))
         self._level = level
 
-    def keep_whole(self, ladder: Ladder, whole: WholeBatch, reason: Callable[[], Reason | None], shape: Shape) -> None:
+    def keep_whole(self, ladder: Ladder, whole: WholeBatch, reason: Callable[[], Reason | None], shape: Shape) -> bool:
         """Before a batch is cut: take no rung that does, from now on, if there is a reason against it.
 
         Args:
@@ -97,9 +97,18 @@ class Rungs:
             whole: what is known already.
             reason: finds out, with the techniques that are in force.
             shape: of the batch.
+
+        Returns:
+            Whether that is known now: without techniques in force (on any rank) there may be no room to find out, and
+            who puts them to work asks before the batch is cut.
         """
-        if whole.reason() is None and self.has_one_in_force and reason() is not None:
+        if whole.reason() is not None:
+            return True
+        if self._workload.ranks.agree(not self.has_one_in_force):
+            return False
+        if reason() is not None:
             ladder.keep_whole(self.sizes[0].samples if self.sizes else shape.num_samples)
+        return True
 
     def described(self, level: int) -> str:
         """The techniques of a level, for a person."""

@@ -43,14 +43,7 @@ from plimsoll.records.plan import Choice
 from plimsoll.records.run import OomEvent
 from plimsoll.run.additive import Additivity
 from plimsoll.run.boundary import Position
-from plimsoll.run.checks import (
-    device_of,
-    refuse,
-    refuse_batch,
-    refuse_no_target,
-    refuse_non_finite,
-    refuse_recut,
-)
+from plimsoll.run.checks import device_of, refuse, refuse_batch, refuse_no_target, refuse_non_finite, refuse_recut
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.early import EarlyUpdate, early_update
 from plimsoll.run.evaluate import Evaluation, Evaluator
@@ -160,6 +153,7 @@ class TrainStep:
         if micro_batch is not None or rungs:
             self._evaluator.begin_at(micro_batch or self._rungs.sizes[0].samples)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+        self._is_asked = True  # whether the batch in hand may be cut, if it is
 
     @property
     def micro_batch(self) -> int | None:
@@ -212,7 +206,7 @@ class TrainStep:
                 if isinstance(outcome, OomEvent):
                     self._put_back()
                     outcome = told_by_all(outcome, self.ranks)
-                    self._rungs.keep_whole(ladder, self._whole, partial(self.additivity.before_cut, batch), shape)
+                    self._is_asked = self._keep_whole(ladder, batch, shape)
                     event, following = self._after_oom(outcome, rung, shape)
                     note(event, events, on_oom)
                     if following is None:
@@ -226,15 +220,9 @@ class TrainStep:
         for event in self._commit.recovered:
             note(event, events, on_oom)
         return StepResult(
-            step=self.num_steps,
-            num_samples=num_samples,
-            num_units=shape.num_units,
-            micro_batch=size,
-            rung=rung,
-            step_seconds=time.perf_counter() - started,
-            oom_events=tuple(events),
-            **outcome._asdict(),
-        )
+            step=self.num_steps, num_samples=num_samples, num_units=shape.num_units, micro_batch=size, rung=rung,
+            step_seconds=time.perf_counter() - started, oom_events=tuple(events), **outcome._asdict(),
+        )  # fmt: skip
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
         """Return the mean loss over ``batches`` without gradients; see `plimsoll.run.evaluate`.
@@ -314,6 +302,13 @@ class TrainStep:
 
         ``own`` is the shape of this rank's part, and ``shape`` that of all parts (see `parts_of_all`).
         """
+        if not self._is_asked:
+            self.position.phase = "copy"
+            outcome = self._together(partial(self._use, size.level))
+            if isinstance(outcome, OomEvent):
+                return outcome
+            if not self.ranks.is_alone or size.samples < shape.num_samples:
+                refuse_recut(self.additivity.before_cut(batch), size.samples, shape, self.ranks)
         loss = self._together(lambda: self._gradients_at(batch, size, own, shape))
         if self._reduction is not None and not isinstance(loss, OomEvent):
             loss = self._reduced(self._reduction, loss)
@@ -363,8 +358,6 @@ class TrainStep:
         """Gradients with the techniques of a level, which are installed first if others were in force."""
         self.position.phase = "copy"
         self._use(size.level)
-        if self.additivity.found is None and size.samples < shape.num_samples:  # what was tried before had no room
-            refuse_recut(self.additivity.before_cut(batch), size.samples, shape, self.ranks)
         loss = self._gradients(batch, size.samples, own, shape)
         if self.workload.sharded is not None:
             self.workload.sharded.hand_over()
@@ -487,12 +480,17 @@ class TrainStep:
 
     def _allowed(self, batch: Any, ladder: Ladder, rung: int, shape: Shape) -> int:
         """The rung to begin with, which cuts only where the loss allows it."""
+        self._is_asked = True
         if not self.ranks.is_alone or ladder.sizes[rung].samples < shape.num_samples:
             self._together(partial(self._use, ladder.sizes[rung].level))  # for there to be room
-            self._rungs.keep_whole(ladder, self._whole, partial(self.additivity.before_cut, batch), shape)
+            self._is_asked = self._keep_whole(ladder, batch, shape)
             rung = ladder.choose(shape.elements_per_sample)
         refuse_recut(self._whole.reason(), ladder.sizes[rung].samples, shape, self.ranks)
         return rung
+
+    def _keep_whole(self, ladder: Ladder, batch: Any, shape: Shape) -> bool:
+        """Take only rungs that leave batches whole if this one must not be cut; returns whether that is known."""
+        return self._rungs.keep_whole(ladder, self._whole, partial(self.additivity.before_cut, batch), shape)
 
     def _after_oom(self, event: OomEvent, rung: int, shape: Shape) -> tuple[OomEvent, int | None]:
         """What is done next, and the event that says so; ``None`` where nothing is left to do."""

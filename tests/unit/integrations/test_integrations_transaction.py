@@ -1,5 +1,7 @@
 """Steps of a loop that is someone else's: undone as a whole, done again in pieces, and nothing of the loop changed."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,8 @@ from torch import nn
 from plimsoll.errors import DataError, InputError, OutOfMemoryError
 from plimsoll.integrations.transaction import Transaction, scaler_as_now
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.failpoints import armed
+from plimsoll.run.failpoints import armed, exhaust_memory
+from plimsoll.techniques import TECHNIQUES
 
 CHECKPOINTS = Choice(technique="checkpointing", options={"blocks": "all"})
 
@@ -217,3 +220,37 @@ def test_a_batch_without_a_target_is_refused():
         loop.transaction.run(
             {"x": torch.ones(2, 3), "labels": torch.full((2, 3), -100)}, loop.one_pass, loop.finish, loop.loss_of
         )
+
+
+class ShortOfRoom:
+    """A technique for whose installation there is no room the first few times."""
+
+    name, numerics, is_for_the_run = "cache", "bitwise", False
+
+    def __init__(self, num_failures):
+        self.num_failures = num_failures
+
+    def conflicts(self, choice, others, workload, setting):
+        return None
+
+    @contextmanager
+    def install(self, workload, choice):
+        if self.num_failures:
+            self.num_failures -= 1
+            exhaust_memory()
+        yield
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+@pytest.mark.parametrize("num_steps_per_update", [1, 2])
+def test_no_batch_is_cut_unasked_though_there_was_no_room_for_the_techniques(
+    num_failures, num_steps_per_update, monkeypatch
+):
+    monkeypatch.setitem(TECHNIQUES, "cache", ShortOfRoom(num_failures))
+    loop = Loop(num_steps_per_update, rungs=[[Choice(technique="cache"), micro_batch_choice(1)]])
+    loop.loss_of = lambda piece, share: (loop.model(piece["x"]) - piece["y"]).square().max()
+    before = [one.detach().clone() for one in loop.model.parameters()]
+    with pytest.raises(InputError, match="the loss of a batch is not the sum of those of its parts"):
+        loop.train()
+    assert loop.pieces == []
+    assert all(map(torch.equal, before, loop.model.parameters()))
