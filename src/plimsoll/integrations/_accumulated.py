@@ -29,7 +29,7 @@ from plimsoll.integrations.transaction import shape_of_any
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.run.additive import Additivity, LossOf, loss_check_of
 from plimsoll.run.boundary import Position, without_fail
-from plimsoll.run.known_losses import is_usual, known_additive
+from plimsoll.run.known_losses import is_of_library, is_usual, known_units
 from plimsoll.run.undo import Undo
 from plimsoll.workload import Reason, Units, Workload, model_loss, split_batch
 
@@ -93,14 +93,21 @@ def loss_of_piece(trainer: transformers.Trainer, model: nn.Module, items: Any, p
         return found
 
 
-def has_known_loss(trainer: transformers.Trainer, units: Units | None, batch: Any) -> bool:
-    """Whether a trainer's loss is the one that its model has from transformers, and known to be additive."""
-    model = trainer.model
-    is_models = type(trainer).compute_loss is transformers.Trainer.compute_loss and trainer.compute_loss_func is None
-    if model is None or not is_models or trainer.label_smoother is not None:
-        return False
-    workload = Workload(model, _never_steps(), model_loss, units or units_of(batch, model))
-    return known_additive(workload) and is_usual(batch, workload)
+def adds_nothing(trainer: transformers.Trainer) -> bool:
+    """Whether a trainer's steps have the loss that its model computes, and no other; ask before anything is wrapped."""
+    methods = {name: getattr(trainer, name) for name in ("compute_loss", "training_step", "prediction_step")}
+    return (
+        all(getattr(one, "__func__", None) is getattr(transformers.Trainer, name) for name, one in methods.items())
+        and all(map(is_of_library, methods.values()))
+        and trainer.compute_loss_func is None
+        and trainer.label_smoother is None
+    )
+
+
+def is_known_for(known: Units | None, units: Units | None, batch: Any, model: nn.Module) -> bool:
+    """Whether the loss of a batch is additive, where it is ``known`` what the model's own averages over."""
+    averaged = units or units_of(batch, model)
+    return known == averaged and is_usual(batch, Workload(model, _never_steps(), model_loss, averaged))
 
 
 def loss_check_of_trainer(
@@ -133,6 +140,7 @@ class EvaluatedLoss:
     ) -> None:  # fmt: skip
         self._trainer, self._units, self._units_of = trainer, units, units_of
         self._cuts, self._backend = cuts, backend
+        self._known = known_units(trainer.model) if trainer.model is not None and adds_nothing(trainer) else None
         self._additivity: Additivity | None = None
 
     @torch.no_grad()
@@ -146,8 +154,7 @@ class EvaluatedLoss:
             position = Position(trainer.state.global_step, "evaluation")
             said = self._cuts["recut_loss"], self._cuts["never_cut"]
             self._additivity = Additivity(workload, self._backend, position, *said)
-        is_own = type(trainer).prediction_step is not transformers.Trainer.prediction_step
-        self._additivity.is_known = not is_own and has_known_loss(trainer, self._units, batch)
+        self._additivity.is_known = is_known_for(self._known, self._units, batch, model)
         return self._additivity.before_cut(batch, loss_of)
 
 

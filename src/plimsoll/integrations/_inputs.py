@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from plimsoll.integrations._collected import concatenated
 from plimsoll.mapped import MappedPool
+from plimsoll.run.known_losses import shifts_labels
 from plimsoll.workload import Units
 
 
 def units_of(inputs: Any, model: nn.Module) -> Units:
-    """What the mean loss of a Hugging Face model averages over, as its labels show it."""
+    """What the mean loss of a Hugging Face model averages over, as its labels and its loss show it."""
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
         return "samples"
-    name = type(getattr(model, "get_base_model", lambda: model)()).__name__
-    return "next-tokens" if name.endswith(("ForCausalLM", "LMHeadModel")) else "tokens"
+    return "next-tokens" if shifts_labels(model) else "tokens"
 
 
 def joined(

@@ -48,7 +48,8 @@ from plimsoll.errors import InputError
 from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
 from plimsoll.integrations._accumulated import (
     EvaluatedLoss,
-    has_known_loss,
+    adds_nothing,
+    is_known_for,
     loss_check_of_trainer,
     loss_of_piece,
     warn_if_undivided,
@@ -64,6 +65,7 @@ from plimsoll.integrations.transaction import Transaction, shape_of_any
 from plimsoll.records.plan import Choice, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
+from plimsoll.run.known_losses import known_units
 from plimsoll.run.rungs import samples_of
 from plimsoll.workload import Precision, Units, count_units
 
@@ -256,6 +258,7 @@ class _Guard:
         self.backend = backend_for(str(trainer.args.device))
         self.protection = Protection()
         self.cuts, self.units, self._on_oom = cuts, units, on_oom
+        self.adds_nothing = adds_nothing(trainer)
         self._training: _Training | None = None
         evaluated = EvaluatedLoss(trainer, units, self.units_of, cuts, self.backend)
         self.evaluations = Evaluations(
@@ -358,6 +361,7 @@ class _Training:
         assert isinstance(optimizer, AcceleratedOptimizer)
         assert trainer.model is not None
         self._trainer, self._optimizer, self._state = trainer, optimizer, trainer.state
+        self._known = known_units(trainer.model) if guard.adds_nothing else None
         self.transaction = Transaction(
             trainer.model,
             optimizer.optimizer,
@@ -391,7 +395,8 @@ class _Training:
         self._model = model
         self.transaction.position.step = self._trainer.state.global_step
         try:
-            self.transaction.additivity.is_known = has_known_loss(self._trainer, self._guard.units, inputs)
+            is_known = is_known_for(self._known, self._guard.units, inputs, self._model)
+            self.transaction.additivity.is_known = is_known
             loss_of = partial(loss_of_piece, self._trainer, model, items)
             self.transaction.run(inputs, partial(self._one_pass, model, items), None, loss_of)
         finally:

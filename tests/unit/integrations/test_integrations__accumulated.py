@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 import plimsoll
+from plimsoll.integrations._accumulated import adds_nothing
 
 
 def _gradients(trainer: Trainer) -> list[Tensor]:
@@ -85,3 +86,24 @@ def test_looking_at_the_loss_changes_nothing(tmp_path: Path, only_in_training: b
     with short_of_memory(trainer.model, [1], Counter()):
         plimsoll.transformers.fit(trainer)
     assert_alike(trainer, undisturbed)
+
+
+class OwnStep(Trainer):
+    def training_step(self, *arguments, **options):
+        return super().training_step(*arguments, **options)
+
+
+def test_a_trainer_adds_nothing_to_its_models_loss_unless_something_is_the_users(tmp_path, monkeypatch):
+    trainer = trainer_of(language_model(), tmp_path)
+    assert adds_nothing(trainer)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "compute_loss", lambda model, inputs, **options: model(**inputs).loss)
+        assert not adds_nothing(trainer)
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "compute_loss", lambda *arguments, **options: None)
+        assert not adds_nothing(trainer)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "compute_loss_func", lambda *arguments, **options: None)
+        assert not adds_nothing(trainer)
+    assert not adds_nothing(OwnStep(trainer.model, trainer.args))
+    assert not adds_nothing(trainer_of(language_model(), tmp_path, label_smoothing_factor=0.1))

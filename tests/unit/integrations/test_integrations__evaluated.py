@@ -35,7 +35,7 @@ def test_inside_a_limit_predictions_and_metrics_are_those_of_the_trainer(tmp_pat
         trainer = evaluator(tmp_path, **arguments)
     expected = trainer.predict(trainer.eval_dataset)
     room_bytes = process.private_memory().private_bytes + (256 << 20)
-    with plimsoll.limited(room_bytes), plimsoll.transformers.protected(trainer) as protection:
+    with plimsoll.limited(room_bytes), plimsoll.transformers.protected(trainer, recut_loss=True) as protection:
         found = trainer.predict(trainer.eval_dataset)
     assert not protection.events
     torch.testing.assert_close(found.predictions, expected.predictions, rtol=0, atol=0)
@@ -56,7 +56,7 @@ def test_a_batch_that_is_cut_inside_a_limit_has_the_same_predictions(tmp_path: P
 
     handle = trainer.model.register_forward_pre_hook(too_large, with_kwargs=True)
     room_bytes = process.private_memory().private_bytes + (256 << 20)
-    with plimsoll.limited(room_bytes), plimsoll.transformers.protected(trainer) as protection:
+    with plimsoll.limited(room_bytes), plimsoll.transformers.protected(trainer, recut_loss=True) as protection:
         found = trainer.predict(trainer.eval_dataset)
     handle.remove()
     assert {event.phase for event in protection.events} == {"evaluation"}
@@ -97,7 +97,7 @@ def test_a_plan_begins_an_evaluation_with_passes_of_the_trainings_size(tmp_path:
     handle = trainer.model.register_forward_pre_hook(
         lambda module, arguments, options: seen.append(len(options["input_ids"])), with_kwargs=True
     )
-    cuts = {"recut_batch_norm": False, "recut_loss": False, "never_cut": False}
+    cuts = {"recut_batch_norm": False, "recut_loss": True, "never_cut": False}  # of a model with a hook, it is asked
     guard = plimsoll.transformers._Guard(trainer, None, None, cuts, None)
     guard.evaluations.begin_with(2 * 17)  # of two samples: 16 tokens and a label each
     with guard.at_work():

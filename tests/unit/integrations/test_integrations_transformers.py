@@ -43,7 +43,7 @@ def test_memory_that_runs_out_at_batch_5_of_8_costs_no_sample_and_repeats_none(t
     events: list[OomEvent] = []
     assert trainer.model is not None
     with short_of_memory(trainer.model, [5, 6], seen):
-        plimsoll.transformers.fit(trainer, on_oom=events.append)
+        plimsoll.transformers.fit(trainer, on_oom=events.append, recut_loss=True)  # of a model with a hook, it is asked
     assert [(event.step, event.action) for event in events] == [
         (5, "same micro-batch once more"),
         (5, "micro-batch 8 -> 4"),
@@ -152,7 +152,7 @@ def test_an_evaluation_that_runs_out_of_memory_is_the_same(tmp_path: Path):
                 exhaust_memory()
 
         handle = model.register_forward_pre_hook(fail_at_first)
-        with plimsoll.transformers.protected(trainer) as protection:
+        with plimsoll.transformers.protected(trainer, recut_loss=True) as protection:  # as above
             found = trainer.predict(trainer.eval_dataset)
         handle.remove()
         assert [event.phase for event in protection.events] == ["evaluation"] * 2
