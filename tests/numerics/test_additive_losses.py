@@ -1,5 +1,7 @@
 """Of random losses, additive ones and others: a cut step has the whole batch's loss and update, or is refused.
 
+What comes for the first time in a later batch, or is in few of its samples, is seen as well.
+
 Each is made of a mean over samples, tokens, mask or class weights, with units that are right or wrong, and terms over
 the whole batch that are large, small, hidden from the value (detached) or from the gradient.
 """
@@ -143,3 +145,67 @@ def test_a_thousand_random_losses_are_cut_exactly_or_refused(seeds):
     counts = Counter((is_additive, found is None) for is_additive, found in outcomes.values())
     assert (silent, refused) == ({}, [])
     assert min(counts[True, False], counts[False, True]) > len(seeds) // 4, counts
+
+
+def tagged(draw, draws, num_rare):
+    """A batch of tags, of which one is rare, and the mean over their weights."""
+    tags = torch.randint(4, (NUM_SAMPLES, LENGTH), generator=draws)
+    rare = torch.randperm(NUM_SAMPLES, generator=draws)[:num_rare]
+    tags[rare, draw.randrange(LENGTH)] = 4
+    return {"ids": torch.randint(9, 60, (NUM_SAMPLES, LENGTH), generator=draws), "labels": tags}
+
+
+def padded(draw, draws, num_rare, padding, side):
+    """A batch of texts, of which some are shorter."""
+    ids = torch.randint(9, 60, (NUM_SAMPLES, LENGTH), generator=draws)
+    for row in torch.randperm(NUM_SAMPLES, generator=draws)[:num_rare].tolist():
+        num_columns = draw.randint(3, LENGTH - 2)
+        ids[row, slice(num_columns) if side == "left" else slice(-num_columns, None)] = padding
+    return {"ids": ids}
+
+
+NUM_SAMPLES, LENGTH = 24, 8
+TAG_WEIGHTS = torch.tensor([1.0, 1, 1, 1, 20])
+
+
+def of_tags(model, batch):
+    each = functional.cross_entropy(
+        model(batch["ids"])[..., :5].flatten(0, 1), batch["labels"].flatten(), reduction="none"
+    )
+    weights = TAG_WEIGHTS[batch["labels"].flatten()]
+    return (each * weights).sum() / weights.sum()
+
+
+def later_case(seed):
+    """A loss, its units, and batches in which a rare tag, or padding, is in few samples of one of the first four."""
+    draw, draws = random.Random(seed), torch.Generator().manual_seed(seed)
+    numbers_of_rare = [0] * draw.randrange(4) + [draw.randint(1, 4)] * 2
+    if draw.random() < 0.5:
+        return of_tags, "tokens", [tagged(draw, draws, number) for number in numbers_of_rare]
+    padding, side = draw.choice([0, 1, 3, 5, 61]), draw.choice(["left", "right"])
+
+    def of_tokens(model, batch):
+        scores, targets = model(batch["ids"])[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten()
+        return functional.cross_entropy(scores, targets, ignore_index=padding)
+
+    return of_tokens, "samples", [padded(draw, draws, number, padding, side) for number in numbers_of_rare]
+
+
+@pytest.mark.parametrize("seeds", [range(25), pytest.param(range(25, 400), marks=pytest.mark.long)], ids=str)
+def test_what_comes_later_or_rarely_is_cut_exactly_or_refused(seeds):
+    silent, num_refused = [], 0
+    for seed in seeds:
+        loss, units, batches = later_case(seed)
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(62, 6), nn.Tanh(), nn.Linear(6, 62))
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.5), loss, units=units, micro_batch=6)
+        for batch in batches:
+            whole = loss(model, batch).item()
+            try:
+                found = step(batch).loss
+            except InputError:
+                num_refused += 1
+                break
+            silent += [seed] if abs(found - whole) > MOST_DIFFERENCE * whole else []
+    assert silent == []
+    assert num_refused > 0.8 * len(seeds)

@@ -34,7 +34,7 @@ from plimsoll.run.boundary import Position, attempt, fitting
 from plimsoll.run.pieces import Shape
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.rungs import after_oom
-from plimsoll.run.telling_rows import kinds_of, telling_rows
+from plimsoll.run.telling_rows import Kinds, first_rows, telling_rows
 from plimsoll.workload import batch_size_of, pick_samples, split_batch
 
 _STEPS = ("validation_step", "test_step", "predict_step")
@@ -57,7 +57,7 @@ class Evaluations:
         self._metrics = [one for one in module.modules() if isinstance(one, Metric)]
         self._ladders: dict[str, Ladder] = {}
         self._reasons: dict[str, str | None] = {}
-        self._seen: dict[str, set[Any]] = {}  # kinds of batches that were compared
+        self._kinds: dict[str, Kinds] = {}
         self.events: list[OomEvent] = []
         self._stack, self._sanity = ExitStack(), ExitStack()
         steps = {name: partial(self._step, name, getattr(trainer.strategy, name)) for name in _STEPS}
@@ -203,37 +203,38 @@ class Evaluations:
     def _may_cut(self, name: str, run: Callable[[Any], Any], batch: Any) -> bool:
         if self._never_cut:
             self._reasons[name] = "never_cut=True says so"
-        kinds, seen = kinds_of(batch), self._seen.setdefault(name, set())
-        if self._reasons.get(name) is None and (name not in self._reasons or not kinds <= seen):
-            self._reasons[name] = self._compared(run, batch)
-        seen |= kinds
+        kinds = self._kinds.setdefault(name, Kinds())
+        new = kinds.new_in(batch)
+        if self._reasons.get(name) is None and (name not in self._reasons or new):
+            self._reasons[name] = self._compared(run, batch, kinds, new)
         return self._reasons[name] is None
 
-    def _compared(self, run: Callable[[Any], Any], batch: Any) -> str | None:
+    def _compared(self, run: Callable[[Any], Any], batch: Any, kinds: Kinds, new: frozenset[Any]) -> str | None:
         """Return the reason not to cut, as so many samples show it as fit."""
         for num_samples in _COMPARED:
-            work = partial(self._reason_against, run, batch, num_samples)
+            few = pick_samples(batch, telling_rows(batch, num_samples, first_rows(batch, new, num_samples // 2)))
+            work = partial(self._reason_against, run, few)
             reason = attempt(work, self._backend, Position(self._trainer.global_step, "evaluation", num_samples))
             if not isinstance(reason, OomEvent):
+                kinds.note(new, few)
                 return reason
         return f"not even {_COMPARED[-1]} samples of it fit, of which to see whether pieces come to the same"
 
-    def _reason_against(self, run: Callable[[Any], Any], batch: Any, num_compared: int) -> str | None:
+    def _reason_against(self, run: Callable[[Any], Any], few: Any) -> str | None:
         """Do a few samples whole and in two unequal passes, and say what differs; nothing is left of it."""
-        picked = telling_rows(batch, num_compared)
-        few = pick_samples(batch, picked)
+        num_samples = batch_size_of(few)
         put_back = self._remember()
         try:
             whole = self._traces(partial(self._joined, run, [few]))
             put_back()
             cut = self._traces(
-                partial(self._joined, run, [pick_samples(few, [0]), pick_samples(few, range(1, len(picked)))])
+                partial(self._joined, run, [pick_samples(few, [0]), pick_samples(few, range(1, num_samples))])
             )
         finally:
             put_back()
         for what, value in whole.items():
             if not _is_close(value, cut.get(what)):
-                return f"{what} is not the same when {len(picked)} of its samples are done in two passes"
+                return f"{what} is not the same when {num_samples} of its samples are done in two passes"
         return None
 
     def _traces(self, work: Callable[[], Any]) -> dict[str, Any]:

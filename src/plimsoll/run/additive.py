@@ -6,7 +6,7 @@ term over the whole batch (the balance of a router) is another one in parts. So 
 few samples are computed at once and one by one, and compared; so are their gradients, of the smallest parameters,
 which differ where a loss has detached parts. A sample here is one of the batch that is to be cut, and those that differ
 most are taken (`plimsoll.run.telling_rows`). It costs two passes of at most sixteen samples, is done once more for a
-batch of another kind (fields, labels or padding that were not seen), and at the 2nd, 4th, 8th, ... cut.
+batch of another kind (fields, labels or padding that were not compared), and at the 2nd, 4th, 8th, ... cut.
 
 Dropout is taken out, and nothing stays of it (`plimsoll.run.undropped`, `plimsoll.run.left_alone`). It is computed
 without autocast where that is possible. The difference that is let through is 8 roundings of the precision that it is
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -41,7 +40,7 @@ from plimsoll.run.boundary import Position, without_fail
 from plimsoll.run.known_losses import is_usual, known_additive, known_reason
 from plimsoll.run.left_alone import left_alone
 from plimsoll.run.pieces import mean_loss, shape_of, weighted_pieces
-from plimsoll.run.telling_rows import MOST_VALUES, joined_samples, kinds_of, telling_rows
+from plimsoll.run.telling_rows import Kinds, first_rows, joined_samples, telling_rows
 from plimsoll.run.together import attempt_together
 from plimsoll.run.undropped import undropped
 from plimsoll.techniques._over_time import has_hook
@@ -117,7 +116,9 @@ class Additivity:
         self._workload, self._backend, self._position = workload, backend, position
         self.is_known = known_additive(workload)
         self.found: LossCheck | None = _said(workload, recut_loss, never_cut, self.is_known)
-        self._seen: set[tuple[Any, ...]] = set()
+        self._kinds = Kinds()
+        self._new: frozenset[tuple[Any, ...]] = frozenset()  # kinds of the batch in hand
+        self._has_own_rows = True  # whether those that are compared are of this rank
         self._num_cuts = self._num_checks = 0
         self._told: LossCheck | None = None
 
@@ -148,13 +149,9 @@ class Additivity:
         if self.is_known and not self._workload.ranks.agree(not is_known):
             self.found = self.found or _KNOWN
             return False
-        kinds = set() if has_none else {("training", self._workload.model.training), *kinds_of(batch)}
-        num_values = Counter(kind[0] for kind in self._seen if len(kind) == 2)
-        # A field of ever more values has no labels, but for example the numbers of the samples.
-        kinds = {kind for kind in kinds if len(kind) > 2 or num_values[kind[0]] <= MOST_VALUES}
-        is_new = not kinds <= self._seen
-        self._seen |= kinds
-        return self._workload.ranks.agree(is_new) or self._num_cuts & (self._num_cuts - 1) == 0
+        mode = ("", "training", self._workload.model.training)
+        self._new = frozenset() if has_none else self._kinds.new_in(batch, mode)
+        return self._workload.ranks.agree(bool(self._new)) or self._num_cuts & (self._num_cuts - 1) == 0
 
     def _check(self, batch: Any, loss_of: LossOf) -> LossCheck | None:
         """Compare; ``None`` where there is nothing to compare, such as losses that are no numbers."""
@@ -169,6 +166,8 @@ class Additivity:
             found = self._compared(rows, loss_of)
         finally:
             self._workload.precision, position.phase, position.samples = precision, phase, samples
+        compared = pick_samples(rows, range(found.num_samples)) if isinstance(found, _Found) else None
+        self._kinds.note(self._new, compared, is_own=self._has_own_rows)
         if isinstance(found, OomEvent):
             return LossCheck(
                 verdict="not shown",
@@ -241,11 +240,13 @@ class Additivity:
     def _rows(self, batch: Any) -> Any:
         """The samples to compute with, the same on all ranks; ``None`` where none has something to learn."""
         own = None if batch is None or (isinstance(batch, dict) and not batch) else self._telling(batch)
-        ranks = self._workload.ranks
+        ranks, self._has_own_rows = self._workload.ranks, True
         if not ranks.is_alone:
             here = None if own is None else move_batch(own, torch.device("cpu"))
-            every = [one for one in ranks.gather_agreed(here) if one is not None]
-            own = max(every, key=batch_size_of, default=None)
+            told = ranks.gather_agreed((here, len(self._new)))
+            best = max(range(len(told)), key=lambda rank: _worth(*told[rank]))
+            self._has_own_rows = best == ranks.rank
+            own, every = told[best][0], [one for one, _ in told if one is not None]
             if own is not None and batch_size_of(own) < 2:
                 own = joined_samples(every)
             if own is None and every and self.found is None:
@@ -255,7 +256,7 @@ class Additivity:
                     remedy=f"give more samples to a batch; {_ALLOW}",
                 )
         if own is None or batch_size_of(own) < 2:
-            self._seen.clear()  # so that the next batch is asked
+            self._kinds.forget()  # so that the next batch is asked
             return None
         return own
 
@@ -265,11 +266,18 @@ class Additivity:
         def is_learned(row: int) -> bool:
             return bool(count_units(pick_samples(batch, [row]), units))
 
-        rows = [row for row in telling_rows(batch, _NUM_ROWS[0]) if is_learned(row)]
+        first = first_rows(batch, self._new, _NUM_ROWS[0] // 2, is_learned)
+        rows = [row for row in telling_rows(batch, _NUM_ROWS[0], first) if is_learned(row)]
         others = (row for row in range(min(batch_size_of(batch), _MOST_ROWS_TRIED)) if row not in rows)
         while len(rows) < 2 and (row := next(others, None)) is not None:
             rows += [row] if is_learned(row) else []
         return pick_samples(batch, rows) if rows else None
+
+
+def _worth(rows: Any, num_new: int) -> tuple[bool, int, int]:
+    """What samples of a rank are worth comparing: two at least, with what is new, and many."""
+    num_rows = 0 if rows is None else batch_size_of(rows)
+    return (num_rows > 1, num_new, num_rows)
 
 
 def loss_check_of(  # noqa: PLR0917 -- as for `Additivity`

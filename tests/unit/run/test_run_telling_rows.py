@@ -1,7 +1,13 @@
 import pytest
 import torch
 
-from plimsoll.run.telling_rows import joined_samples, kinds_of, telling_rows
+from plimsoll.run.telling_rows import MOST_FILLERS, MOST_VALUES, Kinds, first_rows, joined_samples, telling_rows
+
+
+def seen_of(batch):
+    kinds = Kinds()
+    kinds.note(kinds.new_in(batch))
+    return kinds
 
 
 def test_of_a_small_batch_all_samples_are_taken():
@@ -32,7 +38,8 @@ def test_samples_of_all_lengths_are_among_them():
 
 def test_another_kind_of_batch_has_other_fields_labels_or_padding():
     plain = {"ids": torch.ones(4, 3, dtype=torch.long), "label": torch.tensor([0, 1, 1, 0])}
-    assert kinds_of(plain) == kinds_of({name: value.flip(0) for name, value in plain.items()})
+    kinds = seen_of(plain)
+    assert not kinds.new_in({name: value.flip(0) for name, value in plain.items()})
     padded = plain["ids"].clone()
     padded[0, 2] = 0
     ignored = plain["ids"].clone()
@@ -41,7 +48,50 @@ def test_another_kind_of_batch_has_other_fields_labels_or_padding():
         plain | {"label": torch.tensor([0, 2, 1, 0])}, plain | {"ids": padded}, plain | {"ids": ignored},
         plain | {"weight": torch.ones(4)}, plain | {"ids": plain["ids"].float()},
     )  # fmt: skip
-    assert not any(kinds_of(other) <= kinds_of(plain) for other in others)
+    assert all(kinds.new_in(other) for other in others)
+
+
+@pytest.mark.parametrize("padding", [0, 1, 7, -1, 50_256, 0.5])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_another_kind_whatever_it_is_and_even_padding_is_not(padding, side):
+    draws = torch.Generator().manual_seed(0)
+    whole = torch.randint(100, 40_000, (16, 12), generator=draws)
+    whole = whole.float() if isinstance(padding, float) else whole
+    columns = torch.arange(12) if side == "left" else torch.arange(12).flip(0)
+    uneven, even = whole.clone(), whole.clone()
+    uneven[3, columns < 4] = padding
+    uneven[5, columns < 2] = padding
+    even[:, columns < 3] = padding
+    kinds = seen_of({"ids": whole})
+    assert kinds.new_in({"ids": uneven}) == {("ids", "uneven", padding)}
+    assert not kinds.new_in({"ids": even})
+    kinds.note(kinds.new_in({"ids": uneven}))
+    assert not kinds.new_in({"ids": uneven.flip(0)})
+
+
+def test_labels_of_any_number_of_dimensions_are_kinds_until_they_are_a_vocabulary():
+    draws = torch.Generator().manual_seed(0)
+    tags = torch.randint(5, (16, 4, 3), generator=draws)
+    kinds = seen_of({"tags": tags})
+    assert kinds.new_in({"tags": tags.index_fill(2, torch.tensor([1]), 9)}) >= {("tags", 9)}
+    every = Kinds()
+    for _ in range(200):
+        batch = {"ids": torch.randint(300, (4, 4), generator=draws)}
+        every.note(every.new_in(batch))
+    assert len(every._seen) <= MOST_VALUES + 2 * MOST_FILLERS
+
+
+def test_a_label_is_new_until_a_sample_of_it_was_compared():
+    batch = {"tags": torch.tensor([[0, 0], [0, 1], [2, 0]])}
+    kinds = Kinds()
+    new = kinds.new_in(batch)
+    assert [first_rows(batch, new, most) for most in (1, 3)] == [[1], [1, 2]]
+    kinds.note(new, {"tags": batch["tags"][:2]})
+    assert kinds.new_in(batch) == {("tags", 2)}
+    kinds.note(kinds.new_in(batch), {"tags": batch["tags"][:1]}, is_own=False)  # of another rank
+    assert kinds.new_in(batch) == {("tags", 2)}
+    kinds.note(kinds.new_in(batch), {"tags": batch["tags"][:1]})  # it has nothing to learn, for example
+    assert not kinds.new_in(batch)
 
 
 def test_samples_of_several_batches_are_one_batch_where_their_fields_are_alike():
@@ -65,5 +115,5 @@ def test_a_sample_of_a_rare_label_is_among_them_however_it_is_written(number):
 
 
 def test_names_are_labels_and_numbers_that_no_tensor_has_are_none():
-    assert kinds_of({"of": ["a", "b", "a"]}) != kinds_of({"of": ["a", "c", "a"]})
+    assert seen_of({"of": ["a", "b", "a"]}).new_in({"of": ["a", "c", "a"]}) == {("of", "c")}
     assert telling_rows({"of": [1 << 80] * 12}, 8)
