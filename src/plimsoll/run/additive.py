@@ -66,6 +66,8 @@ _ALTERNATIVES = (
 _NOT_ADDITIVE = "the loss of a batch is not the sum of those of its parts"
 _OF_WEIGHTS = "cross_entropy(weight=...) averages over the weights of the labels, and not over"
 _RANDOM = "the loss, or the model, draws random numbers besides dropout, which a cut draws otherwise"
+_FAILS = "the loss of some samples of a batch fails by itself"
+_SAMPLES_FIRST = "make dimension 0 of every field the sample (time-first texts cannot be cut)"
 _WEIGHTS = (
     'give units=lambda batch: float(weight[batch["labels"]].sum()), what the loss divides by; keep batches whole with '
     "never_cut=True; or allow another loss with recut_loss=True"
@@ -164,6 +166,10 @@ class Additivity:
         position.samples = ()  # of an evaluation, whose answers these are not
         try:
             found = self._compared(rows, loss_of)
+            if isinstance(found, str):
+                self._attempt(partial(self._whole, batch if self._workload.ranks.is_alone else rows, loss_of))
+                self._kinds.note(self._new)
+                return LossCheck(verdict="not shown", why=f"{_FAILS} ({found})", remedy=f"{_SAMPLES_FIRST}; {_ALLOW}")
         finally:
             self._workload.precision, position.phase, position.samples = precision, phase, samples
         compared = pick_samples(rows, range(found.num_samples)) if isinstance(found, _Found) else None
@@ -176,8 +182,13 @@ class Additivity:
             )
         return None if found is None else _verdict(found, self._workload, self._num_cuts, self._num_checks)
 
-    def _compared(self, rows: Any, loss_of: LossOf) -> _Found | OomEvent | None:
-        """Compare as many samples as there is room for, with gradients where that is possible."""
+    def _whole(self, batch: Any, loss_of: LossOf) -> None:
+        """Compute the loss of a whole batch, so that what fails there too is seen."""
+        with left_alone(self._workload.model, loss_of, self._backend):
+            _loss(loss_of, [], self._backend.random_state(), self._backend, batch, 1.0)
+
+    def _compared(self, rows: Any, loss_of: LossOf) -> _Found | OomEvent | str | None:
+        """Compare as many samples as there is room for, with gradients where that can be; or say how it fails."""
         precision = self._workload.precision
         has_gradients = torch.is_grad_enabled() and self._workload.sharded is None and not _is_watched(self._workload)
         most = batch_size_of(rows)
@@ -196,7 +207,7 @@ class Additivity:
             elif not isinstance(found, str):
                 return found
         self._workload.precision = precision
-        return self._attempt(compare)  # so that what fails is seen
+        return found
 
     def _attempt(self, compare: Callable[[], _Found | None]) -> _Found | OomEvent | None:
         return attempt_together(compare, self._backend, self._position, self._workload.ranks)

@@ -213,6 +213,16 @@ def test_an_error_of_the_loss_is_the_users():
         checked(fails)
 
 
+def test_a_batch_whose_first_dimension_is_time_is_said_not_to_be_cut_though_it_is_square():
+    def last_of_time(model, batch):
+        return functional.cross_entropy(model(batch["x"].sum(0)), batch["label"])
+
+    check = checked(last_of_time, batch={"x": torch.randn(12, 12, 4), "label": torch.arange(12) % 2})
+    assert check.verdict == "not shown"
+    assert "the loss of some samples of a batch fails by itself (ValueError: Expected" in check.why
+    assert "make dimension 0 of every field the sample" in check.remedy
+
+
 def test_where_memory_runs_out_fewer_samples_are_taken_then_no_gradients():
     def fitting(most_rows, most_with_graph):
         def loss(model, batch):
