@@ -180,8 +180,8 @@ def test_a_list_of_json_objects_is_no_text_but_a_table(tmp_path: Path, indent: i
 
 
 def test_json_that_is_no_list_of_texts_is_an_error_or_said(tmp_path: Path):
-    path = written(tmp_path / "x" / "a.json", json.dumps({"data": [{"text": "one"}]}, indent=2))
-    with pytest.raises(DataError, match=r"a\.json as text: none of its columns 'data' is called text"):
+    path = written(tmp_path / "x" / "a.json", json.dumps({"a": [{"text": "one"}], "b": [{"text": "one"}]}, indent=2))
+    with pytest.raises(DataError, match=r"a\.json as text: it is one object with 2 lists of objects"):
         opened(path)
     broken = written(tmp_path / "x" / "b.json", '[\n{"text": "one"},\n{"text": two}]')
     with pytest.raises(DataError, match=r"b\.json as text: line 3: it is not a list of JSON objects"):
@@ -189,7 +189,7 @@ def test_json_that_is_no_list_of_texts_is_an_error_or_said(tmp_path: Path):
     written(tmp_path / "x" / "c.txt", "one\n")
     corpus = opened(tmp_path / "x", on_error="skip")
     assert list(corpus) == ["one"]
-    assert [Path(entry.partition(":")[0]).name for entry in corpus.skipped] == ["b.json", "a.json"]
+    assert [Path(entry.partition(":")[0]).name for entry in corpus.skipped] == ["a.json", "b.json"]
 
 
 def test_what_a_binary_file_is_is_said(tmp_path: Path):
