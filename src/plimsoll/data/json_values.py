@@ -1,8 +1,8 @@
 """JSON files that hold a list of objects, or objects one behind the other, as JSON lines: an object in each.
 
-The list may be a field of the one object that is all of a file; which, says `plimsoll.data.json_shapes`. An object begins
-in the line in which it begins in its file, so that the number of a line says where to look; of several objects in one
-line each gets a line of its own. Memory: the longest object. NOT covered: lists deeper in an object.
+The list may be a field of the one object that is all of a file (`plimsoll.data.json_shapes` says which). An object
+begins in the line in which it begins in its file, so that the number of a line says where to look; of several objects
+in one line each gets a line of its own. Memory: the longest object. NOT covered: lists deeper in an object.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def are_lines(head: bytes) -> bool:
 
 
 class Field(NamedTuple):
-    """What a field of an object holds, in words, and how many objects are in its list, with the names of the first's."""
+    """What a field of an object holds, in words, how many objects are in its list, and the names in the first."""
 
     kind: str
     is_nested: bool  # it is a list or an object
