@@ -143,16 +143,14 @@ def data_sentence(prepared: Prepared, budget_bytes: int | None = None) -> str:
 
 def _held_out(prepared: Prepared) -> Iterator[str]:
     """Say what is held out, and what of it is not."""
+    from plimsoll.data.held_out import said_of_repeated
+
     if prepared.num_held_out_texts:
         texts = "text is" if prepared.num_held_out_texts == 1 else "texts are"
         yield f"{prepared.num_held_out_texts:,} {texts} held out"
     elif prepared.holds_out_windows:
         yield "there is one text, so windows of it are held out and the others trained on"
-    if prepared.num_trained_on:
-        yield (
-            f"{prepared.num_trained_on:,} of the held-out texts are training texts, too, word for word: what is "
-            "measured on them was learnt"
-        )
+    yield from said_of_repeated(prepared.num_trained_on)
 
 
 def plan_run(  # noqa: PLR0917 -- of a command
