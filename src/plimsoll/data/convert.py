@@ -27,7 +27,7 @@ from plimsoll.data.formats._records import HEAD_BYTES
 from plimsoll.data.formats._scanning import read_head, text_begin
 from plimsoll.data.json_shapes import field_of_rows
 from plimsoll.data.json_values import are_lines, json_lines
-from plimsoll.data.sources import SourceFile, find_files
+from plimsoll.data.sources import SourceFile, SourceFiles, find_files
 from plimsoll.data.unpack import Torn, chunks_of, is_archive, members_of, plain_chunks, uncompressed
 from plimsoll.errors import DataError
 from plimsoll.identity import changes_of, identity_of
@@ -69,10 +69,14 @@ class PlainFile(NamedTuple):
 
 
 class PlainFiles(NamedTuple):
-    """The files that can be indexed, and the name of all that was found and is not read, with the reason."""
+    """The files that can be indexed, and the name of all that was found and is not read, with the reason.
+
+    ``num_hidden`` files and folders are hidden.
+    """
 
     files: list[PlainFile]
     left_out: dict[str, str]
+    num_hidden: int
 
 
 def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress) -> PlainFiles:
@@ -85,7 +89,7 @@ def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress:
     of_datasets = [source for source in sources if _is_dataset(source)]
     paths = tuple(str(source) for source in sources if not _is_dataset(source))
     skips = reading.on_error == "skip"
-    files, left_out = find_files(paths, cache / "copies", skips) if paths else ([], {})
+    files, left_out, num_hidden = find_files(paths, cache / "copies", skips) if paths else SourceFiles([], {})
     total_bytes = sum(file.num_bytes for file in files if reading.is_tagged or is_converted(file.path))
     converting = _Converting(reading, cache, _Report(progress, total_bytes), left_out)
     plain: list[PlainFile] = []
@@ -99,7 +103,8 @@ def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress:
                 raise
             left_out[name_of(file.path)] = str(error)
         converting.report.end(file)
-    return PlainFiles(plain + [_of_dataset(source, reading, cache, progress) for source in of_datasets], left_out)
+    plain += [_of_dataset(source, reading, cache, progress) for source in of_datasets]
+    return PlainFiles(plain, left_out, num_hidden)
 
 
 class _Report:

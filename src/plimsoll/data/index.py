@@ -49,7 +49,7 @@ def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress:
             in a folder or behind a glob.
         OutputError: if the index cannot be written.
     """
-    files, left_out = plain_files(sources, reading, cache, progress)
+    files, left_out, num_hidden = plain_files(sources, reading, cache, progress)
     identity = [
         reading,
         sorted(left_out.items()),
@@ -64,7 +64,7 @@ def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress:
     )
     if facts["whole_files"]:
         warnings.warn(_whole_files(facts), RuntimeWarning, stacklevel=2)
-    return Corpus(folder, facts)
+    return Corpus(folder, facts | {"num_hidden": num_hidden})  # of now: a hidden file makes no other index
 
 
 class _Looked(NamedTuple):

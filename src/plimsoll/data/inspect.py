@@ -121,6 +121,7 @@ def _indexed(job: Job, cache: Path, progress: Progress) -> tuple[Corpus, CorpusF
         num_texts=len(corpus),
         num_bytes=corpus.num_bytes,
         num_skipped=corpus.num_skipped,
+        num_hidden=corpus.num_hidden,
         skipped=corpus.skipped,
         labels=tuple(labels),
         tags=tuple(tags),
