@@ -5,6 +5,7 @@ Nothing is kept of the process: what is returned is numbers and text. Does NOT s
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from plimsoll.device import watched
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.device.texts import requested_bytes
 from plimsoll.device.watched_limits import lines_of
+from plimsoll.diagnose.copies import copies_in
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.diagnose.frames import Line, frames_of, users_callers, users_lines
 from plimsoll.diagnose.holders import Found, found_in, kept_by, stored
@@ -28,7 +30,7 @@ from plimsoll.diagnose.parse.event import event_of
 from plimsoll.diagnose.request import Asked, tensor_asked, tensors_at_hand
 from plimsoll.diagnose.seen import Kept, Seen
 from plimsoll.memory.graph import has_graph
-from plimsoll.memory.inventory import Inventory, Piece, inventory
+from plimsoll.memory.inventory import Inventory, Piece, inventory_begun
 from plimsoll.records.diagnosis import ASKED, Share
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.prediction import Holding, Moment
@@ -118,9 +120,10 @@ def evidence_of_error(error: BaseException, backend: Backend, before: Before, ca
     lines = [*users_lines(frames), *users_callers(caller)]
     scene = _Scene(frames, lines, found_in(line.frame for line in lines))
     event = _event(error, lines)
-    parameters = [one for module in _models(scene) for one in module.parameters()]
-    kept = kept_by(scene.found, before.lengths, before.borders, parameters)
-    stock = inventory(backend.kind, _named(scene, kept, before))
+    gc.unfreeze()  # what was frozen before a fork is not among the objects that the collector lists
+    stock = inventory_begun(backend.kind)
+    kept = _kept(scene, stock, before)
+    stock.claim_rest()
     asked = tensor_asked(event.tried_to_allocate, tensors_at_hand(_innermost(frames, lines)))
     used_bytes = backend.use().used_bytes
     asked_bytes = event.tried_to_allocate or 0
@@ -188,17 +191,25 @@ def _innermost(frames: list[tuple[FrameType, int]], lines: list[Line]) -> list[F
     return [frame for frame, _ in frames[: numbers[0] + 1 if numbers else 1]]
 
 
-def _models(scene: _Scene) -> list[nn.Module]:
-    values = [value for line in scene.lines for value in list(line.frame.f_locals.values())]
-    return [value for value in values if isinstance(value, nn.Module)]
+def _kept(scene: _Scene, stock: Inventory, before: Before) -> list[Kept]:
+    """Size what variables keep, largest first, and claim it: copies and containers that grow or are many, the batch."""
+    copies = copies_in(scene.found, [line.frame for line in scene.lines], stock)
+    roots = {id(copy.root.value) for copy in copies}
+    used = stock.claimed()
+    stock.claim((one for copy in copies for one in copy.tensors), KEPT)
+    found = [one for one in scene.found if id(one.root_value) not in roots]
+    kept = kept_by(found, before.lengths, before.borders, stock.kind, used)
+    for category, tensors in _named(found, kept).items():
+        stock.claim(tensors, category)
+    return sorted([*kept, *(copy.kept() for copy in copies)], key=lambda one: -one.num_bytes)
 
 
-def _named(scene: _Scene, kept: list[Kept], before: Before) -> dict[str, Iterable[Tensor]]:
+def _named(all_found: list[Found], kept: list[Kept]) -> dict[str, Iterable[Tensor]]:
     """Tensors in containers that have grown or are many, and those in variables that have no graph: the batch."""
     many = {one.name for one in kept if one.num_items > 2 and (one.has_grown or one.is_of_data)}
-    containers = [one for one in scene.found if not isinstance(one.value, Tensor)]
+    containers = [one for one in all_found if not isinstance(one.value, Tensor)]
     held = [one for found in containers if found.name in many for one in _tensors_of(found.value)]
-    singles = [one.value for one in scene.found if isinstance(one.value, Tensor) and not has_graph(one.value)]
+    singles = [one.value for one in all_found if isinstance(one.value, Tensor) and not has_graph(one.value)]
     singles += [
         one for found in containers if found.name not in many for one in _tensors_of(found.value) if not has_graph(one)
     ]
