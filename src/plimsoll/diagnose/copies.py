@@ -1,4 +1,4 @@
-"""What the user's variables keep of a training a second time: a loaded checkpoint, the weights of the best epoch, an average.
+"""What the user's variables keep of a training a second time: a loaded checkpoint, the best weights, an average.
 
 A container's tensors are such a copy where they have the names of weights (those of a live module, or with a dot in
 them, as ``state_dict`` writes them), where they are the ``state`` of an optimizer's ``state_dict``, or where four or
@@ -207,8 +207,8 @@ def _covers(shapes: Shapes, of_model: Shapes) -> bool:
         return False
     common = sum(prod(shape) * number for shape, number in (shapes & of_model).items())
     alike = sum(prod(shape) * number for shape, number in shapes.items() if shape in of_model)
-    return common >= _LEAST_SHARE * _size(of_model) and alike >= _LEAST_SHARE * _size(shapes)
+    return common >= _LEAST_SHARE * _num_elements(of_model) and alike >= _LEAST_SHARE * _num_elements(shapes)
 
 
-def _size(shapes: Shapes) -> int:
+def _num_elements(shapes: Shapes) -> int:
     return sum(prod(shape) * number for shape, number in shapes.items())

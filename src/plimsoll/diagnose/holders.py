@@ -185,7 +185,9 @@ def _own_bytes(value: Any) -> int:
 
 
 def _kept(one: Found, before: Mapping[int, int], borders: Sequence[int], kind: str, seen: set[int | None]) -> Kept:
-    size = _size(one.value)._replace(**({} if kind == "cpu" else {"host_bytes": 0}))
+    size = _size(one.value)
+    if kind != "cpu":
+        size = size._replace(host_bytes=0)
     there = [tensor for tensor in size.tensors if tensor.device.type == kind]
     tensors = [tensor for tensor in there if storage_key(tensor) not in seen]
     graphs = [tensor for tensor in there if has_graph(tensor)]
