@@ -6,7 +6,7 @@ thing that is done while the code runs is a reading of the memory in use after e
 torch's, 50 to 70 microseconds.
 
 Does NOT cover a process that the kernel kills (``plimsoll watch`` and ``plimsoll explain`` read what is left), or that
-code in Rust ends when it is refused memory (the lines that led there are printed, see `plimsoll.device.aborts`), errors
+code in Rust ends when it is refused memory (where and why is printed, see `plimsoll.device.aborts`), errors
 of `plimsoll.TrainStep`, which say themselves what happened, and code that catches the error itself.
 """
 

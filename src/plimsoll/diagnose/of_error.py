@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from plimsoll.device import watched
+from plimsoll.device import aborts, watched
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.device.texts import requested_bytes
 from plimsoll.device.watched_limits import lines_of
@@ -310,7 +310,8 @@ def _holding(key: tuple[Any, ...], num_bytes: int, number: int) -> Holding:
 
 
 def _seen(scene: _Scene, kept: list[Kept], stock: Inventory, text: str) -> Seen:
-    processes = watched.family_of(psutil.Process().pid)
+    family = watched.family_of(psutil.Process().pid)
+    processes = tuple(one for one in family if one.pid not in aborts.watcher_pids())
     models = [one for one in stock.modules if any(True for _ in one.parameters(recurse=False))]
     loader = scene.store_of_variable(DataLoader)
     caller = _caller_of_model(scene)
