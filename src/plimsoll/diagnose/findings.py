@@ -28,11 +28,12 @@ def diagnosed(evidence: Evidence, notes: tuple[str, ...] = ()) -> Diagnosis:
     )
 
 
-def _place(finding: Finding, evidence: Evidence) -> tuple[bool, int]:
+def _place(finding: Finding, evidence: Evidence) -> tuple[bool, int, bool]:
     """What a finding is sorted by, ascending."""
     effect_bytes = finding.effect_bytes or 0
     is_enough = finding.is_unused and effect_bytes >= (evidence.requested_bytes or 0)
-    return not is_enough, -effect_bytes
+    is_less_likely = evidence.event is not None and finding.cause == evidence.event.likely_cause_alt
+    return not is_enough, -effect_bytes, is_less_likely
 
 
 def _of_which_steps(evidence: Evidence) -> tuple[str, ...]:
