@@ -49,6 +49,7 @@ class Copy(NamedTuple):
             name=self.root.name,
             kind=f"{type(self.root.value).__name__}, {_whose(self.root)}",
             num_items=len(self.tensors),
+            is_made_at_once=True,
             tensor_bytes=storage_bytes(self.tensors),
             place=store.place,
             code=store.code,
