@@ -118,10 +118,11 @@ def kept_by(
 def stored(found: Found) -> Store:
     """Return the line of the user's that stores a value; empty texts where it was not found."""
     owners = found.owners
-    if "." in found.root_name and isinstance(owners[-1], CodeType):  # an attribute: code that has returned may store it
-        owners = (*owners, _whole_file(owners[-1]))
     of_graph = store_of(owners, found.variable, found.value)
-    return of_graph or store_of(owners, found.variable, found.value, True) or Store("", "", "")
+    store = of_graph or store_of(owners, found.variable, found.value, True)
+    if store is None and "." in found.root_name and isinstance(owners[-1], CodeType):  # code that has returned did it
+        store = store_of([_whole_file(owners[-1])], f".{found.variable}", found.value, True)
+    return store or Store("", "", "")
 
 
 def _whole_file(code: CodeType) -> CodeType:

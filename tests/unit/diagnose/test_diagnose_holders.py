@@ -1,6 +1,7 @@
 """What variables keep."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -104,6 +105,18 @@ def test_attributes_of_modules_and_data_sets():
     assert found["data.tokens"].is_of_data
     assert found["net.history"].code == "self.history.append(x)"
     del data
+
+
+def fill(holder):
+    rows = list(range(9))
+    holder.rows = [torch.zeros(9, KIB) for _ in rows]
+
+
+def test_an_attribute_that_a_function_has_stored_that_returned():
+    holder = SimpleNamespace()
+    fill(holder)
+    kept = look(sys._getframe(), {"holder"})["holder.rows"]
+    assert kept.code == "holder.rows = [torch.zeros(9, KIB) for _ in rows]"
 
 
 def test_what_hides_or_loops_does_no_harm():
