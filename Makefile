@@ -37,7 +37,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(RUN) -m pip install -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
-test: install ## run the tests but for those marked long
+test: install ## run the tests but for those that take long
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 ALL = -m 'not (gpu or browser or slow or nightly)'

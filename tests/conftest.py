@@ -9,7 +9,9 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
+from itertools import groupby
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -47,6 +49,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Try a third of the examples of each property where `make test` leaves out long tests, too."""
     settings.load_profile("quick" if "long" in config.getoption("markexpr") else "all")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as long all cases of a test but the part that it is ``sampled`` in, drawn by their names."""
+    for _, cases in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        drawn = sorted(cases, key=lambda item: crc32(item.nodeid.encode()))
+        sampled = drawn[0].get_closest_marker("sampled")
+        if sampled is not None:
+            for item in drawn[-(-len(drawn) // sampled.args[0]) :]:
+                item.add_marker("long")
 
 
 @pytest.hookimpl(wrapper=True)

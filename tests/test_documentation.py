@@ -135,10 +135,12 @@ def test_a_page_that_fails_is_a_fault(tmp_path):
 # -- what is run -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_what_my_run_died_shows_is_printed(tmp_path):
     assert list(faults_of(ROOT / "docs" / "my-run-died.md", tmp_path)) == []
 
 
+@pytest.mark.long
 def test_the_programs_of_the_tutorial_run_and_its_job_is_one(tmp_path):
     """The cheap part of the test below."""
     from plimsoll.records.job import Job

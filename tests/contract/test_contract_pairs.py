@@ -64,6 +64,7 @@ def require_the_contract(training: str, choices: tuple[Choice, ...]) -> None:
     require_the_same(found, expected_with(setup, choices), numerics, is_lossy=bool(lossy))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("training", PAIRED)
 @pytest.mark.parametrize(("one", "other"), list(combinations(TECHNIQUES, 2)))
 def test_two_that_do_not_conflict_keep_it_together(one, other, training):
@@ -98,6 +99,7 @@ TOUCHING = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("phase", ["backward", "optimizer"])
 @pytest.mark.parametrize("names", TOUCHING, ids=" ".join)
 def test_memory_that_runs_out_takes_them_back_and_loses_nothing(names, phase):

@@ -106,6 +106,7 @@ def test_what_is_no_model_of_text_has_a_reason(method):
     assert isinstance(SHRINKERS[method].menu(Subject(Other(), subject("gpt2").tokenizer)), str)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_twice_the_same_gives_the_same_bits_and_fewer_bytes(method, name):
     given, choice, data = case(method, name)
@@ -132,6 +133,7 @@ def test_on_the_meta_device_the_sizes_are_the_same(method, name):
     assert all(value.is_meta for value in sketch.model.parameters())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_it_is_saved_and_loaded_with_the_same_outputs(method, name, tmp_path):
     given, choice, data = case(method, name)
@@ -153,6 +155,7 @@ def test_it_is_saved_and_loaded_with_the_same_outputs(method, name, tmp_path):
     assert own("load the ship")["input_ids"] == ids_BT[0].tolist()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_it_trains_on(method, name):
     given, choice, data = case(method, name)

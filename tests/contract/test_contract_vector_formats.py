@@ -272,6 +272,7 @@ def places(num_bytes: int, generator: np.random.Generator) -> list[int]:
     return [*range(ends), *sorted(between.tolist()), *range(num_bytes - ends, num_bytes)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_packed", [False, True], ids=["", "gzip"])
 def test_a_file_that_is_cut_anywhere_says_so_and_gives_no_wrong_numbers(example: Example, name: str, is_packed: bool):
     if is_packed and not alone(example):

@@ -85,6 +85,7 @@ print(json.dumps([kills, done]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_of_an_interrupted_apply_no_row_is_lost_or_doubled(
     model: Path, data: Path, undisturbed: Path, tmp_path: Path, num_kills: int

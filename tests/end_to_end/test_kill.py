@@ -102,6 +102,7 @@ class Murderer:
         return any(name.startswith(".step-") for name in os.listdir(self.run / "checkpoints"))
 
 
+@pytest.mark.long
 @kills_are_counted
 @pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(

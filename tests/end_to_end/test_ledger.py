@@ -198,6 +198,7 @@ def in_the_grid() -> Iterator[Any]:
                 yield pytest.param(case, phase, at_step, marks=marks, id=f"{case.name}-{phase}-{at_step}")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("case", "phase", "at_step"), list(in_the_grid()))
 def test_memory_that_runs_out_once_changes_nothing(case, phase, at_step, undisturbed, tmp_path):
     with armed(phase, *passages(phase, at_step, case)):

@@ -50,6 +50,7 @@ def trained_inside(job: Path, run: Path, cache: Path, *arguments: object) -> Run
     return record
 
 
+@pytest.mark.long
 def test_private_memory_stays_under_a_tight_budget_without_a_plan(large_job, cache, tmp_path):
     record = trained_inside(large_job, tmp_path / "run", cache, "--no-plan")
     assert record.oom_events

@@ -73,6 +73,7 @@ def least(folder):
     return plan
 
 
+@pytest.mark.long
 @pytest.mark.cold  # it is held against what is predicted of a process that loads as a user's does
 def test_a_limit_of_half_the_weights_holds_and_changes_nothing(folder, least, tmp_path):
     num_bytes = (folder / "model.safetensors").stat().st_size

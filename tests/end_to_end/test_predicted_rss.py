@@ -21,6 +21,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="predicts glibc's heap")
 @pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.slow), CASES[1]], ids=lambda case: case.name)
 def test_the_private_memory_of_a_training_is_predicted(case: Case):

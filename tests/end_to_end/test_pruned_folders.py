@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from plimsoll.records.plan import Choice
@@ -38,6 +39,7 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 """
 
 
+@pytest.mark.long
 def test_every_architecture_and_method_loads_in_a_fresh_process(tmp_path: Path):
     """One process for all of them: what the configuration can always say, then the whole chain."""
     names = []

@@ -80,6 +80,7 @@ def loadings(tmp_path_factory):
     return forms, dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
+@pytest.mark.long
 def test_a_folder_is_the_same_model_or_says_what_to_type(loadings):
     forms, found = loadings
     assert set(forms) == set(found)

@@ -66,6 +66,7 @@ def test_ranks_judge_the_windows_of_a_text_together(tmp_path):
             assert one["loss"] == pytest.approx(mean_loss, abs=1e-6)
 
 
+@pytest.mark.long
 def test_a_limit_on_one_rank_cuts_the_step_of_all(tmp_path):
     """Memory that really runs out: the allocator of one rank has no room for its whole part of the batch."""
     case = {"wide": True, "limited_rank": 1}

@@ -233,6 +233,7 @@ def check_traces(model: str, most_cases: int | None) -> None:
 MODELS = [base.model for base in cases.bases()]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_first_cases_can_be_traced(model):
     check_traces(model, 3)
@@ -308,6 +309,7 @@ def test_recording_goes_through_on_the_cpu(tmp_path):
     assert ": 0 runs" in again.stdout
 
 
+@pytest.mark.long
 def test_recording_stops_in_time_and_says_what_is_left(tmp_path):
     done = recorded(tmp_path / "none.json.gz", "--minutes", "0")
     assert "the time is over: " in done.stdout

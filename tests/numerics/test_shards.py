@@ -57,11 +57,13 @@ def check(folder: Path, world_size: int, seeds: range, alone: dict[tuple[Any, ..
     assert num_events >= len(seeds) // 2  # most cases do run out of memory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (3, 4))])
 def test_shards_train_what_one_process_trains_whatever_runs_out_of_memory_where(tmp_path, alone, world_size):
     check(tmp_path, world_size, range(CASES_IN_CI[world_size]), alone)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [TWICE, DISK], ids=["ram", "disk"])
 def test_a_limit_on_one_rank_cuts_the_step_of_all_in_shards(tmp_path, options):
     """Memory that really runs out, between the exchanges of two blocks."""
@@ -81,6 +83,7 @@ def test_two_hundred_ways_to_run_out_of_memory_in_shards(tmp_path, alone, world_
     check(tmp_path, world_size, range(1000, 1000 + CASES), alone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_half_precision_is_that_of_a_copy_of_the_weights_and_a_scaler_skips_on_all_ranks_or_on_none(
     tmp_path, world_size

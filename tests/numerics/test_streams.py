@@ -115,6 +115,7 @@ def iterated(loader: Loader, num_steps: int):
         loader.advance()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("resets", [False, True], ids=["on", "reset"])
 @pytest.mark.parametrize("cut", [1, 2, 4, 5])
 @pytest.mark.parametrize("architecture", RECURRENT)
@@ -125,6 +126,7 @@ def test_micro_batches_carry_the_state_of_their_lanes(store, architecture, cut, 
     assert largest_relative_difference(expected, learned(step)) < CLOSE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("at_step", [1, 4, 11])
 @pytest.mark.parametrize("phase", PHASES)
 def test_an_oom_in_any_phase_loses_nothing_and_carries_nothing_twice(store, phase, at_step):
@@ -183,6 +185,7 @@ def on_rung(*choices: Choice) -> TrainStep:
     return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="next-tokens", rungs=[choices])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [name for name in TECHNIQUES if technique_of(name).numerics in {"bitwise", "reordered"}]
 )

@@ -73,6 +73,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("at_step", [1, 3, NUM_STEPS])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -125,6 +126,7 @@ def test_an_oom_in_the_middle_of_backward_leaves_no_gradient(case):
     assert largest_relative_difference(plain(case, [BATCH_SIZE] * NUM_STEPS), weights(step)) == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "Adafactor", "Adamax", "Rprop", "ASGD"]
 )

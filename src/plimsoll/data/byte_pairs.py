@@ -4,8 +4,8 @@ Hugging Face ``tokenizers`` keeps each distinct word, and where each pair of its
 for each byte of them (measured, `docs/LOG.md`), some GiB for 64 MiB of numbers, hashes or Chinese. So words are counted
 here first. Where the distinct ones have more bytes than `most_distinct_bytes`, the rarest are left out, and of those
 that are equally rare the ones with the larger hash; below that nothing is, and the tokenizer is the one that the
-library trains on the texts themselves, to the byte. What it cannot be refused by a limit is refused before: the library
-would abort the process.
+library trains on the texts themselves, to the byte. What exceeds the budget or a limit is refused before: inside a
+limit the library would abort the process.
 
 A word is what the ``ByteLevel`` pre-tokenizer makes. Texts in ASCII are cut by a regular expression that comes to the
 same; in others, what stands between white space is counted before it is cut, once for all its occurrences.
@@ -58,18 +58,24 @@ def peak_bytes(num_distinct_bytes: int) -> int:
     return _BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
 
 
-def train(backend: tokenizers.Tokenizer, texts: Iterable[str], trainer: Any, vocab_size: int) -> TrainedOn:
+def train(
+    backend: tokenizers.Tokenizer,
+    texts: Iterable[str],
+    trainer: Any,
+    vocab_size: int,
+    budget_bytes: int | None = None,
+) -> TrainedOn:
     """Train a tokenizer whose pre-tokenizer is ``ByteLevel``.
 
     Raises:
-        BudgetError: if a limit on the memory of this process has no room for it.
+        BudgetError: if the budget for private memory, or a limit on the memory of this process, has no room for it.
     """
     from tokenizers import pre_tokenizers
 
     byte_level = backend.pre_tokenizer
     words, num_left_out = count_words(texts, byte_level, most_distinct_bytes(vocab_size))
     num_bytes = sum(map(len, words))
-    _require_room(num_bytes)
+    _require_room(num_bytes, budget_bytes)
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # of which there is none in words of byte-level letters
     backend.train_from_iterator(_repeated(words), trainer)
     backend.pre_tokenizer = byte_level
@@ -159,15 +165,19 @@ def _repeated(words: Counter[str]) -> Iterator[str]:
             yield f"{word} " * min(at_once, words[word] - begin)
 
 
-def _require_room(num_distinct_bytes: int) -> None:
+def _require_room(num_distinct_bytes: int, budget_bytes: int | None) -> None:
+    needed_bytes = peak_bytes(num_distinct_bytes)
     with open("/proc/self/statm", encoding="ascii") as file:
-        sizes = [int(size) * resource.getpagesize() for size in file.read().split()]
-    for name, limit, used_bytes in (("DATA", resource.RLIMIT_DATA, sizes[5]), ("AS", resource.RLIMIT_AS, sizes[0])):
-        limit_bytes = resource.getrlimit(limit)[0]
-        needed_bytes = peak_bytes(num_distinct_bytes)
+        size, resident, shared, _, _, data, _ = (int(pages) * resource.getpagesize() for pages in file.read().split())
+    limits = [
+        ("the budget", resource.RLIM_INFINITY if budget_bytes is None else budget_bytes, resident - shared),
+        ("RLIMIT_DATA", resource.getrlimit(resource.RLIMIT_DATA)[0], data),
+        ("RLIMIT_AS", resource.getrlimit(resource.RLIMIT_AS)[0], size),
+    ]
+    for name, limit_bytes, used_bytes in limits:
         if limit_bytes != resource.RLIM_INFINITY and used_bytes + needed_bytes > limit_bytes:
             raise BudgetError(
-                f"training the tokenizer takes about {format_bytes(needed_bytes)}, and RLIMIT_{name} of "
-                f"{format_bytes(limit_bytes)} has {format_bytes(max(limit_bytes - used_bytes, 0))} left: raise the "
-                "limit, or give a tokenizer that is there already with tokenizer.path"
+                f"training the tokenizer takes about {format_bytes(needed_bytes)}, and {name} of "
+                f"{format_bytes(limit_bytes)} has {format_bytes(max(limit_bytes - used_bytes, 0))} left: raise it, or "
+                "give a tokenizer that is there already with tokenizer.path"
             )

@@ -141,7 +141,7 @@ class Prepared(Record):
         return len(self.label_names) or None
 
 
-def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
+def prepare(job: Job, cache: Path, progress: Progress = silent, budget_bytes: int | None = None) -> Prepared:
     """Index the texts of a job, make its tokenizer, and tokenize; what the cache holds already is not done again.
 
     Args:
@@ -149,15 +149,17 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
         cache: where everything is written, and nothing elsewhere; made if missing.
         progress: called as ``progress(stage, done, total)``, stage being copy, convert, index, tokenizer, tokens,
             spans or packs.
+        budget_bytes: what this process may take of private memory; ``None``: what there is.
 
     Raises:
+        BudgetError: if training the tokenizer takes more.
         DataError: if the texts, their labels or the tokenizer cannot be used.
         OutputError: if the cache cannot be written.
     """
     cache = cache.absolute()
     reading = reading_of(job)
     corpus = open_corpus(job.data.sources, reading, cache, progress)
-    tokenizer = prepare_tokenizer(job.tokenizer, corpus, cache, progress)
+    tokenizer = prepare_tokenizer(job.tokenizer, corpus, cache, progress, budget_bytes)
     making = _Making(job, tokenizer, cache, progress)
     names: tuple[str, ...] = ()
     labels = validation = None
@@ -222,16 +224,19 @@ def is_whole(prepared: Prepared) -> bool:
     return all(read_facts(folder) is not None for folder in folders)
 
 
-def prepare_again(job: Job, known: Prepared, cache: Path, progress: Progress = silent) -> Prepared:
+def prepare_again(
+    job: Job, known: Prepared, cache: Path, progress: Progress = silent, budget_bytes: int | None = None
+) -> Prepared:
     """Prepare what the cache no longer holds, to the same tokens as before.
 
     Raises:
+        BudgetError: if training the tokenizer takes more than the budget.
         DataError: if the texts or the tokenizer are gone, or are no longer what they were.
         OutputError: if the cache cannot be written.
     """
     lost = f"the tokens of this run (in {Path(known.train.index_folder).parent}) cannot be made again"
     try:
-        prepared = prepare(job, cache, progress)
+        prepared = prepare(job, cache, progress, budget_bytes)
     except DataError as error:
         raise DataError(f"{lost}: {error}") from None
     if prepared.key != known.key:

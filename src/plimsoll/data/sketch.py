@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from plimsoll.addresses import file_name, head, is_remote
+from plimsoll.data import byte_pairs
 from plimsoll.data.convert import is_converted
 from plimsoll.data.formats import Reading
 from plimsoll.data.given_tokenizer import load_tokenizer
@@ -45,6 +46,7 @@ class TextSketch(NamedTuple):
         pad_id: the token that fills up shorter texts.
         longest: the tokens of the longest row of a training batch; ``None``: not known, at most ``sequence_length``.
         held_out: samples and tokens of the largest batch of an evaluation; ``None``: none, or not known.
+        tokenizer_bytes: what training the tokenizer takes at most; ``None``: it is not trained, or in next to nothing.
         guessed: which of ``vocabulary`` and ``labels`` may come out otherwise when the texts are read.
     """
 
@@ -54,6 +56,7 @@ class TextSketch(NamedTuple):
     pad_id: int = 0
     longest: int | None = None
     held_out: tuple[int, int] | None = None
+    tokenizer_bytes: int | None = None
     guessed: frozenset[str] = frozenset()
 
     @property
@@ -74,10 +77,12 @@ def sketch_texts(job: Job) -> TextSketch:
     Raises:
         DataError: if the tokenizer cannot be loaded, or there are no files to take the labels from.
     """
-    (vocab_size, is_guess), end_id, own_pad_id = (job.tokenizer.vocab_size, False), 0, 0
+    vocab_size, end_id, own_pad_id = job.tokenizer.vocab_size, 0, 0
+    tokenizer_bytes, guessed = None, frozenset[str]()
     if job.tokenizer.path is None:
-        vocab_size, is_guess = _trained_vocab_size(job)
-    guessed = frozenset({"vocabulary"}) if is_guess else frozenset[str]()
+        trained = _trained_vocab_size(job)
+        vocab_size, guessed = trained.vocab_size, frozenset({"vocabulary"} if trained.is_guess else ())
+        tokenizer_bytes = trained.most_bytes if job.tokenizer.train == "bpe" else None
     if job.tokenizer.path is not None:
         loaded = load_tokenizer(Path(job.tokenizer.path))
         vocab_size = 1 + max(loaded.backend.get_vocab(with_added_tokens=True).values())
@@ -85,24 +90,36 @@ def sketch_texts(job: Job) -> TextSketch:
         own_pad_id = end_id if loaded.pad_token is None else loaded.backend.token_to_id(loaded.pad_token) or 0
     pad_id = padding_of(job.model, own_pad_id)
     if not job.is_labelled:
-        return TextSketch(vocab_size, None, end_id, pad_id, guessed=guessed)
+        return TextSketch(vocab_size, None, end_id, pad_id, tokenizer_bytes=tokenizer_bytes, guessed=guessed)
     if job.data.label is not None or job.task == "token-classification":
         num_labels, guessed = len(_labels_of_heads(job)), guessed | {"labels"}
     else:  # as `labels_from_folders` names them
         num_labels = len({Path(file.path).parent.name for file in _found(job.data.sources, reading_of(job))})
-    return TextSketch(vocab_size, max(num_labels, 2), end_id, pad_id, guessed=guessed)
+    num_labels = max(num_labels, 2)
+    return TextSketch(vocab_size, num_labels, end_id, pad_id, tokenizer_bytes=tokenizer_bytes, guessed=guessed)
 
 
-def _trained_vocab_size(job: Job) -> tuple[int, bool]:
-    """Return the size of the vocabulary that a tokenizer will have, and whether that is a guess: the size asked for."""
+class _Trained(NamedTuple):
+    """How large a tokenizer's vocabulary will be, whether that is a guess, and what training it takes at most."""
+
+    vocab_size: int
+    is_guess: bool
+    most_bytes: int
+
+
+def _trained_vocab_size(job: Job) -> _Trained:
     asked, sources = job.tokenizer.vocab_size, job.data.sources
+    most_distinct_bytes = byte_pairs.most_distinct_bytes(asked)
+    guess = _Trained(asked, True, byte_pairs.peak_bytes(most_distinct_bytes))
     if any(map(_is_elsewhere, sources)):
-        return asked, True
+        return guess
     with suppress(DataError), TemporaryDirectory(prefix="plimsoll-") as name:  # who prepares them says what is wrong
         if sum(file.num_bytes for file in _found(sources, reading_of(job))) <= _MOST_TRAINED_BYTES:
             corpus = open_corpus(sources, reading_of(job), Path(name))
-            return prepare_tokenizer(job.tokenizer, corpus, Path(name)).vocab_size, False
-    return asked, True
+            vocab_size = prepare_tokenizer(job.tokenizer, corpus, Path(name)).vocab_size
+            most_bytes = byte_pairs.peak_bytes(min(corpus.num_bytes, most_distinct_bytes))
+            return _Trained(vocab_size, False, most_bytes)
+    return guess
 
 
 def _is_elsewhere(source: str) -> bool:

@@ -23,7 +23,7 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,7 +125,13 @@ class Tokenizer:
         return tuple(sorted({*named, *(number for number, token in added.items() if token.special)}))
 
 
-def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, progress: Progress = silent) -> Tokenizer:
+def prepare_tokenizer(
+    source: TokenizerSource,
+    corpus: Corpus,
+    cache: Path,
+    progress: Progress = silent,
+    budget_bytes: int | None = None,
+) -> Tokenizer:
     """Load the tokenizer ``source.path``, or train one on ``corpus``, and keep it in the cache.
 
     Args:
@@ -133,8 +139,10 @@ def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, prog
         corpus: the texts to train on.
         cache: the folder for the result.
         progress: called with the stage ``"tokenizer"``.
+        budget_bytes: what this process may take of private memory; ``None``: what there is.
 
     Raises:
+        BudgetError: if training the tokenizer takes more.
         DataError: if ``source.path`` holds no tokenizer that can be loaded, or one without an end token.
         OutputError: if the cache cannot be written.
     """
@@ -145,7 +153,7 @@ def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, prog
         stored(folder, lambda place: _write(place, load_tokenizer(path, source.special_tokens)))
     else:
         folder = cache / f"tokenizer-{_hash(*map(str, _settings(source, corpus)))[:16]}"
-        train = _train_words if source.train == "words" else _train_bpe
+        train = _train_words if source.train == "words" else partial(_train_bpe, budget_bytes=budget_bytes)
 
         def write(place: Path) -> Facts:
             backend, num_left_out = train(source, corpus, progress)
@@ -252,7 +260,9 @@ def _write(folder: Path, loaded: Loaded) -> Facts:
     }
 
 
-def _train_bpe(source: TokenizerSource, corpus: Corpus, progress: Progress) -> tuple[tokenizers.Tokenizer, int]:
+def _train_bpe(
+    source: TokenizerSource, corpus: Corpus, progress: Progress, budget_bytes: int | None
+) -> tuple[tokenizers.Tokenizer, int]:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -266,7 +276,7 @@ def _train_bpe(source: TokenizerSource, corpus: Corpus, progress: Progress) -> t
         show_progress=False,
     )
     with tokenizer_threads():
-        trained_on = train_byte_pairs(backend, _counted(corpus, progress), trainer, source.vocab_size)
+        trained_on = train_byte_pairs(backend, _counted(corpus, progress), trainer, source.vocab_size, budget_bytes)
     return backend, trained_on.num_left_out
 
 

@@ -186,6 +186,11 @@ def name_labels(model: nn.Module, names: tuple[str, ...]) -> None:
 
 def _new_model(fields: dict[str, Any], shape: TextShape, device: str, vectors: VectorSource | None) -> nn.Module:
     architecture = fields.get("architecture")
+    if architecture is None:
+        raise JobError(
+            f"model: there is {', '.join(fields) or 'nothing'} and no architecture; add one, for example "
+            "`architecture: gpt2`"
+        )
     if architecture in RECURRENT:
         fields = with_dimension(fields, vectors)
         with torch.device(device):

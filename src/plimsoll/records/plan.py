@@ -139,7 +139,7 @@ class Plan(Record):
     ``pinned`` choices and ``required`` techniques, whose options the plan chooses, are the user's.
     ``time_factor`` is what earlier runs have taught of the time, and in ``step_time``. ``off_device`` is there where
     parameters are in files (CPU) or on the host (CUDA), and not where the budget counts. ``loss_check`` says whether a
-    batch may be cut.
+    batch may be cut, and ``tokenizer_bytes`` what training the tokenizer takes at most, before there is a model.
 
     For a reader, by the technique's name: ``about`` says what it does, ``numerics`` what it does to the numbers, and
     ``why`` what it saves in this plan, or why it is in it.
@@ -166,6 +166,7 @@ class Plan(Record):
     time_factor: float = 1.0
     off_device: OffDevice | None = None
     loss_check: LossCheck | None = None
+    tokenizer_bytes: int | None = None
     num_traces: int = 0
     plan_seconds: float = 0.0
 

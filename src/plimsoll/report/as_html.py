@@ -231,6 +231,7 @@ def plan_page(plan: Plan) -> str:
                 plan_sheets.budget_sentence(plan.budget),
                 plan_sheets.loss_sentence(plan),
                 plan_sheets.off_device_sentence(plan),
+                plan_sheets.preparing_sentence(plan),
                 plan_sheets.wishes_sentence(plan),
             ],
             charts={chart.key: chart for chart in charts},

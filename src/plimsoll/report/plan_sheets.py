@@ -22,6 +22,7 @@ from plimsoll.report.sheets import Column, Sheet, finished_steps, steps_of_plan
 MOST_REJECTED = 12  # that are shown; a page has more, folded away
 MOST_REJECTED_FOLDED = 200
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+_LEAST_SAID_BYTES = 8 << 20  # less is lost in what is imported
 _BY_NUMBERS = (Column("Peak", True), Column("A step", True))
 
 
@@ -152,6 +153,23 @@ def loss_sentence(plan: Plan) -> str:
     if check.may_cut:
         return f"Cutting the batch: {check.sentence}."
     return f"The batch is not cut: {check.why} ({check.remedy})."
+
+
+def preparing_sentence(plan: Plan) -> str:
+    """Say what preparing the data takes at most, where that is more than reading them: a tokenizer is trained."""
+    if plan.tokenizer_bytes is None or plan.tokenizer_bytes < _LEAST_SAID_BYTES:
+        return ""
+    sentence = f"Preparing the data first trains a tokenizer, in up to {format_bytes(plan.tokenizer_bytes)}"
+    prediction, budget_bytes = plan.prediction, plan.budget.device_bytes
+    if prediction is None or prediction.device_kind != "cpu" or budget_bytes is None:
+        return f"{sentence}."
+    needed_bytes = prediction.context.likely_bytes + plan.tokenizer_bytes
+    if needed_bytes <= budget_bytes:
+        return f"{sentence}: {format_bytes(needed_bytes)} with what is imported."
+    return (
+        f"{sentence}: with what is imported that may be {format_bytes(needed_bytes)}, more than the budget, and "
+        "refused where the texts have so many different words; tokenizer.path takes one that is there."
+    )
 
 
 def off_device_sentence(plan: Plan) -> str:

@@ -447,6 +447,7 @@ class Planner:
             time_factor=learned.low if learned else 1.0,
             off_device=self._off_device(self._count(rungs[0].choices, self._is_short), rungs[0].micro_batch),
             loss_check=self.loss_check,
+            tokenizer_bytes=self.subject.tokenizer_bytes,
             made_for=self.subject.facts(self._target.lowering().name),
             num_traces=len(self._traced),
             plan_seconds=time.perf_counter() - self._started_seconds,

@@ -45,6 +45,7 @@ class Subject(Protocol):
     """A training to plan. ``precision`` may be ``auto``; ``workload`` is only looked at.
 
     ``evaluates_between_steps``: a step that comes after an evaluation may need more than one that does not.
+    ``tokenizer_bytes``: what training its tokenizer takes at most; ``None``: it has none, or one that is there.
     """
 
     batch_size: int
@@ -54,6 +55,7 @@ class Subject(Protocol):
     allow: frozenset[str]
     lengths_vary: bool
     evaluates_between_steps: bool
+    tokenizer_bytes: int | None
     workload: Workload
 
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
@@ -100,6 +102,7 @@ class JobSubject:
         self.precision: str = job.precision
         self.allow = frozenset[str](job.allow)
         self.lengths_vary = job.is_labelled or job.data.has_padding
+        self.tokenizer_bytes = texts.tokenizer_bytes
         self.evaluates_between_steps = bool(job.data.validation and job.evaluate_every)
         model = build_model(job, *texts.of_model, device="meta").train()
         self.workload = Workload(
@@ -178,6 +181,7 @@ class StepSubject:
     never_cut: bool = False
     checked: LossCheck | None = None
     evaluates_between_steps: bool = field(init=False, default=False)
+    tokenizer_bytes: int | None = field(init=False, default=None)
     num_ranks: int = field(init=False, default=1)
     batch_size: int = field(init=False)
     sequence_length: int | None = field(init=False)

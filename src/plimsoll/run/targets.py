@@ -193,6 +193,11 @@ def require_budget(job: Job) -> None:
     _refuse_more_than(job.budget.host_bytes, host.capacity_bytes, host.name)
 
 
+def private_budget_bytes(job: Job) -> int | None:
+    """Return the budget of a job for the private memory of a process, in bytes, if it has one."""
+    return job.budget.device_bytes if choose_device(job) == "cpu" else job.budget.host_bytes
+
+
 def job_baseline(job: Job) -> Estimate:
     """Read what a training process of a job takes before it has a model, from one that is started for it.
 

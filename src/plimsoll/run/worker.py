@@ -56,7 +56,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     from plimsoll.plan.facts import require_prepared_for
     from plimsoll.records.plan import Plan, parse_pin
     from plimsoll.report.progress import stages
-    from plimsoll.run.targets import require_budget
+    from plimsoll.run.targets import private_budget_bytes, require_budget
     from plimsoll.run.teaching import require_folder, require_teacher, require_tokens
 
     _begin_supervised()
@@ -69,13 +69,14 @@ def prepare_run(  # noqa: PLR0917 -- of a command
         from plimsoll.run.wishes import require_possible
 
         require_possible(job, [parse_pin(pin) for pin in pins], forbids)
+    budget_bytes = private_budget_bytes(job)
     peak = PeakCounter()
     peak.reset()
     with stages(quiet) as progress:
         if again:
-            prepared = prepare_again(job, Prepared.load(directory.prepared), cache, progress)
+            prepared = prepare_again(job, Prepared.load(directory.prepared), cache, progress, budget_bytes)
         else:
-            prepared = prepare(job, cache, progress)
+            prepared = prepare(job, cache, progress, budget_bytes)
         loader_of(job, open_datasets(prepared, job)[0]).close()  # what is too little for a batch, is before a plan
         if job.distill is not None:
             require_teacher(job, prepared, prepared.label_names)
@@ -89,7 +90,9 @@ def prepare_run(  # noqa: PLR0917 -- of a command
         require_prepared_for(Plan.load(directory.plan), texts_of(prepared))
     prepared.save(directory.prepared)
     if not quiet:
-        print(data_sentence(prepared), *([vectors.sentence] if vectors else []), sep="\n", file=sys.stderr)
+        print(
+            data_sentence(prepared, budget_bytes), *([vectors.sentence] if vectors else []), sep="\n", file=sys.stderr
+        )
 
 
 def _require_same(digest: str, directory: RunDirectory, again: bool) -> None:
@@ -103,8 +106,8 @@ def _require_same(digest: str, directory: RunDirectory, again: bool) -> None:
         )
 
 
-def data_sentence(prepared: Prepared) -> str:
-    """Say in a line what a job is trained on, and what of its texts is not."""
+def data_sentence(prepared: Prepared, budget_bytes: int | None = None) -> str:
+    """Say in a line what a job is trained on, and what of its texts is not; and what preparing took."""
     from plimsoll.data.tags import entity_note
 
     train = prepared.train
@@ -129,7 +132,8 @@ def data_sentence(prepared: Prepared) -> str:
     if prepared.num_left_out_words:
         parts.append(f"the tokenizer is trained without {prepared.num_left_out_words:,} of the rarest words")
     if prepared.peak_bytes is not None:
-        parts.append(f"preparing took {format_bytes(prepared.peak_bytes)}")
+        is_more = budget_bytes is not None and prepared.peak_bytes > budget_bytes
+        parts.append(f"preparing took {format_bytes(prepared.peak_bytes)}{', more than the budget' if is_more else ''}")
     parts += _held_out(prepared)
     if prepared.special_tokens is not None:
         parts.append(f"each text is {prepared.special_tokens}")

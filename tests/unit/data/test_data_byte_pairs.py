@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from plimsoll.data import byte_pairs
 from plimsoll.data.byte_pairs import count_words, train
+from plimsoll.device.process import private_bytes
 from plimsoll.errors import BudgetError
 
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,3 +75,12 @@ def test_a_limit_without_room_is_said_before_the_library_aborts(monkeypatch: pyt
         BudgetError, match=r"training the tokenizer takes about .* RLIMIT_DATA of 64\.0 MiB has .* left: raise"
     ):
         train(backend(), numbered(30_000), trainer(300), 300)
+
+
+def test_what_exceeds_the_budget_is_refused_and_what_does_not_stays_under_it():
+    budget_bytes = private_bytes() + (32 << 20)
+    with pytest.raises(BudgetError, match=r"takes about .* and the budget of .* has .* MiB left: raise it"):
+        train(backend(), numbered(30_000), trainer(300), 300, budget_bytes)
+    budget_bytes = private_bytes() + (32 << 20)
+    assert train(backend(), numbered(1000), trainer(300), 300, budget_bytes).num_left_out == 0
+    assert private_bytes() <= budget_bytes

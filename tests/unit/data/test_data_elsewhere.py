@@ -129,6 +129,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", list(WAYS))
 def test_any_number_of_ranks_trains_each_sample_once_in_the_same_batches(tmp_path: Path, way: str):
     """Also where an epoch goes on with another number of them."""

@@ -133,6 +133,7 @@ batches = st.one_of(
 shuffles = st.one_of(st.booleans(), st.builds(BlockShuffle, st.integers(1, 9), st.integers(1, 5)))
 
 
+@pytest.mark.long
 @given(
     num_samples=st.integers(9, 80), batches=batches, shuffle=shuffles, kills=st.lists(st.integers(0, 12), max_size=6)
 )

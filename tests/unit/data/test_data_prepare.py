@@ -259,6 +259,7 @@ print(private_bytes() - before, sorted({"tokenizers", "transformers"} & set(sys.
 """
 
 
+@pytest.mark.long
 def test_the_training_process_loads_no_tokenizer_and_keeps_a_few_megabytes(texts: Path, tmp_path: Path):
     (texts / "ham" / "long.txt").write_text("a long text of many words. " * 60_000)
     job = job_of(texts, data={"validation": 0.1})

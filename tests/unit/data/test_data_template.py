@@ -85,6 +85,7 @@ def test_truncated_texts_keep_what_stands_around_them(case: Case, tmp_path: Path
     assert [sample["input_ids"] for sample in found] == theirs["input_ids"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stride", [None, 4])
 def test_each_window_of_a_text_has_them(case: Case, stride: int | None):
     num_around = case.theirs.num_special_tokens_to_add()

@@ -94,6 +94,7 @@ answer(budget=budget, peak=backend.use().peak_bytes, soft_after=soft(), **result
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("room_mib", [64, 120, pytest.param(400, marks=pytest.mark.slow)])
 def test_training_past_the_limit_raises_is_undone_and_goes_on_under_it(room_mib):
     result, highest_bytes = _run(_TRAIN, room_mib)

@@ -84,6 +84,7 @@ def test_half_precision_is_that_of_numpy_and_what_is_too_large_is_a_fault(source
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.text(max_size=4).filter(lambda word: not set(word) & set(" \t\r\n\0")), numbers, numbers)))
 def test_any_words_and_numbers_are_read_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, lines):
     folder = tmp_path_factory.mktemp("conversion")

@@ -74,6 +74,7 @@ def test_how_the_file_is_packed_and_cut_changes_nothing(tmp_path: Path, packing:
     assert found.facts.model_dump(exclude=ignored) == plain.facts.model_dump(exclude=ignored)
 
 
+@pytest.mark.long
 @given(data=st.data(), dimension=st.sampled_from([1, 2, 3]), part_bytes=st.integers(16, 300))
 @settings(max_examples=80)
 def test_hostile_files_give_the_rows_that_a_slow_reader_gives(

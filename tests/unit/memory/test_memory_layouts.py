@@ -17,6 +17,7 @@ from workloads import CASES
 MODES = [CpuLowering(), CudaLowering((8, 0))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lowering", MODES, ids=["cpu", "cuda"])
 @pytest.mark.parametrize("case", [one for one in CASES if not one.has_batch_norm], ids=lambda case: case.name)
 def test_a_training_is_the_same_where_torch_is_asked_each_time(case, lowering, monkeypatch):

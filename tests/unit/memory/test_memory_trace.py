@@ -227,6 +227,7 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lowering", [cuda(), CpuLowering()], ids=lambda lowering: lowering.name)
 @pytest.mark.parametrize(
     ("build", "batch"),

@@ -97,8 +97,8 @@ def test_resident_bytes_without_an_allocation(model, num_parameters):
     [
         ({"architecture": "gtp2"}, "no language model of architecture `gtp2`; did you mean `gpt2`"),
         ({"architecture": "lsmt"}, "did you mean `lstm`"),
+        ({"n_layer": 2}, "there is n_layer and no architecture; add one, for example `architecture: gpt2`"),
         ({"architecture": "distilbert"}, "no language model of architecture `distilbert`"),
-        ({"n_layer": 2}, "no language model of architecture `None`"),
         ({"architecture": "lstm", "n_layer": 2}, "there is no field `n_layer`"),
         ("gpt2", "no folder gpt2; for a new model write `model: {architecture: gpt2}`"),
         (

@@ -57,6 +57,7 @@ def test_a_sketch_has_the_bytes_of_the_model(tmp_path):
     assert all(part.is_meta for weight in skeleton.model.parameters() for part in plain_parts(weight).values())
 
 
+@pytest.mark.long
 def test_plain_transformers_gives_the_same_numbers(tmp_path):
     folders = []
     for method in ("int8", "dynamic_int8", "float8", "int8_embeddings"):

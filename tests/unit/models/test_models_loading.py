@@ -32,6 +32,7 @@ def assert_same(loaded: Loaded, plain: torch.nn.Module) -> None:
             assert torch.equal(mine[name], value), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", ["memory", "mapped"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MODELS)
@@ -230,6 +231,7 @@ def outcome(how: str, large: tuple[Path, Path, int, int], room_bytes: int, *more
     return done.stdout.strip()
 
 
+@pytest.mark.long
 def test_the_peak_is_the_model_and_its_largest_tensor(large):
     _, _, all_bytes, largest_bytes = large
     assert all_bytes > 120 << 20
@@ -239,6 +241,7 @@ def test_the_peak_is_the_model_and_its_largest_tensor(large):
     assert outcome("plain", large, half_bytes, "bfloat16").startswith("no room")
 
 
+@pytest.mark.long
 def test_mapped_weights_take_no_room(large):
     assert outcome("mapped", large, 64 << 20) == "loaded"
     assert outcome("memory", large, 64 << 20).startswith("no room")

@@ -295,6 +295,7 @@ assert len(os.listdir("/proc/self/fd")) == num_open
 """
 
 
+@pytest.mark.long
 def test_a_full_disk_is_said_and_leaves_the_earlier_checkpoint(tmp_path):
     done = run_program(FULL_DISK, tmp_path)
     assert "cannot write the checkpoint of step 20" in done.stdout, done.stderr

@@ -64,6 +64,7 @@ def plain(folder: Path, task_name: str) -> list[torch.Tensor]:
         return [part for _ in range(2) for part in task.compute(model, batch())]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_where_the_parts_lie_changes_no_bit(folders, plans, name, dtype):

@@ -254,6 +254,7 @@ def test_a_plan_of_another_training_is_refused_with_what_differs(on_cpu, changes
         require_same(plan, job(**changes), "plan.json")
 
 
+@pytest.mark.long
 def test_where_a_batch_cannot_be_cut_a_sequence_is_without_being_asked_for():
     model = {"architecture": "lstm", "embedding_size": 128, "hidden_size": 128}
     changes = {"model": model, "sequence_length": 4001, "batch_size": 1, "optimizer": {"name": "sgd"}}

@@ -258,6 +258,7 @@ def test_who_may_be_started_again(monkeypatch):
 BETWEEN = "import subprocess, sys; print(subprocess.run(sys.argv[1:], capture_output=True, text=True).stdout)"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("between", [[], [sys.executable, "-c", BETWEEN]], ids=["by itself", "by a script"])
 def test_a_launcher_is_as_old_as_what_has_started_the_rank(between):
     code = "import time; from plimsoll.run.ranked import launcher_age_seconds as age; print(time.time() - age())"

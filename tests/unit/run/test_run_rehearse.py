@@ -86,6 +86,7 @@ def test_a_rehearsed_step_needs_what_the_real_one_needs(micro_batch, clip_norm):
     }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("place", [0, 3, 6, 8], ids=lambda place: f"sample {place}")
 @pytest.mark.parametrize("micro_batch", [2, 4, 5])
 @pytest.mark.parametrize("is_by_length", [False, True])
@@ -116,6 +117,7 @@ def test_a_long_sample_is_rehearsed_wherever_it_is(place, micro_batch, is_by_len
     assert measured_bytes <= predicted_bytes <= 1.5 * measured_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro_batch", [6, 4])
 @pytest.mark.parametrize("reset", [None, "texts"])
 @pytest.mark.parametrize("architecture", ["lstm", "gru", "rnn"])

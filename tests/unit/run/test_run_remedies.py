@@ -237,6 +237,7 @@ def test_what_cannot_fit_names_the_smallest_budget():
     assert found.notes[-1].startswith("Nothing that leaves the training as it is fits: the smallest budget")
 
 
+@pytest.mark.long
 def test_a_pin_of_the_job_stays_and_half_precision_is_said_to_the_job():
     small = {"architecture": "gpt2", "n_layer": 1, "n_embd": 256, "n_head": 2}
     few = {"tokenizer": {"vocab_size": 300}, "batch_size": 32, "sequence_length": 128, "pin": ["micro_batch=32"]}

@@ -84,6 +84,7 @@ def test_no_update_of_torch_takes_more_than_the_room_that_is_shown_for_it(name, 
         assert shown[0] - shown[1] == pytest.approx(states_bytes, abs=256)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES_OF_TORCH)
 def test_nor_does_one_with_groups_shapes_and_settings_as_they_come(name):
     """Settings change after the second step; some gradients are not there in the first, some are not contiguous."""

@@ -412,6 +412,7 @@ print(all(torch.equal(one, other) for one, other in zip(plain.parameters(), mode
 """
 
 
+@pytest.mark.long
 def test_an_exit_that_runs_out_of_memory_leaves_what_trains_on():
     done = run_program(TIGHT)
     assert done.returncode == 0, done.stderr

@@ -226,6 +226,7 @@ def test_what_is_done_after_a_death_is_said_with_the_techniques(new_run, capsys)
     )
 
 
+@pytest.mark.long
 def test_preparing_says_with_its_code_that_it_could_not(new_run, tmp_path, capfd):
     directory = new_run()
     directory.job.write_text(directory.job.read_text().replace("ship.txt", "other.txt"))

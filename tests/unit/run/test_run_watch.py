@@ -115,6 +115,7 @@ def _samples(pid, every_seconds, num_samples=None):
         return list(watch.samples(every_seconds, num_samples)), watch.end()
 
 
+@pytest.mark.long
 def test_a_real_process_is_warned_of_before_it_runs_out():
     with subprocess.Popen([sys.executable, "-c", GROW]) as process:
         samples, end = _samples(process.pid, 0.25)

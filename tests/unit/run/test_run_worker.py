@@ -1,6 +1,7 @@
 """What the training process does before it trains: whose child it is, what it is given, what it refuses."""
 
 import os
+import random
 import shutil
 import signal
 import time
@@ -14,6 +15,7 @@ from torch import nn
 import plimsoll.run.train
 from plimsoll.data.prepare import prepare
 from plimsoll.data.sketch import sketch_texts
+from plimsoll.device.process import private_bytes
 from plimsoll.errors import BudgetError, CheckpointError, OutOfMemoryError, WornProcessError
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.plan.facts import facts_of
@@ -48,6 +50,18 @@ def test_tags_of_which_only_some_are_of_entities_are_told_before_the_training(tm
     said = data_sentence(prepare(job, tmp_path / "cache"))
     assert "; 3 tags; entity F1 is left out, because some tags have a prefix" in said
     assert "name 'PER' as those" in said
+
+
+def test_a_tokenizer_that_does_not_fit_the_budget_is_refused_before_it_is_trained(tmp_path):
+    draw = random.Random(0)
+    text = tmp_path / "log.txt"
+    text.write_text("\n".join(f"request {draw.getrandbits(64):016x} served" for _ in range(80_000)))
+    budget_bytes = private_bytes() + (32 << 20)
+    directory = RunDirectory.create(tmp_path / "run", force=False)
+    directory.write_job(small_job(text, budget={"device": budget_bytes}))
+    with pytest.raises(BudgetError, match=r"training the tokenizer takes about .* the budget of .* left: raise it"):
+        prepare_run(directory.path, tmp_path / "cache", quiet=True)
+    assert not directory.prepared.exists()
 
 
 def test_a_budget_beyond_the_machine_is_refused_before_the_data_are_prepared(text, tmp_path):
@@ -222,6 +236,7 @@ print("pyarrow" in sys.modules)
 """
 
 
+@pytest.mark.long
 def test_what_reads_texts_is_loaded_before_memory_is_limited():
     """Inside a budget an evaluation of texts that are tokenized on the fly had no room for the libraries of pyarrow."""
     assert run_program(ON_THE_FLY, "yes").stdout == "True\n"

@@ -72,6 +72,7 @@ print("transformers" in sys.modules)
 """
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("fields", "is_loaded"),
     [
@@ -244,7 +245,8 @@ def test_word_vectors_must_be_the_same_when_a_run_goes_on(
     assert first.vectors_folder is not None
     assert [line[:5] for line in capsys.readouterr().err.splitlines()[-2:]] == ["data:", "vecto"]
     prepare_run(directory.path, tmp_path / "cache", quiet=True, again=True)
-    assert Prepared.load(directory.prepared) == first
+    again = Prepared.load(directory.prepared)
+    assert again.model_copy(update={"peak_bytes": first.peak_bytes}) == first  # which is measured
     vectors.write_text("ship 2 2 3 4 5 6 7 8\nline 8 7 6 5 4 3 2 1\n")
     with pytest.raises(EmbeddingError, match=rf"then {first.vectors_digest}\) are not what they were: put the file"):
         prepare_run(directory.path, tmp_path / "cache", quiet=True, again=True)

@@ -31,6 +31,7 @@ def lengths_of(num_samples, num_steps):
     return torch.tensor([max(1, num_steps - 4 * sample) for sample in range(num_samples)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("name", "num_layers", "bidirectional"), list(product(LAYERS, (1, 2), (False, True))))
 def test_the_gradients_are_those_of_the_layer(name, num_layers, bidirectional, dtype):

@@ -51,6 +51,7 @@ def bits_of(name, choices, dtype=None):
     return {"loss": loss.detach(), "random numbers": torch.get_rng_state()} | gradients | buffers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("blocks", ["all", "every 2", "1"])
 @pytest.mark.parametrize("name", WITH_BLOCKS)
@@ -62,6 +63,7 @@ def test_the_same_bits(name, blocks, dtype):
     assert [key for key in plain if not torch.equal(plain[key], recomputed[key])] == []
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WITH_BLOCKS)
 def test_what_is_predicted_is_what_is_needed_and_less_than_plain(name):
     model, batch = fresh(name)

@@ -248,6 +248,7 @@ def rehearsed(workload, batch, choices, lowering, precision=None):
     return trace_training(train, lowering)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", ["gpt2", "t5", "lstm, tied", "label smoothing, [B, V, T], a temperature"])
 def test_a_rehearsal_needs_what_a_run_needs_and_much_less_than_plain(case):
     build, loss = CASES[case]

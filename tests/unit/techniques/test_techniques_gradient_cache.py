@@ -173,6 +173,7 @@ def test_evaluation_is_in_slices_too():
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_what_is_predicted_falls_with_the_slices_and_is_traced_in_a_few_of_them():
     """A quarter of the rows needs little more than a quarter of the activations; 32 slices are no longer to trace."""
     model = fresh(CASES["one encoder, two calls"])

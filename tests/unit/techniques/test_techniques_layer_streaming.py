@@ -56,6 +56,7 @@ def trained(training, choices, size, is_whole):
     return losses, weights
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("choice", [ALL, ONE], ids=str)
 @pytest.mark.parametrize("training", ["gpt2", "bert", "t5"])
 @pytest.mark.parametrize("beside", BESIDE)
@@ -117,6 +118,7 @@ def test_what_was_built_on_the_host_stays_there_after_the_exit():
     assert weight.data_ptr() == place
 
 
+@pytest.mark.long
 def test_a_rehearsal_for_cuda_counts_two_blocks_and_not_the_model():
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -70,6 +70,7 @@ def test_a_tied_weight_is_updated_once():
     assert {int(state["step"]) for state in step.workload.optimizer.state.values()} == {1}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("at_step", [1, 3])
 @pytest.mark.parametrize("phase", ["copy", "forward", "loss", "backward", "clip", "optimizer"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -61,6 +61,7 @@ def batch_of(name, lengths=(3, 11, 7, 7)):
 # -- the mathematics ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("name", "num_layers", "bidirectional"), list(product(LAYERS, (1, 2), (False, True))))
 def test_outputs_states_and_gradients_are_those_of_the_layer(name, num_layers, bidirectional, dtype):
@@ -233,6 +234,7 @@ def test_what_is_of_one_length_or_not_packed_is_torchs_own(name):
 # -- the memory of a rehearsal -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rehearsal_of_full_samples_is_the_one_without(name):
     batch = batch_of(name, (11, 11, 11, 11))
@@ -242,6 +244,7 @@ def test_a_rehearsal_of_full_samples_is_the_one_without(name):
     assert (found.ops, found.storages, found.events) == (without.ops, without.storages, without.events)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rehearsal_of_given_lengths_needs_what_a_run_needs(name):
     torch.manual_seed(0)

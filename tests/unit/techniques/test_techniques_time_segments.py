@@ -342,6 +342,7 @@ def test_on_cuda_too():
     assert segmented < 0.35 * plain
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("choice", "num_steps", "num_samples"),
     [

@@ -62,6 +62,7 @@ def slowly(raw: bytes, dimension: int, separator: bytes, wanted: Collection[byte
     return {number: line for number, line in enumerate(lines) if is_seen[number]}, len(lines)
 
 
+@pytest.mark.long
 @given(
     data=st.data(),
     dimension=st.sampled_from([1, 2, 3, 7]),

@@ -124,6 +124,7 @@ def seconds_of_a_vocabulary(num_words):
     return time.process_time() - start
 
 
+@pytest.mark.long
 def test_the_time_grows_with_the_words_and_not_with_their_square():
     small = min(seconds_of_a_vocabulary(5_000) for _ in range(3))
     assert seconds_of_a_vocabulary(100_000) < 5 * 20 * small

@@ -193,6 +193,7 @@ def test_objects_without_words_or_vectors_are_errors(tmp_path: Path, classes, at
         opened(gensim, saved(tmp_path, thing))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_cut_anywhere_is_an_error(tmp_path: Path, name: str):
     raw = (RECORDED / name).read_bytes()
@@ -202,6 +203,7 @@ def test_a_file_that_is_cut_anywhere_is_an_error(tmp_path: Path, name: str):
             opened(gensim, path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["inside.kv", "fasttext.kv"])
 def test_a_file_with_a_wrong_byte_is_read_or_an_error(tmp_path: Path, name: str):
     raw = bytearray((RECORDED / name).read_bytes())

@@ -139,6 +139,7 @@ def real_heap(tmp_path_factory) -> Path:
     return program
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("sequence", SEQUENCES)
 def test_every_event_leaves_what_the_real_heap_leaves(sequence, setting, real_heap, tmp_path):
@@ -163,6 +164,7 @@ TRAININGS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="simulates glibc")
 @pytest.mark.parametrize(("model", "rules", "threshold_bytes", "tolerance"), TRAININGS)
 def test_the_peak_of_a_training_is_predicted(model, rules, threshold_bytes, tolerance):

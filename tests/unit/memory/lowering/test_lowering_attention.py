@@ -67,6 +67,7 @@ class Births(TorchDispatchMode):
             weakref.finalize(storage, self.live.pop, key)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
 def test_every_kernel_runs_forward_and_backward_on_fake_tensors(kernel, dtype) -> None:

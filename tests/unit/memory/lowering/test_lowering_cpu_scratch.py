@@ -72,6 +72,7 @@ for case in cases:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what is freed goes back at once only with glibc")
 def test_what_is_said_is_what_the_kernel_counts():
     done = run_program(_MEASURE)

@@ -118,6 +118,7 @@ GRID = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize(("cell", "layers", "both", "proj", "first", "packed", "dropout"), GRID)

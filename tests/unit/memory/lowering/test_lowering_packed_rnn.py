@@ -59,6 +59,7 @@ def traces(
     return predicted, measured
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", SHAPES)
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)

@@ -144,6 +144,7 @@ print("the same")
 """
 
 
+@pytest.mark.long
 def test_it_is_loaded_and_saved_again_without_plimsoll(tmp_path):
     for name, make in (("bert", changed_bert), ("gpt2", changed_gpt2)):
         model = make()

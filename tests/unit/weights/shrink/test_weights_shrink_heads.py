@@ -30,6 +30,7 @@ def kill_first_group(model: nn.Module) -> None:
         rows[: attention.heads_per_group * attention.head_width] = 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("importance", ["magnitude", "taylor", "activation"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_dead_heads_leave_without_a_trace(name: str, importance: str):
