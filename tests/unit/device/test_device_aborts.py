@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -53,6 +54,15 @@ def test_a_limit_within_explained_is_the_one_that_is_named() -> None:
     program = REFUSED.replace("with told_where(budget_bytes),", "with told_where(), told_where(budget_bytes),")
     done = run_program(program, TOKENIZERS_PARALLELISM="false")
     assert done.stderr.count("native code ended this process inside a limit of") == 1, done.stderr
+
+
+def test_a_supervised_process_writes_for_its_supervisor(tmp_path: Path) -> None:
+    faults = tmp_path / "faults"
+    program = f"from plimsoll.device.aborts import tell_supervisor\ntell_supervisor()\n{REFUSED}"
+    done = run_program(program, TOKENIZERS_PARALLELISM="false", **{aborts.SUPERVISORS_FILE: str(faults)})
+    assert done.returncode == -signal.SIGABRT, done.stderr
+    assert "Fatal Python error" not in done.stderr  # the supervisor prints it
+    assert called_by(faults.read_text(encoding="utf-8")) == "<string>:14 (`encode`)"
 
 
 def test_a_forked_child_says_at_once_where_it_ended_and_leaves_the_rest_to_its_parent() -> None:
