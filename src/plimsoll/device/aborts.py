@@ -107,19 +107,21 @@ def explanation(text: str, limit_bytes: int | None = None) -> str:
     """
     if (begin := _BEGIN.search(text)) is None:
         return ""
+    is_abort = begin[1] == "Aborted"
     limit = "" if limit_bytes is None else f" inside a limit of {format_bytes(limit_bytes)}"
-    signal = "SIGABRT" if begin[1] == "Aborted" else "SIGSEGV"
+    likely = "most likely" if is_abort and limit else "perhaps"
     who = "the limit" if limit else "the system, or a limit that was set outside (`ulimit -a`),"
+    how = "Code in C or C++ may not check for that, and crashes"
+    if is_abort:
+        how = 'Code in Rust or C++ says so above, as in "memory allocation of 4096 bytes failed", and ends the process'
     place = called_by(text)
-    asked = "give a larger limit" if limit else "free memory, or raise that limit"
-    outside = ", or do this before `plimsoll.limited(...)`, outside of it" if limit else ""
+    more = "a larger limit" if limit else "it more memory"
+    outside = "; or do this before `plimsoll.limited(...)`, outside of it" if limit else ""
     return (
-        f"plimsoll: native code ended this process{limit} ({signal}), most likely as {who} refused it memory. Code in "
-        'Rust or C++ then prints a line such as "memory allocation of 4096 bytes failed" (see above) and ends the '
-        "process; no exception can be caught.\n"
+        f"plimsoll: native code ended this process{limit} ({'SIGABRT' if is_abort else 'SIGSEGV'}), {likely} because "
+        f"{who} refused it memory. {how}; no exception can be caught.\n"
         + (f"  Called by: {place}\n" if place else "")
-        + f"  To do: {asked}; do fewer rows at once (`batch_size=` of `map`, fewer texts in a call)"
-        f"{outside}."
+        + f"  To do: give {more}; or do fewer rows at once (`batch_size=` of `map`, fewer texts in a call){outside}."
     )
 
 

@@ -91,8 +91,11 @@ print("done")
     [
         ("", ""),
         ("Killed", ""),
-        ("Fatal Python error: Aborted\n", "inside a limit of 1.0 GiB (SIGABRT), most likely as the limit refused it"),
-        ("Fatal Python error: Segmentation fault\n", "inside a limit of 1.0 GiB (SIGSEGV), most likely as"),
+        (
+            "Fatal Python error: Aborted\n",
+            "inside a limit of 1.0 GiB (SIGABRT), most likely because the limit refused it",
+        ),
+        ("Fatal Python error: Segmentation fault\n", "inside a limit of 1.0 GiB (SIGSEGV), perhaps because the limit"),
     ],
 )
 def test_only_what_ended_the_process_is_explained(text: str, said: str) -> None:
@@ -104,7 +107,7 @@ def test_only_what_ended_the_process_is_explained(text: str, said: str) -> None:
 
 def test_without_a_limit_of_ours_another_is_perhaps_there() -> None:
     told = explanation("Fatal Python error: Aborted\n")
-    assert "the system, or a limit that was set outside (`ulimit -a`), refused it memory" in told
+    assert "perhaps because the system, or a limit that was set outside (`ulimit -a`), refused it memory" in told
     assert "plimsoll.limited" not in told
 
 
