@@ -33,6 +33,7 @@ P = ParamSpec("P")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+# long: what a preparation does, in its order, with the imports it needs
 def prepare_run(  # noqa: PLR0917 -- of a command
     path: Path,
     cache: Path,
@@ -40,28 +41,43 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     again: bool = False,
     pins: tuple[str, ...] = (),
     forbids: tuple[str, ...] = (),
+    tokenizer_budget_bytes: int | None = None,
 ) -> None:
     """Index the text, make the tokenizer and tokenize, with progress on standard error.
 
     What the job says wrongly of model and optimizer is found before that, which may take hours, a budget of more than
     there is, and what is pinned or forbidden and cannot be; what the data turn out to be too little for, or to have
     otherwise than a plan that was given, before anything is planned. With ``again`` the run has been prepared already,
-    and must come to the same data.
+    and must come to the same data. With ``tokenizer_budget_bytes`` the tokenizer is made before anything else, and
+    before torch is loaded.
+
+    Raises:
+        TokenizerRoomError: if the budget has no room to train the tokenizer.
     """
+    from plimsoll.data.of_job import corpus_and_tokenizer
+    from plimsoll.data.prepare import Prepared, open_datasets, prepare, prepare_again
+    from plimsoll.device.heap import trim
+    from plimsoll.device.process import PeakCounter, private_bytes
+    from plimsoll.report.progress import stages
+
+    directory = RunDirectory(path)
+    job, peak, made_bytes = Job.from_yaml(directory.job), PeakCounter(), 0
+    if tokenizer_budget_bytes is not None:
+        peak.reset()
+        with stages(quiet) as progress:
+            corpus_and_tokenizer(job, cache, progress, tokenizer_budget_bytes)
+        trim()
+        made_bytes = peak.read(private_bytes())
+
     from plimsoll.assemble import loader_of, prepare_vectors, require_buildable
     from plimsoll.data.longest_rows import with_rows
-    from plimsoll.data.prepare import Prepared, open_datasets, prepare, prepare_again
     from plimsoll.data.sketch import texts_of
-    from plimsoll.device.process import PeakCounter, private_bytes
     from plimsoll.plan.facts import require_prepared_for
     from plimsoll.records.plan import Plan, parse_pin
-    from plimsoll.report.progress import stages
     from plimsoll.run.targets import private_budget_bytes, require_budget
     from plimsoll.run.teaching import require_folder, require_teacher, require_tokens
 
     _begin_supervised()
-    directory = RunDirectory(path)
-    job = Job.from_yaml(directory.job)
     require_buildable(job)
     require_folder(job)
     require_budget(job)
@@ -70,7 +86,6 @@ def prepare_run(  # noqa: PLR0917 -- of a command
 
         require_possible(job, [parse_pin(pin) for pin in pins], forbids)
     budget_bytes = private_budget_bytes(job)
-    peak = PeakCounter()
     peak.reset()
     with stages(quiet) as progress:
         if again:
@@ -85,7 +100,8 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     if vectors is not None:
         _require_same(vectors.digest, directory, again)
         prepared = prepared.model_copy(update={"vectors_folder": vectors.folder, "vectors_digest": vectors.digest})
-    prepared = with_rows(prepared, job).model_copy(update={"peak_bytes": peak.read(private_bytes())})
+    peak_bytes = max(peak.read(private_bytes()), made_bytes)
+    prepared = with_rows(prepared, job).model_copy(update={"peak_bytes": peak_bytes})
     if not again:
         require_prepared_for(Plan.load(directory.plan), texts_of(prepared))
     prepared.save(directory.prepared)
