@@ -169,8 +169,11 @@ def _require_room(num_distinct_bytes: int, budget_bytes: int | None) -> None:
     needed_bytes = peak_bytes(num_distinct_bytes)
     with open("/proc/self/statm", encoding="ascii") as file:
         size, resident, shared, _, _, data, _ = (int(pages) * resource.getpagesize() for pages in file.read().split())
+    private = resident - shared
+    if budget_bytes is None or budget_bytes < private:  # such a budget is refused with all that training needs
+        budget_bytes = resource.RLIM_INFINITY
     limits = [
-        ("the budget", resource.RLIM_INFINITY if budget_bytes is None else budget_bytes, resident - shared),
+        ("the budget", budget_bytes, private),
         ("RLIMIT_DATA", resource.getrlimit(resource.RLIMIT_DATA)[0], data),
         ("RLIMIT_AS", resource.getrlimit(resource.RLIMIT_AS)[0], size),
     ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
 from plimsoll.addresses import without_secrets
+from plimsoll.device.aborts import tell_supervisor
 from plimsoll.device.cgroup import oom_kill_count
 from plimsoll.errors import DataError, EmbeddingError, JobError
 from plimsoll.records.job import Job
@@ -58,7 +59,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     from plimsoll.run.targets import private_budget_bytes, require_budget
     from plimsoll.run.teaching import require_folder, require_teacher, require_tokens
 
-    _end_with_supervisor()
+    _begin_supervised()
     directory = RunDirectory(path)
     job = Job.from_yaml(directory.job)
     require_buildable(job)
@@ -190,7 +191,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
     from plimsoll.run.learning import known_calibration
     from plimsoll.run.plan import plan_job, require_same, require_that_fits
 
-    _end_with_supervisor()
+    _begin_supervised()
     directory = RunDirectory(path)
     job = Job.from_yaml(directory.job)
     if goes_on:
@@ -305,7 +306,7 @@ def train_run(  # noqa: PLR0915 -- as above
     from plimsoll.techniques.layer_streaming import put_where_needed
     from plimsoll.techniques.parameter_offload import builds_in_files
 
-    _end_with_supervisor()
+    _begin_supervised()
     arm_from_environment()
     ranks = ranks or Ranks()
     is_first = ranks.rank == 0
@@ -415,7 +416,7 @@ def _limit(stack: ExitStack, backend: Backend | None, limit_bytes: int | None) -
 
 def print_baseline() -> None:
     """Print how many bytes a training process takes before it has a model; the job comes on standard input."""
-    _end_with_supervisor()
+    _begin_supervised()
     from plimsoll import assemble  # noqa: F401
     from plimsoll.device.base import backend_for
     from plimsoll.models.build import build_model, sketch_model
@@ -436,7 +437,7 @@ def print_baseline() -> None:
 
 def print_inference_baseline(folder: Path, task: str) -> None:
     """Print how many bytes a process takes that has all that applying a model needs, but the weights."""
-    _end_with_supervisor()
+    _begin_supervised()
     from plimsoll.device.base import backend_for
     from plimsoll.run import apply, placed  # noqa: F401
     from plimsoll.run.applied import Applied
@@ -450,8 +451,9 @@ def print_inference_baseline(folder: Path, task: str) -> None:
     print(backend.use().used_bytes)
 
 
-def _end_with_supervisor() -> None:
-    """Have the kernel send SIGTERM to this process when its supervisor dies, so that it saves and ends too."""
+def _begin_supervised() -> None:
+    """Write faults where the supervisor reads them, and have the kernel send SIGTERM when it dies, to save and end."""
+    tell_supervisor()
     if not (is_rank() or "PLIMSOLL_SUPERVISOR" in os.environ) or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -387,6 +387,7 @@ def test_what_a_teacher_said_of_a_text_is_of_all_labels():
     assert WORDS not in batch
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("lowering", "choice", "are_all_outside"),
     [
