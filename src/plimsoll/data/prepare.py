@@ -29,10 +29,10 @@ from plimsoll.data.held_out import (
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of, names_to_number_by
 from plimsoll.data.lanes import Lanes, lanes_of_stream, refuse_no_lane, training_lanes
-from plimsoll.data.of_job import cut_by_job, kinds_of_tokens, padding_of, reading_of
+from plimsoll.data.of_job import corpus_and_tokenizer, cut_by_job, kinds_of_tokens, padding_of, reading_of
 from plimsoll.data.spans import Spans, num_windows, open_spans, refuse_no_window
 from plimsoll.data.tags import tags_of
-from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
+from plimsoll.data.tokenizer import Tokenizer
 from plimsoll.data.tokens import Tokens, TokenStore, open_tokens, tokenize
 from plimsoll.errors import DataError
 from plimsoll.records.base import Frozen, Record
@@ -154,8 +154,7 @@ def prepare(job: Job, cache: Path, progress: Progress = silent, budget_bytes: in
     """
     cache = cache.absolute()
     reading = reading_of(job)
-    corpus = open_corpus(job.data.sources, reading, cache, progress)
-    tokenizer = prepare_tokenizer(job.tokenizer, corpus, cache, progress, budget_bytes)
+    corpus, tokenizer = corpus_and_tokenizer(job, cache, progress, budget_bytes)
     making = _Making(job, tokenizer, cache, progress)
     names: tuple[str, ...] = ()
     labels = validation = None
