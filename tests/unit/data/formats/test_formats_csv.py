@@ -234,7 +234,7 @@ def test_two_stray_quotes_that_swallow_rows_are_warned_of(tmp_path: Path, num_be
 
 
 @pytest.mark.parametrize(
-    "text", ["one\ntwo\nthree\nfour", "Dear all,\nthanks, and so on,\nand, well,\nbye", "a,b\nonly one, of them\nc", "\n\n\n,"]
+    "text", ["one\ntwo\nthree\nfour", "Dear all,\nthanks, and so,\nor, well,\nbye", "a,b\none, of all\nc", "\n\n\n,"]
 )  # fmt: skip
 def test_text_over_several_lines_is_not(tmp_path: Path, text: str):
     assert list(opened(written(tmp_path / "a.csv", f'text,label\n"{text}",1\n'))) == [text]
