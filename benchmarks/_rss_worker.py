@@ -90,6 +90,7 @@ def main() -> None:
     with ExitStack() as stack:
         ranks = stack.enter_context(joined())  # alone, where torchrun's environment says nothing else
         _warm(job)
+        build_model(job, run["vocab_size"], run["num_labels"], 0, device="meta")  # imports all it is made of
         backend = backend_for("cpu")
         if run["budget_bytes"] is not None:
             backend.baseline_bytes()

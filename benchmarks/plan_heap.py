@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     add_out(parser)
     arguments = parser.parse_args()
-    rss.NUM_STEPS = arguments.steps
+    rss.NUM_STEPS = rss.NUM_STEPS_KEPT = arguments.steps
     predictor = rss.Predictor()
     header = ["case", "heap", "predicted MiB", "measured MiB", "error", "CPU seconds a step"]
     lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header))]

@@ -45,7 +45,8 @@ from plimsoll.run.targets import Target, job_baseline
 HERE = Path(__file__).parent
 MIB = 1 << 20
 POLL_SECONDS = 0.001
-NUM_STEPS = 4
+NUM_STEPS, NUM_STEPS_KEPT = 4, 12
+KEPT = Choice(technique="heap", options={"mapped_from": "never"})
 BUDGET_BYTES = 12 << 30
 QUICK = ("bert-4x256", "gpt2-4x192", "t5-small", "lstm-2x512", "gru-2x256", "cnn-small")
 
@@ -68,6 +69,15 @@ class Case:
     def choices(self) -> tuple[Choice, ...]:
         return (micro_batch_choice(self.micro_batch or self.shape[0]), *self.others)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the heap keeps all that is freed, and so grows for some steps."""
+        return KEPT in self.others
+
+    @property
+    def num_steps(self) -> int:
+        return NUM_STEPS_KEPT if self.keeps else NUM_STEPS
+
     def job(self) -> Job:
         return Job(
             model=self.model,
@@ -78,7 +88,7 @@ class Case:
             optimizer=self.optimizer,
             precision=self.precision,
             device="cpu",
-            steps=NUM_STEPS,
+            steps=self.num_steps,
         )
 
     def run(self, is_limited: bool) -> str:
@@ -88,7 +98,7 @@ class Case:
                 "vocab_size": self.vocab_size,
                 "num_labels": self.num_labels,
                 "choices": [choice.model_dump() for choice in self.choices],
-                "steps": NUM_STEPS,
+                "steps": self.num_steps,
                 "budget_bytes": BUDGET_BYTES if is_limited else None,
             }
         )
@@ -111,6 +121,7 @@ SGD = {"name": "sgd", "lr": 0.01, "arguments": {"momentum": 0.9}}
 PLAIN_SGD = {"name": "sgd", "lr": 0.01}
 LARGE = {"vocab_size": 30000}
 TWO = {"num_labels": 2}
+CHUNKED = Choice(technique="chunked_loss", options={"chunk_tokens": 256})
 CASES = (
     Case("bert-2x128", bert(2, 128), (8, 64), **TWO),
     Case("bert-4x256", bert(4, 256), (16, 128), **TWO),
@@ -148,6 +159,15 @@ CASES = (
     Case("cnn-wide-30k", "_rss_worker:cnn_wide", (64, 512), **LARGE, **TWO),
     Case("cnn-wide-micro16-sgd", "_rss_worker:cnn_wide", (64, 256), micro_batch=16, optimizer=PLAIN_SGD, **TWO),
     Case("cnn-wide-bf16", "_rss_worker:cnn_wide", (64, 256), precision="bf16", **TWO),
+    Case("gpt2-6x384-kept-micro2", gpt2(6, 384), (8, 256), micro_batch=2, others=(CHUNKED, KEPT)),
+    Case("gpt2-6x384-kept-micro3", gpt2(6, 384), (10, 256), micro_batch=3, others=(CHUNKED, KEPT)),
+    Case("gpt2-12x512-30k-kept", gpt2(12, 512), (1, 64), others=(KEPT,), **LARGE),
+    Case("gpt2-4x256-bf16-kept", gpt2(4, 256), (16, 128), precision="bf16", others=(KEPT,)),
+    Case("bert-4x256-kept", bert(4, 256), (16, 128), others=(KEPT,), **TWO),
+    Case("bert-4x256-kept-micro8", bert(4, 256), (32, 128), micro_batch=8, others=(KEPT,), **TWO),
+    Case("t5-small-kept", "_rss_worker:t5_small", (8, 128), others=(KEPT,)),
+    Case("lstm-2x256-kept-micro16", recurrent("lstm", 2, 256, dropout=0.1), (64, 64), micro_batch=16, others=(KEPT,)),
+    Case("gru-1x256-both-ways-kept", recurrent("gru", 1, 256, bidirectional=True), (32, 128), others=(KEPT,), **TWO),
 )
 
 
@@ -252,7 +272,7 @@ class Predictor:
         if str(architecture) not in self._baselines:
             self._baselines[str(architecture)] = job_baseline(job)
         baseline = self._baselines[str(architecture)]
-        return Target("cpu", 0, 0, "", baseline=baseline, has_budget=is_limited).count(trace, case.choices or ())
+        return Target("cpu", 0, 0, "", baseline=baseline, has_budget=is_limited).count(trace, case.choices, True)
 
 
 def row_of(case: Case, is_limited: bool, measurements: Measurements, predictor: Predictor) -> Row:
@@ -292,6 +312,12 @@ def cells_of(row: Row) -> list[str]:
     ]
 
 
+GROUPS = (
+    ("inside a budget", True, False),
+    ("inside a budget, with heap=never", True, True),
+    ("without a budget, glibc's own malloc", False, False),
+)
+"""A title, whether there is a limit, and whether the heap keeps what is freed."""
 HEADER = ["case", "predicted MiB", "range", "measured MiB", "error", "inside", "live bytes alone"]
 
 
@@ -325,22 +351,24 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     measurements, predictor = Measurements(arguments.measured), Predictor()
     rows: dict[str, list[Row]] = {}
-    for title, is_limited in (("inside a budget", True), ("without a limit: glibc's own malloc", False)):
+    for title, is_limited, keeps in GROUPS:
         rows[title] = []
         print(title, flush=True)
         for number in chosen:
+            if cases[number].keeps != keeps:
+                continue
             if arguments.only_measured and not measurements.has(cases[number], is_limited):
                 continue
             rows[title].append(row_of(cases[number], is_limited, measurements, predictor))
             print("  " + "  ".join(cells_of(rows[title][-1])), flush=True)
-    limited, default = rows.values()
+    rows = {title: body for title, body in rows.items() if body}
     part = errors_table(
-        ("private memory of CPU processes inside a budget", [row.error for row in limited]),
-        ("CPU processes without a budget, glibc's own malloc", [row.error for row in default]),
+        *((f"private memory of CPU processes {title}", [row.error for row in rows[title]]) for title in rows)
     )
     title = "Predicted and measured private memory of CPU trainings"
     file_result(arguments.out, "predict-rss", title, "\n".join(lines_of(rows)), part)
-    print(json.dumps({**figures_of(limited), "default_malloc": figures_of(default)}))
+    figures = [figures_of(body) for body in rows.values()]
+    print(json.dumps({**figures[0], **dict(zip(list(rows)[1:], figures[1:], strict=True))}))
 
 
 if __name__ == "__main__":

@@ -63,6 +63,14 @@ class BudgetError(InputError):
     """A budget cannot hold even what exists before the first step."""
 
 
+class TokenizerRoomError(BudgetError):
+    """There is no room to train the tokenizer beside what is loaded, in the budget or, with ``None``, in a limit."""
+
+    def __init__(self, message: str, budget_bytes: int | None) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+
+
 class DeviceError(InputError):
     """A device or a limit was asked for that this machine does not have."""
 

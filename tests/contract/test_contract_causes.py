@@ -8,7 +8,9 @@ from peak_evidence import CLEAN, PLANTED
 from plimsoll.diagnose.causes import every_cause
 
 PAGES = Path(__file__).parents[2] / "docs" / "causes"
-PLANTED_IN_THEIR_OWN_TESTS = {"leak", "evaluation_keeps_graphs", "dataset_in_ram", "workers", "cgroup", "no_gradient"}
+PLANTED_IN_THEIR_OWN_TESTS = {
+    "cgroup", "checkpoint_kept", "dataset_in_ram", "evaluation_keeps_graphs", "leak", "no_gradient", "workers",
+}  # fmt: skip
 CASES = [(name, number) for name, planted in PLANTED.items() for number in range(len(planted))]
 
 

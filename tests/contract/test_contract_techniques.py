@@ -76,6 +76,7 @@ def test_the_exit_restores_everything_and_gradients_are_those_of_plain_pytorch(n
         require_the_same_gradients(found, expected, numerics_of((choice,)))
 
 
+@pytest.mark.sampled(2)
 @every_technique
 @every_training
 def test_the_training_is_that_of_plain_pytorch(name, training):

@@ -24,7 +24,7 @@ def trained(adapter, kind, folder):
     return json.loads(result.read_text())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's memory is Linux's")
 @pytest.mark.parametrize("adapter", ["accelerate", "lightning"])
 def test_each_sample_counts_once_and_the_weights_are_those_of_an_undisturbed_run(adapter, tmp_path):

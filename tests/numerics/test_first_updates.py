@@ -58,7 +58,7 @@ for room_mib in map(int, sys.argv[2:]):
 """
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "rooms_mib"),
     [

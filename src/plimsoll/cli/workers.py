@@ -6,6 +6,7 @@ whole; the training is a process of its own because the kernel may kill it.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,11 +22,25 @@ def prepare_worker(  # noqa: PLR0917 -- typer calls it by name
     again: bool = False,
     pin: Annotated[list[str] | None, typer.Option()] = None,
     forbid: Annotated[list[str] | None, typer.Option()] = None,
+    tokenizer_budget_bytes: int | None = None,
 ) -> None:
-    """Prepare the data of a run directory."""
+    """Prepare the data of a run directory.
+
+    Where the budget has no room for a tokenizer to be trained beside torch, which has been loaded to check the job,
+    this begins again as a process that trains it first.
+    """
+    from plimsoll.errors import TokenizerRoomError
     from plimsoll.run.worker import prepare_run
 
-    prepare_run(directory, cache, quiet, again, tuple(pin or ()), tuple(forbid or ()))
+    try:
+        prepare_run(directory, cache, quiet, again, tuple(pin or ()), tuple(forbid or ()), tokenizer_budget_bytes)
+    except TokenizerRoomError as error:
+        if tokenizer_budget_bytes is not None or error.budget_bytes is None:
+            raise
+        os.execv(
+            sys.executable,
+            [sys.executable, "-m", "plimsoll", *sys.argv[1:], "--tokenizer-budget-bytes", str(error.budget_bytes)],
+        )
 
 
 def plan_worker(  # noqa: PLR0917 -- typer calls it by name

@@ -29,6 +29,10 @@ from plimsoll.errors import CheckpointError, DataError
 
 _SAMPLES_PER_PASS = 1 << 20
 _FIXED_POOL_SAMPLES = 1 << 14  # drawn at a time
+_NAMES_OF_STATE = ("epoch", "position", "num_samples", "order")
+_OTHER_NAMES_OF_STATE = ("batch", "plan", "data")  # of buckets, and of data whose content is known
+_WHAT_IS_A_STATE = "what state_dict() of the loader returned"
+_MOST_EPOCHS = 10**9  # more than any training reads, so that the state is damaged
 _HELD_POOLS = 2  # where workers are ahead of the cursor, they can be in the next one
 
 Lengths: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.integer]]
@@ -144,8 +148,9 @@ class Batches(ABC):
         """Return the cursor that `state` was called with.
 
         Raises:
-            CheckpointError: if there is no such place in these batches.
+            CheckpointError: if it is no such state, or there is no such place in these batches.
         """
+        _require_state(state)
         cursor = Cursor(state["epoch"], state["position"], state.get("batch", 0))
         if cursor.epoch < 0 or not 0 <= cursor.position < self._order.num_samples:
             raise CheckpointError(
@@ -161,17 +166,26 @@ class Batches(ABC):
                 f"another seed or another shuffle (plan {state.get('plan')}, now {self.state(cursor).get('plan')}): "
                 f"resume with those of that run"
             )
+        if not self._is_place(cursor):
+            raise CheckpointError(
+                f"no batch begins at position {cursor.position:,}, batch {cursor.batch:,} of epoch {cursor.epoch}: "
+                f"resume with {_WHAT_IS_A_STATE}"
+            )
         return cursor
+
+    @abstractmethod
+    def _is_place(self, cursor: Cursor) -> bool:
+        """Return whether a cursor whose position is in the data is that of a batch."""
 
     def _require_same_order(self, state: dict[str, int]) -> None:
         own = self.state(Cursor())
-        then, now = (one.get("num_samples") for one in (state, own))
-        if then not in {None, now}:
+        then, now = (one["num_samples"] for one in (state, own))
+        if then != now:
             raise CheckpointError(
                 f"the checkpoint is of data of {then:,} samples, and this has {now:,}, so it is not the data of that "
                 "run: resume with the same text, sequence_length and share"
             )
-        if state.get("order") not in {None, own["order"]}:
+        if state["order"] != own["order"]:
             own_order = " ".join(map(str, self._order.identity))
             raise CheckpointError(
                 f"the checkpoint is in the middle of a run (epoch {state['epoch']}) whose samples came in another "
@@ -208,6 +222,9 @@ class FixedBatches(Batches):
     def _place(self, cursor: Cursor) -> dict[str, int]:
         """Return the epoch and how many of its samples come before the cursor, whatever the size of the batches is."""
         return {"epoch": cursor.epoch, "position": cursor.position + cursor.batch * self.batch_size}
+
+    def _is_place(self, cursor: Cursor) -> bool:
+        return cursor.batch == 0
 
     def _pool(self, epoch: int, position: int) -> Pool:
         num_samples = max(_FIXED_POOL_SAMPLES // self.batch_size, 1) * self.batch_size
@@ -265,6 +282,10 @@ class BucketBatches(Batches):
     def _place(self, cursor: Cursor) -> dict[str, int]:
         """Return the cursor, and what tells these batches from others."""
         return cursor._asdict() | {"plan": self._plan}
+
+    def _is_place(self, cursor: Cursor) -> bool:
+        is_begin = cursor.position % self._pool_samples == 0
+        return is_begin and 0 <= cursor.batch < len(self._pool_at(cursor).starts)
 
     def _exchanged(self, cursor: Cursor) -> Cursor:
         """Return the place whose batch comes at a cursor: that of the longest sample changes places with the first."""
@@ -350,6 +371,36 @@ class BucketBatches(Batches):
             )
         most: NDArray[np.int64] = np.maximum(rows, 1)
         return most
+
+
+def _require_state(state: Any) -> None:
+    """Refuse what is no state of batches: other names, and values that are no whole numbers.
+
+    Raises:
+        CheckpointError: if it is none.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"the state of a loader is a dict of whole numbers, and this is {type(state).__name__} ({state!r:.60}): "
+            f"give {_WHAT_IS_A_STATE}"
+        )
+    missing = [name for name in _NAMES_OF_STATE if name not in state]
+    others = [name for name in state if name not in {*_NAMES_OF_STATE, *_OTHER_NAMES_OF_STATE}]
+    if missing or others:
+        what = f"has no {', '.join(missing)}" if missing else f"has {others[0]!r}, which is none of its names"
+        raise CheckpointError(
+            f"the state of a loader {what} (it has {', '.join(map(str, state)) or 'nothing'}): give {_WHAT_IS_A_STATE}"
+        )
+    for name, value in state.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise CheckpointError(
+                f"{name} = {value!r:.60} in the state of a loader is no whole number: give {_WHAT_IS_A_STATE}"
+            )
+    if state["epoch"] >= _MOST_EPOCHS:
+        raise CheckpointError(
+            f"epoch = {state['epoch']:,} in the state of a loader is more than any training reaches "
+            f"({_MOST_EPOCHS:,}): give {_WHAT_IS_A_STATE}"
+        )
 
 
 def batches_of(

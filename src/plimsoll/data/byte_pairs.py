@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from plimsoll.errors import BudgetError
+from plimsoll.errors import TokenizerRoomError
 from plimsoll.records.units import format_bytes
 
 if TYPE_CHECKING:
     import tokenizers
 
 _LEAST_DISTINCT_BYTES, _DISTINCT_BYTES_PER_TOKEN = 1 << 20, 32
-_BYTES_PER_DISTINCT_BYTE = 160
+_BYTES_PER_DISTINCT_BYTE, _COUNTED_BYTES_PER_DISTINCT_BYTE = 160, 70
+_LEAST_PEAK_BYTES = 8 << 20  # less than that no budget is about
 _MOST_CHUNKS, _MOST_CHUNK_CHARACTERS = 1 << 16, 8 << 20
 _WORDS_PER_CHECK = 1 << 14
 _FED_CHARACTERS = 16 << 10
@@ -54,8 +55,13 @@ def most_distinct_bytes(vocab_size: int) -> int:
 
 
 def peak_bytes(num_distinct_bytes: int) -> int:
-    """Return what training takes, at most, on words that have so many bytes."""
+    """Return what training takes, at most, on words that have so many bytes, beside the words themselves."""
     return _BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
+
+
+def whole_bytes(num_distinct_bytes: int) -> int:
+    """Return what counting such words and training take together, at most."""
+    return peak_bytes(num_distinct_bytes) + _COUNTED_BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
 
 
 def train(
@@ -68,7 +74,7 @@ def train(
     """Train a tokenizer whose pre-tokenizer is ``ByteLevel``.
 
     Raises:
-        BudgetError: if the budget for private memory, or a limit on the memory of this process, has no room for it.
+        TokenizerRoomError: if the budget for private memory, or a limit on this process's, has no room for it.
     """
     from tokenizers import pre_tokenizers
 
@@ -167,17 +173,20 @@ def _repeated(words: Counter[str]) -> Iterator[str]:
 
 def _require_room(num_distinct_bytes: int, budget_bytes: int | None) -> None:
     needed_bytes = peak_bytes(num_distinct_bytes)
+    if needed_bytes < _LEAST_PEAK_BYTES:
+        budget_bytes = None
     with open("/proc/self/statm", encoding="ascii") as file:
         size, resident, shared, _, _, data, _ = (int(pages) * resource.getpagesize() for pages in file.read().split())
     limits = [
-        ("the budget", resource.RLIM_INFINITY if budget_bytes is None else budget_bytes, resident - shared),
         ("RLIMIT_DATA", resource.getrlimit(resource.RLIMIT_DATA)[0], data),
         ("RLIMIT_AS", resource.getrlimit(resource.RLIMIT_AS)[0], size),
+        ("the budget", resource.RLIM_INFINITY if budget_bytes is None else budget_bytes, resident - shared),
     ]
     for name, limit_bytes, used_bytes in limits:
         if limit_bytes != resource.RLIM_INFINITY and used_bytes + needed_bytes > limit_bytes:
-            raise BudgetError(
+            raise TokenizerRoomError(
                 f"training the tokenizer takes about {format_bytes(needed_bytes)}, and {name} of "
                 f"{format_bytes(limit_bytes)} has {format_bytes(max(limit_bytes - used_bytes, 0))} left: raise it, or "
-                "give a tokenizer that is there already with tokenizer.path"
+                "give a tokenizer that is there already with tokenizer.path",
+                budget_bytes if name == "the budget" else None,
             )

@@ -25,8 +25,9 @@ from plimsoll.copies import Told, descriptor_of, held, is_copy, name_of
 from plimsoll.data.formats import Reading, packed
 from plimsoll.data.formats._records import HEAD_BYTES
 from plimsoll.data.formats._scanning import read_head, text_begin
-from plimsoll.data.json_values import begins_with_object, json_lines
-from plimsoll.data.sources import SourceFile, find_files
+from plimsoll.data.json_shapes import field_of_rows
+from plimsoll.data.json_values import are_lines, json_lines
+from plimsoll.data.sources import SourceFile, SourceFiles, find_files
 from plimsoll.data.unpack import Torn, chunks_of, is_archive, members_of, plain_chunks, uncompressed
 from plimsoll.errors import DataError
 from plimsoll.identity import changes_of, identity_of
@@ -68,10 +69,14 @@ class PlainFile(NamedTuple):
 
 
 class PlainFiles(NamedTuple):
-    """The files that can be indexed, and the name of all that was found and is not read, with the reason."""
+    """The files that can be indexed, and the name of all that was found and is not read, with the reason.
+
+    ``num_hidden`` files and folders are hidden.
+    """
 
     files: list[PlainFile]
     left_out: dict[str, str]
+    num_hidden: int
 
 
 def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress) -> PlainFiles:
@@ -84,7 +89,7 @@ def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress:
     of_datasets = [source for source in sources if _is_dataset(source)]
     paths = tuple(str(source) for source in sources if not _is_dataset(source))
     skips = reading.on_error == "skip"
-    files, left_out = find_files(paths, cache / "copies", skips) if paths else ([], {})
+    files, left_out, num_hidden = find_files(paths, cache / "copies", skips) if paths else SourceFiles([], {})
     total_bytes = sum(file.num_bytes for file in files if reading.is_tagged or is_converted(file.path))
     converting = _Converting(reading, cache, _Report(progress, total_bytes), left_out)
     plain: list[PlainFile] = []
@@ -98,7 +103,8 @@ def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress:
                 raise
             left_out[name_of(file.path)] = str(error)
         converting.report.end(file)
-    return PlainFiles(plain + [_of_dataset(source, reading, cache, progress) for source in of_datasets], left_out)
+    plain += [_of_dataset(source, reading, cache, progress) for source in of_datasets]
+    return PlainFiles(plain, left_out, num_hidden)
 
 
 class _Report:
@@ -170,13 +176,17 @@ class _Converting:
     def _lines(self, file: SourceFile, name: str) -> SourceFile:
         """Return the JSON lines of a file: itself, or what is made of it."""
         os.close(descriptor_of(file.path, self.report.copied))
-        if begins_with_object(read_head(file.path, HEAD_BYTES)):
+        if are_lines(read_head(file.path, HEAD_BYTES)):
             return file
-        return self._made("lines", file, _LINES_FILE, partial(self._list_lines, source=file, called=name))
+        # An object is a row or holds the rows, by what is asked for.
+        asked = (self._reading.columns, self._reading.is_tagged)
+        return self._made("lines", file, _LINES_FILE, partial(self._list_lines, source=file, called=name), asked)
 
-    def _made(self, kind: str, source: SourceFile, name: str, write: Callable[[Path], Facts]) -> SourceFile:
+    def _made(
+        self, kind: str, source: SourceFile, name: str, write: Callable[[Path], Facts], asked: tuple[Any, ...] = ()
+    ) -> SourceFile:
         """Return the file of a store that is made of another file."""
-        folder = self._cache / f"{kind}-{_hash(_states(source))}"
+        folder = self._cache / f"{kind}-{_hash([*_states(source), *asked])}"
         stored(folder, write)
         return _source(folder / name, source.named)
 
@@ -214,12 +224,14 @@ class _Converting:
         return {"members": sorted(members), "left_out": left_out}
 
     def _list_lines(self, folder: Path, source: SourceFile, called: str) -> Facts:
-        """Write a list of JSON objects as JSON lines."""
+        """Write a list of JSON objects, which one object may hold, as JSON lines."""
         _require_whole(source.path)
         try:
             text_begin(source.path)
             with open(descriptor_of(source.path), "rb") as file:
-                lines = json_lines(plain_chunks(file), self._reading.max_text_bytes)
+                field = field_of_rows(plain_chunks(file), self._reading)
+                file.seek(0)
+                lines = json_lines(plain_chunks(file), self._reading.max_text_bytes, field)
                 self._write(folder / _LINES_FILE, lines, source, file)
         except DataError as error:
             raise DataError(f"cannot use {called} as text: {error}") from None

@@ -47,6 +47,7 @@ class Corpus:
         num_bytes: what all texts take in their files (of what was converted: in the store), with line ends and quoting.
         key: says the content, not where it is: equal files elsewhere, read alike, have the same.
         skipped: the first 100 rows and files that were left out, with the reason; ``num_skipped`` of them in all.
+        num_hidden: how many hidden files and folders were found and not read, where it was opened by its sources.
         left_out: the files without a text.
         label_names: the names of the classes, where a column with labels was asked for.
         labels: the number of the class of each text (memory-mapped), or ``None``.
@@ -68,6 +69,7 @@ class Corpus:
         self.key: str = facts["key"]
         self.skipped: tuple[str, ...] = tuple(facts["skipped"])
         self.num_skipped: int = facts["num_skipped"]
+        self.num_hidden: int = facts.get("num_hidden", 0)
         self.left_out: tuple[Path, ...] = tuple(map(Path, facts["left_out"]))
         self.label_names: tuple[str, ...] = tuple(facts["label_names"])
         self.tag_counts: dict[str, int] = facts.get("tags", {})

@@ -3,8 +3,7 @@
 Held out are whole texts, drawn or the last ones. Of texts that are laid end to end those of each side are laid end to
 end by themselves: `ChosenTexts` are the tokens of a store as if it had no others, by a table of where they come from
 (16 bytes for each run of neighbours, and 8 a text), memory-mapped. A text that stands on both sides, word for word, is
-found by a hash of its tokens, or of its characters where there are no tokens yet. NOT covered: texts that are nearly
-the same.
+found by a hash of its characters. NOT covered: texts that are nearly the same.
 
 Shapes: D texts, N tokens, R runs of neighbours.
 """
@@ -12,20 +11,22 @@ Shapes: D texts, N tokens, R runs of neighbours.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from plimsoll.checksums import require_whole
-from plimsoll.data import ragged
 from plimsoll.data.corpus import Corpus
-from plimsoll.data.order import INCREMENT, Order, mixed
+from plimsoll.data.order import Order
 from plimsoll.data.tokens import TokenStore
 from plimsoll.errors import DataError
+from plimsoll.records.job import Job
 from plimsoll.store import Facts, kept_facts, stored
 
 Ints = NDArray[np.int64]
@@ -33,7 +34,7 @@ IsHeldOut = Callable[[Ints], NDArray[np.bool_]]
 
 _RECIPE = 1  # raise it when the same choice gives other tokens
 _PLACES_FILE, _SHIFTS_FILE, _ENDS_FILE = "places.bin", "shifts.bin", "ends.bin"
-_TEXTS_PER_PASS, _TOKENS_PER_PASS = 1 << 18, 1 << 20
+_TEXTS_PER_PASS = 1 << 18
 _MOST_COMPARED = 1 << 20  # of the held-out texts; 8 MiB of hashes
 
 
@@ -148,34 +149,33 @@ def choose_texts(store: TokenStore, name: str, is_chosen: IsHeldOut) -> ChosenTe
     return ChosenTexts(store, folder)
 
 
-def signatures(store: TokenStore) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
-    """Yield the numbers of texts and a hash of the tokens of each, in order; texts without a token are left out."""
-    text, carried, num_tokens = 0, np.uint64(0), len(store.tokens)
-    for begin in range(0, num_tokens, _TOKENS_PER_PASS):
-        stop = min(begin + _TOKENS_PER_PASS, num_tokens)
-        last = int(np.searchsorted(store.ends, stop - 1))
-        ends_D = np.asarray(store.ends[text : last + 1])
-        starts_D = np.concatenate(([store.ends[text - 1] + 1 if text else 0], ends_D[:-1] + 1))
-        first_D = np.maximum(starts_D, begin)
-        lengths_D = np.minimum(ends_D + 1, stop) - first_D
-        places_N = np.repeat(first_D - starts_D, lengths_D) + ragged.positions(lengths_D)
-        tokens_N = np.asarray(store.tokens[begin:stop]).astype(np.uint64)
-        hashes_N = mixed(tokens_N + (places_N.astype(np.uint64) + np.uint64(1)) * np.uint64(INCREMENT))
-        sums_D = np.add.reduceat(hashes_N, np.cumsum(lengths_D) - lengths_D)
-        sums_D[:1] += carried
-        num_done = last - text + (int(ends_D[-1]) < stop)
-        carried = np.uint64(0) if num_done > last - text else sums_D[-1]
-        has_token_D = ends_D[:num_done] > starts_D[:num_done]
-        yield (text + np.arange(num_done))[has_token_D], sums_D[:num_done][has_token_D]
-        text += num_done
+def signatures(corpus: Corpus) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
+    """Yield the numbers of texts and a hash of the characters of each, in order.
 
-
-def signatures_of_texts(corpus: Corpus) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
-    """Yield the numbers of texts and a hash of the characters of each, in order."""
-    for first in range(0, len(corpus), 1024):
-        texts = corpus.read_range(first, min(first + 1024, len(corpus)))
-        hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
-        yield first + np.arange(len(texts)), np.frombuffer(b"".join(hashes), np.uint64)
+    White space around a text does not count (a file ends with a newline, a row does not); texts of nothing else are
+    left out. Memory: a piece of a text (`Corpus.pieces`), and the white space before it.
+    """
+    texts, hashes, number = array("q"), array("Q"), 0
+    hasher, white = xxhash.xxh3_64(), ""
+    is_blank = True
+    for piece, is_last in corpus.pieces():
+        inside = piece.lstrip() if is_blank else white + piece
+        ink = inside.rstrip()
+        if ink:
+            hasher.update(ink.encode())
+        is_blank, white = is_blank and not ink, inside[len(ink) :]
+        if not is_last:
+            continue
+        if not is_blank:
+            texts.append(number)
+            hashes.append(hasher.intdigest())
+        number, is_blank, white = number + 1, True, ""
+        hasher.reset()
+        if len(texts) >= _TEXTS_PER_PASS:
+            yield np.array(texts, np.int64), np.array(hashes, np.uint64)
+            texts, hashes = array("q"), array("Q")
+    if texts:
+        yield np.array(texts, np.int64), np.array(hashes, np.uint64)
 
 
 def num_on_both_sides(
@@ -195,6 +195,42 @@ def num_on_both_sides(
     for _, some in trained:
         is_found |= np.isin(wanted, some)
     return 0 if nums is None else int(nums[is_found].sum())
+
+
+def num_repeated(corpus: Corpus, job: Job, other: Corpus | None, cache: Path) -> int:
+    """Count the held-out texts of a job that are training texts, too; kept in the cache.
+
+    Args:
+        corpus: the training texts, of which a share may be held out.
+        job: says which.
+        other: the validation text, where it has files of its own.
+        cache: the folder for what is counted.
+
+    Raises:
+        OutputError: if the cache cannot be written.
+    """
+    share = job.data.validation
+    if other is None and (isinstance(share, str) or not share or len(corpus) < 2):
+        return 0
+
+    def write(_: Path) -> Facts:
+        if other is not None:
+            return {"num": num_on_both_sides(signatures(other), signatures(corpus))}
+        assert isinstance(share, float), share
+        is_held_out = held_out(len(corpus), share, job.seed, job.draws_held_out)
+        sides = is_held_out, lambda texts: ~is_held_out(texts)
+        return {"num": num_on_both_sides(*(only(side, signatures(corpus)) for side in sides))}
+
+    choice = (share, job.seed, job.draws_held_out) if other is None else other.key
+    name = hashlib.sha256(repr((corpus.key, choice)).encode()).hexdigest()[:16]
+    return int(stored(cache / f"repeated-texts-{name}", write)["num"])
+
+
+def said_of_repeated(num_texts: int) -> Iterator[str]:
+    """Say that held-out texts are training texts, too, if any is."""
+    if num_texts:
+        are = "is a training text" if num_texts == 1 else "are training texts"
+        yield f"{num_texts:,} of the held-out texts {are}, too, word for word: what is measured on them was learnt"
 
 
 def only(

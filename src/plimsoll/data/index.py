@@ -49,7 +49,7 @@ def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress:
             in a folder or behind a glob.
         OutputError: if the index cannot be written.
     """
-    files, left_out = plain_files(sources, reading, cache, progress)
+    files, left_out, num_hidden = plain_files(sources, reading, cache, progress)
     identity = [
         reading,
         sorted(left_out.items()),
@@ -64,7 +64,11 @@ def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress:
     )
     if facts["whole_files"]:
         warnings.warn(_whole_files(facts), RuntimeWarning, stacklevel=2)
-    return Corpus(folder, facts)
+    if num_suspects := facts.get("num_suspects", 0):
+        rows = f"{num_suspects:,} rows may have" if num_suspects > 1 else "a row may have"
+        said = f"{rows} swallowed others, the first: {facts['first_suspect']}"
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
+    return Corpus(folder, facts | {"num_hidden": num_hidden})  # of now: a hidden file makes no other index
 
 
 class _Looked(NamedTuple):
@@ -195,6 +199,8 @@ class _Writing:
             "num_skipped": self._rows.num_skipped,
             "left_out": sorted(self._left_out),
             "whole_files": _summary(self._whole_files),
+            "num_suspects": self._rows.num_suspects,
+            "first_suspect": self._rows.first_suspect,
             "label_names": label_names,
             "tags": _counted_tags(files),
             "key": self._key.hexdigest(),

@@ -25,7 +25,8 @@ from plimsoll.data.formats import Layout, Reading, jsonl
 from plimsoll.data.formats import csv as csv_format
 from plimsoll.data.formats._columns import no_column, text_columns
 from plimsoll.data.formats._records import HEAD_BYTES
-from plimsoll.data.json_values import begins_with_object, json_lines
+from plimsoll.data.json_shapes import field_of_rows
+from plimsoll.data.json_values import are_lines, json_lines
 from plimsoll.data.sources import SourceFile, find_files
 from plimsoll.data.unpack import Torn, chunks_of, is_archive, plain_chunks, uncompressed
 from plimsoll.errors import DataError
@@ -110,19 +111,27 @@ class InputRows:
         chunks = _chunks(self.file.path, tell)
         if form == "json":
             begin, chunks = _head(chunks)
-            form, is_list = "jsonl", not begins_with_object(begin)
-            chunks = _listed(self.file.path, chunks, self.reading.max_text_bytes) if is_list else chunks
+            form, chunks = "jsonl", chunks if are_lines(begin) else self._listed(chunks)
         if form == "csv":
             return self._of_csv(chunks)
         lines = _lines(chunks, self.reading.max_text_bytes)
         if form == "jsonl":
             head, lines = _ahead(lines)
-            layout = _jsonl_layout(head, self.reading)
+            layout = _said_of(self.file.path, _jsonl_layout, head, self.reading)
             self._require_columns(head)
             return (raw for raw in lines if raw.content.strip()), lambda line: _json_row(line, layout, self.keep)
         if asked := [*(self.reading.columns or ()), *self.keep]:
             raise DataError(f"{self.file.path} is plain text, which has no column {asked[0]!r}: leave it out")
         return lines, lambda line: (_decoded(line), {})
+
+    def _listed(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield the objects of a list of JSON, each in a line of its own."""
+        path = self.file.path
+        field = _said_of(path, field_of_rows, _chunks(path, lambda done_bytes: None), self.reading)
+        try:
+            yield from json_lines(chunks, self.reading.max_text_bytes, field)
+        except DataError as error:
+            raise DataError(f"cannot use {path}: {error}") from None
 
     def _require_columns(self, head: list[bytes]) -> None:
         """Refuse a column that none of the first objects has; of a later one it is a fault of the rows without."""
@@ -199,14 +208,6 @@ def _chunks(path: str, tell: Callable[[int], None]) -> Iterator[bytes]:
         raise DataError(f"cannot unpack {path}: {error}; download or write it again") from None
     except OSError as error:
         raise DataError(f"cannot read {path} ({error.strerror}): allow reading it, or check the disk") from None
-
-
-def _listed(path: str, chunks: Iterator[bytes], most_bytes: int) -> Iterator[bytes]:
-    """Yield the objects of a list of JSON, each in a line of its own."""
-    try:
-        yield from json_lines(chunks, most_bytes)
-    except DataError as error:
-        raise DataError(f"cannot use {path}: {error}") from None
 
 
 def _lines(chunks: Iterator[bytes], most_bytes: int) -> Iterator[_Raw]:
@@ -297,8 +298,7 @@ def _jsonl_layout(head: list[bytes], reading: Reading) -> Layout:
     records = [record for line in head if isinstance(record := _parsed(line), dict)]
     if not records or any("text" in record for record in records):  # the first row may be one without a text
         return Layout("jsonl", columns=("text",))
-    strings = [name for name, value in records[0].items() if isinstance(value, str)]
-    return Layout("jsonl", columns=text_columns(reading, list(records[0]), strings))
+    return Layout("jsonl", columns=jsonl.columns_of(records[0], reading))
 
 
 def _parsed(line: bytes) -> Any:

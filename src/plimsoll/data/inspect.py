@@ -20,6 +20,7 @@ from plimsoll.addresses import shown
 from plimsoll.data.borders import MARKS, BorderKind, cut_at_borders, marked_pieces
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.fillings import Texts
+from plimsoll.data.held_out import num_repeated, refuse_same_files, said_of_repeated
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of
 from plimsoll.data.of_job import cut_by_job, kinds_of_tokens, reading_of
@@ -100,7 +101,7 @@ def inspect_corpus(job: Job, cache: Path, progress: Progress = silent) -> Inspec
         quantiles=tuple((share, int(np.quantile(lengths, share, method="inverted_cdf"))) for share in _QUANTILES),
         fillings=fillings,
         examples=tuple(" ".join(text.split())[:_EXAMPLE_CHARACTERS] for text in corpus.texts(places)),
-        notes=tuple(_notes(texts, corpus, fillings)),
+        notes=(*_notes(texts, corpus, fillings), *_repeated(job, corpus, cache.absolute(), progress)),
     )
 
 
@@ -120,6 +121,7 @@ def _indexed(job: Job, cache: Path, progress: Progress) -> tuple[Corpus, CorpusF
         num_texts=len(corpus),
         num_bytes=corpus.num_bytes,
         num_skipped=corpus.num_skipped,
+        num_hidden=corpus.num_hidden,
         skipped=corpus.skipped,
         labels=tuple(labels),
         tags=tuple(tags),
@@ -217,6 +219,15 @@ def _lengths_by_words(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
     sums = np.concatenate(([0], np.cumsum(lengths_W)))
     lengths: list[int] = np.diff(sums[np.cumsum([0, *map(len, words)])]).tolist()
     return lengths
+
+
+def _repeated(job: Job, corpus: Corpus, cache: Path, progress: Progress) -> Iterator[str]:
+    """Say how many of the held-out texts are trained on."""
+    other, share = None, job.data.validation
+    if isinstance(share, str):
+        other = open_corpus((share,), reading_of(job), cache, progress)
+        refuse_same_files(corpus, other)
+    yield from (f"{said}." for said in said_of_repeated(num_repeated(corpus, job, other, cache)))
 
 
 def _notes(texts: Texts, corpus: Corpus, fillings: tuple[Filling, ...]) -> Iterator[str]:

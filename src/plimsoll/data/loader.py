@@ -144,7 +144,8 @@ class Loader:
         """Move the cursor to where `state_dict` was called.
 
         Raises:
-            CheckpointError: if that was with another seed, order, data or length, or in other buckets.
+            CheckpointError: if it is none, or was with another seed, order, data or length, or in other buckets; the
+                cursor stays where it is.
         """
         cursor = self._batches.cursor(state)
         if cursor != Cursor() and None not in {self._mark, state.get("data")} and self._mark != state["data"]:

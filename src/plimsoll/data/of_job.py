@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plimsoll.data.formats import Reading
+from plimsoll.data.index import open_corpus
 from plimsoll.data.spans import Spans, cut_texts
+from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
 from plimsoll.records.job import Job
 from plimsoll.store import Progress, silent
 
 if TYPE_CHECKING:
-    from plimsoll.data.tokenizer import Tokenizer
+    from plimsoll.data.corpus import Corpus
     from plimsoll.data.tokens import TokenStore
 
 
@@ -29,6 +31,20 @@ def reading_of(job: Job) -> Reading:
         on_error=source.on_error,
         is_tagged=job.task == "token-classification",
     )
+
+
+def corpus_and_tokenizer(
+    job: Job, cache: Path, progress: Progress = silent, budget_bytes: int | None = None
+) -> tuple[Corpus, Tokenizer]:
+    """Index the training texts of a job and make its tokenizer; the arguments are those of `plimsoll.data.prepare`.
+
+    Raises:
+        BudgetError: if training the tokenizer takes more.
+        DataError: if the texts or the tokenizer cannot be used.
+        OutputError: if the cache cannot be written.
+    """
+    corpus = open_corpus(job.data.sources, reading_of(job), cache.absolute(), progress)
+    return corpus, prepare_tokenizer(job.tokenizer, corpus, cache.absolute(), progress, budget_bytes)
 
 
 def kinds_of_tokens(job: Job) -> dict[str, bool]:

@@ -76,6 +76,11 @@ class PackedDataset(Samples):
     def __len__(self) -> int:
         return len(self.packs)
 
+    @property
+    def fingerprint(self) -> str:
+        """What tells these samples from others without reading one."""
+        return f"{self.packs.spans.folder.name} {self.packs.folder.name} {self.mask} {self._pad_id}"
+
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
         """Return ``input_ids``, ``position_ids`` and ``labels`` (B, T), -100 where a text begins and on padding."""
         spans, num_rows = self.packs.spans, len(ids)

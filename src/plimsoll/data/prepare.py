@@ -8,7 +8,6 @@ be shared by jobs and processes, and deleted when none runs. NOT covered: data e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,19 +23,16 @@ from plimsoll.data.held_out import (
     choose_texts,
     held_out,
     num_held_out,
-    num_on_both_sides,
-    only,
+    num_repeated,
     refuse_same_files,
-    signatures,
-    signatures_of_texts,
 )
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of, names_to_number_by
 from plimsoll.data.lanes import Lanes, lanes_of_stream, refuse_no_lane, training_lanes
-from plimsoll.data.of_job import cut_by_job, kinds_of_tokens, padding_of, reading_of
+from plimsoll.data.of_job import corpus_and_tokenizer, cut_by_job, kinds_of_tokens, padding_of, reading_of
 from plimsoll.data.spans import Spans, num_windows, open_spans, refuse_no_window
 from plimsoll.data.tags import tags_of
-from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
+from plimsoll.data.tokenizer import Tokenizer
 from plimsoll.data.tokens import Tokens, TokenStore, open_tokens, tokenize
 from plimsoll.errors import DataError
 from plimsoll.records.base import Frozen, Record
@@ -158,8 +154,7 @@ def prepare(job: Job, cache: Path, progress: Progress = silent, budget_bytes: in
     """
     cache = cache.absolute()
     reading = reading_of(job)
-    corpus = open_corpus(job.data.sources, reading, cache, progress)
-    tokenizer = prepare_tokenizer(job.tokenizer, corpus, cache, progress, budget_bytes)
+    corpus, tokenizer = corpus_and_tokenizer(job, cache, progress, budget_bytes)
     making = _Making(job, tokenizer, cache, progress)
     names: tuple[str, ...] = ()
     labels = validation = None
@@ -177,11 +172,11 @@ def prepare(job: Job, cache: Path, progress: Progress = silent, budget_bytes: in
             tags_of(other, names)
         labels = labels_of(other, names)[1] if job.task == "classification" else None
         validation = making.text(f"the validation text ({share})", other, labels)
-        num_held_out_texts, num_trained_on = len(other), making.num_on_both_sides(train, validation)
+        num_held_out_texts, num_trained_on = len(other), num_repeated(corpus, job, other, cache)
     elif share and not (len(corpus) == 1 and job.reads_streams):
         is_held_out = held_out(len(corpus), share, job.seed, job.draws_held_out)
         num_held_out_texts = num_held_out(len(corpus), share)
-        num_trained_on = making.num_on_both_sides(train, None, is_held_out)
+        num_trained_on = num_repeated(corpus, job, None, cache)
         train, validation = making.split(train, share, is_held_out)
     padding = padding_of(job.model, tokenizer.pad_id)
     return Prepared(
@@ -329,24 +324,6 @@ class _Making:
         )
         return train, validation
 
-    def num_on_both_sides(
-        self, train: PreparedText, validation: PreparedText | None, is_held_out: IsHeldOut | None = None
-    ) -> int:
-        """Count the texts of ``validation``, or those held out of ``train``, that are training texts, too."""
-
-        def write(_: Path) -> Facts:
-            if validation is not None:
-                return {"num": num_on_both_sides(_signatures(validation), _signatures(train))}
-            assert is_held_out is not None
-            sides = only(is_held_out, _signatures(train)), only(lambda texts: ~is_held_out(texts), _signatures(train))
-            return {"num": num_on_both_sides(*sides)}
-
-        job = self._job
-        choice = None if validation is not None else (job.data.validation, job.seed, job.draws_held_out)
-        parts = [text.folders[0].name for text in (train, validation) if text is not None]
-        name = hashlib.sha256(repr((parts, choice)).encode()).hexdigest()[:16]
-        return int(stored(self._cache / f"repeated-{name}", write)["num"])
-
     def _stream(self, name: str, texts: Tokens) -> dict[str, Any]:
         """Count the windows of texts laid end to end."""
         data, length, num_tokens = self._job.data, self._job.sequence_length, len(texts.tokens)
@@ -378,12 +355,6 @@ class _Making:
 
         packs = pack(spans, progress=self._progress)
         return facts | {"packs_folder": str(packs.folder), "num_samples": len(packs)}
-
-
-def _signatures(text: PreparedText) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint64]]]:
-    if text.tokens_folder is None:
-        return signatures_of_texts(open_index(Path(text.index_folder)))
-    return signatures(open_tokens(Path(text.tokens_folder)))
 
 
 def _store_labels(labels: NDArray[Any], cache: Path) -> Path:

@@ -55,7 +55,8 @@ class Rows:
         self._gaps = (folder / GAPS_FILE).open("wb")
         self._base_bytes = self._num_texts = self._first_text = self._num_gaps = self._first_gap = 0
         self._last_gap = -1
-        self.num_skipped = 0
+        self.num_skipped = self.num_suspects = 0
+        self.first_suspect = ""
         self.skipped: list[str] = []
         self.places = xxhash.xxh3_128()  # of the rows that were skipped
 
@@ -100,6 +101,12 @@ class Rows:
             if not is_fault[number : number + 1].any():
                 self._meet(fault)
                 is_fault[number : number + 1] = dropped[number : number + 1] = True
+        for suspect in found.suspects:
+            self.num_suspects += 1
+            line = self._num_lines + (suspect.line or 0) + 1
+            self.first_suspect = (
+                self.first_suspect or f"{self._source.name}: line {line}: {suspect.why}: {suspect.remedy}"
+            )
         self._num_lines += found.num_lines
         self._write(part.path, starts, dropped, codes)
 

@@ -19,7 +19,7 @@ import pyarrow
 
 from plimsoll.copies import descriptor_of
 from plimsoll.data.formats import Reading
-from plimsoll.data.formats._columns import MOST_LABELS, listed, no_column
+from plimsoll.data.formats._columns import MOST_LABELS, WORDS_NAMES, listed, no_column
 from plimsoll.data.formats._scanning import read_head, text_begin
 from plimsoll.data.formats.packed import ENDS_FILE, TEXTS_FILE
 from plimsoll.data.formats.tagged import NO_TAG, stored_text
@@ -29,7 +29,6 @@ from plimsoll.errors import DataError
 from plimsoll.records.units import format_bytes
 from plimsoll.store import Facts
 
-_WORDS_NAMES = ("tokens", "words")
 _DOCUMENT = "-DOCSTART-"
 _HUGGING_FACE = b"huggingface"  # where the schema of a table keeps the features of a data set
 _FLUSH_BYTES, _HEAD_BYTES = 1 << 20, 8 << 10
@@ -358,10 +357,10 @@ def tagged_columns(reading: Reading, columns: Sequence[str], of_lists: Sequence[
         if name not in columns:
             raise DataError(no_column(name, columns))
     lists = [name for name in of_lists if name != reading.label]
-    words = reading.columns[0] if reading.columns else next((name for name in _WORDS_NAMES if name in lists), None)
+    words = reading.columns[0] if reading.columns else next((name for name in WORDS_NAMES if name in lists), None)
     if words is None:
         raise DataError(
-            f"none of its columns {listed(columns)} is a list called {' or '.join(_WORDS_NAMES)}: give the column of "
+            f"none of its columns {listed(columns)} is a list called {' or '.join(WORDS_NAMES)}: give the column of "
             "the words with text: <column>"
         )
     tags = [reading.label] if reading.label else [name for name in lists if name != words]

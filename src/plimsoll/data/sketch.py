@@ -110,14 +110,14 @@ class _Trained(NamedTuple):
 def _trained_vocab_size(job: Job) -> _Trained:
     asked, sources = job.tokenizer.vocab_size, job.data.sources
     most_distinct_bytes = byte_pairs.most_distinct_bytes(asked)
-    guess = _Trained(asked, True, byte_pairs.peak_bytes(most_distinct_bytes))
+    guess = _Trained(asked, True, byte_pairs.whole_bytes(most_distinct_bytes))
     if any(map(_is_elsewhere, sources)):
         return guess
     with suppress(DataError), TemporaryDirectory(prefix="plimsoll-") as name:  # who prepares them says what is wrong
         if sum(file.num_bytes for file in _found(sources, reading_of(job))) <= _MOST_TRAINED_BYTES:
             corpus = open_corpus(sources, reading_of(job), Path(name))
             vocab_size = prepare_tokenizer(job.tokenizer, corpus, Path(name)).vocab_size
-            most_bytes = byte_pairs.peak_bytes(min(corpus.num_bytes, most_distinct_bytes))
+            most_bytes = byte_pairs.whole_bytes(min(corpus.num_bytes, most_distinct_bytes))
             return _Trained(vocab_size, False, most_bytes)
     return guess
 

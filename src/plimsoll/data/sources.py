@@ -2,10 +2,10 @@
 
 Also of object stores and web servers (`plimsoll.copies`), by their addresses; these come behind the files.
 
-Hidden files and folders (``.git``) below a folder are left out, as a glob does. Links to folders are followed; each
-folder, and each file, is read once, however many links lead to it. What is found and not read is listed with the
-reason: second names of a file, folders that a pattern matches, pipes, sockets and devices. What is text is decided
-where the files are read.
+Hidden files and folders (``.git``) below a folder are left out, as a glob does, and counted. Links to folders are
+followed; each folder, and each file, is read once, however many links lead to it. What is found and not read is listed
+with the reason: second names of a file, folders that a pattern matches, pipes, sockets and devices. What is text is
+decided where the files are read.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ class SourceFile(NamedTuple):
 
 
 class SourceFiles(NamedTuple):
-    """The files to read, and the path of all that was found and is not read, with the reason."""
+    """The files to read, and the path of all that was found and is not read, with the reason.
+
+    ``num_hidden`` files and folders below the folders that were given are hidden.
+    """
 
     files: list[SourceFile]
     left_out: dict[str, str]
+    num_hidden: int = 0
 
 
 def find_files(sources: tuple[str, ...], copies: Path | None = None, skips: bool = False) -> SourceFiles:
@@ -73,12 +77,13 @@ def find_files(sources: tuple[str, ...], copies: Path | None = None, skips: bool
         else:
             found = search.files_of(source)
             if not found:
-                raise DataError(_nothing_found(source, search.left_out))
+                raise DataError(_nothing_found(source, search.left_out, bool(search.hidden)))
             for path in found:
                 named.setdefault(os.path.abspath(path), False)
     here = _once_each([_source_file(path, named[path]) for path in sorted(named)], search.left_out)
     files = here + sorted(elsewhere.values(), key=lambda file: name_of(file.path))
-    return SourceFiles(files, {os.path.abspath(path): why for path, why in sorted(search.left_out.items())})
+    left_out = {os.path.abspath(path): why for path, why in sorted(search.left_out.items())}
+    return SourceFiles(files, left_out, len({os.path.abspath(path) for path in search.hidden} - set(named)))
 
 
 class _Search:
@@ -87,6 +92,7 @@ class _Search:
     def __init__(self, skips: bool) -> None:
         self._skips = skips
         self.left_out: dict[str, str] = {}
+        self.hidden: set[str] = set()
 
     def files_of(self, source: str) -> list[str]:
         """Return the files below a folder, or those that match a pattern."""
@@ -119,7 +125,9 @@ class _Search:
                 if rest:
                     yield from self._expanded(below, rest)
                 else:
-                    yield from (entry.path for entry in self._entries(below) if not _is_folder(entry))
+                    entries = self._entries(below, with_hidden=True)
+                    self.hidden |= {entry.path for entry in entries if _is_hidden(entry)}
+                    yield from (entry.path for entry in entries if not _is_hidden(entry) and not _is_folder(entry))
             return
         if not glob.has_magic(part):
             paths = [os.path.join(folder, part)]
@@ -158,7 +166,11 @@ class _Search:
                 raise DataError(f"cannot use the folder {folder}: {why}; set on_error: skip to go without") from None
             self.left_out[folder] = why
             return []
-        return [entry for entry in found if with_hidden or not entry.name.startswith(".")]
+        return [entry for entry in found if with_hidden or not _is_hidden(entry)]
+
+
+def _is_hidden(entry: os.DirEntry[str]) -> bool:
+    return entry.name.startswith(".")
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -193,13 +205,14 @@ def _once_each(files: list[SourceFile], left_out: dict[str, str]) -> list[Source
     return [file for file in files if file.path not in others]
 
 
-def _nothing_found(source: str, left_out: dict[str, str]) -> str:
+def _nothing_found(source: str, left_out: dict[str, str], has_hidden: bool) -> str:
     if left_out:
         path, why = next(iter(left_out.items()))
         return f"{source} means no file to read; of what is there, {path} is left out: {why}"
     where = f" (relative to {Path.cwd()})" if not os.path.isabs(source) else ""
     if os.path.isdir(source):
-        return f"the folder {source}{where} holds no file: put text files into it, or give another folder"
+        which = "no file that is not hidden" if has_hidden else "no file"
+        return f"the folder {source}{where} holds {which}: put text files into it, or give another folder"
     if glob.has_magic(source):
         return f"no file matches {source}{where}: check the pattern; `folder/**/*.txt` means every .txt file below"
     return f"there is no file or folder {source}{where}: check the path"

@@ -42,6 +42,12 @@ class StreamDataset(Samples):
     def __len__(self) -> int:
         return self.lanes.num_samples
 
+    @property
+    def fingerprint(self) -> str | None:
+        """What tells these samples from others without reading one; ``None`` of tokens that are in no store."""
+        folder = getattr(self._store, "folder", None)
+        return None if folder is None else f"{folder.name} {self.lanes} {self._resets}"
+
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
         """Return ``input_ids`` and ``labels`` (B, T), ``lanes`` and ``windows`` (B,).
 

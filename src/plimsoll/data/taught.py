@@ -150,6 +150,11 @@ class Taught:
     def __len__(self) -> int:
         return len(self._samples)
 
+    @property
+    def fingerprint(self) -> str | None:
+        """What tells the samples, without what the teacher says of them, from others; ``None`` if they do not know."""
+        return getattr(self._samples, "fingerprint", None)
+
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the tokens of each sample."""
         return self._samples.lengths(ids)

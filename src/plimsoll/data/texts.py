@@ -9,6 +9,7 @@ Shapes: B samples of the batch, T tokens of the longest, N tokens of all.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,14 @@ class DocumentDataset(Samples):
 
     def __len__(self) -> int:
         return len(self.spans)
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells these samples from others without reading one."""
+        names = self._token_labels and self._token_labels.names
+        labels = names if self._labels is None else zlib.crc32(np.ascontiguousarray(self._labels).data)
+        config = self._augmentation and self._augmentation.config
+        return f"{self.spans.folder.name} {labels} {config} {self.padding}"
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_labels": _Mapped.of(self._labels)}
@@ -133,12 +142,12 @@ class TokenLabels:
 
     def __init__(self, store: TokenStore, names: Sequence[str]) -> None:
         assert store.labels is not None, store.folder
-        self._store, self._names = store, tuple(names)
+        self._store, self.names = store, tuple(names)
         self._labels: NDArray[Any] = np.asarray(store.labels)  # looked at where they are read
-        self._numbers = np.array([self._names.index(name) for name in store.tag_names], np.int64)
+        self._numbers = np.array([self.names.index(name) for name in store.tag_names], np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenLabels, (self._store, self._names)
+        return TokenLabels, (self._store, self.names)
 
     def of(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the label of each token of some spans, end to end (N,); -100 where another span has it, or none."""

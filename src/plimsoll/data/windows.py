@@ -11,6 +11,7 @@ Shapes: B samples of the batch, T tokens of a sample.
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -144,6 +145,12 @@ class WindowDataset(Samples):
     def __len__(self) -> int:
         return self._num_windows
 
+    @property
+    def fingerprint(self) -> str | None:
+        """What tells these samples from others without reading one; ``None`` of tokens that are in no store."""
+        folder = getattr(self._store, "folder", None)
+        return None if folder is None else f"{folder.name} {self.sequence_length} {self.stride}"
+
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
         """Return ``input_ids`` and ``labels`` (B, T), for a model that shifts the labels."""
         if self._windows is not None:
@@ -171,6 +178,11 @@ class Selection:
     def __len__(self) -> int:
         return self._stop - self._start
 
+    @property
+    def identity(self) -> tuple[str | int, ...]:
+        """What tells this selection from others of as many samples."""
+        return *self._order.identity, self._start, self._stop
+
     def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._order.at(0, positions + self._start)
 
@@ -190,6 +202,13 @@ class Subset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What tells these samples from others without reading one; ``None`` if the dataset does not know it."""
+        of_all, some = getattr(self._dataset, "fingerprint", None), self._ids
+        chosen = some.identity if isinstance(some, Selection) else zlib.crc32(np.ascontiguousarray(some).data)
+        return None if of_all is None else f"{of_all} {chosen}"
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
         """Return the samples at these positions of the selection."""

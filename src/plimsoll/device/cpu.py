@@ -82,7 +82,7 @@ class CpuBackend:
     def limited(self, budget_bytes: int) -> Iterator[None]:
         """Make every allocator raise before this process's private memory passes ``budget_bytes``; undone on exit.
 
-        Code in Rust (``tokenizers``) ends the process instead: it is then printed where (see `aborts`).
+        Code in Rust (``tokenizers``) ends the process instead: it is then printed where and why (see `aborts`).
 
         Raises:
             BudgetError: if more than the budget is in use already, or the machine or a limit on it has less.
@@ -95,7 +95,7 @@ class CpuBackend:
             )
         _start_thread_pools()
         self.release()
-        with aborts.told_where(), data_limit.limited(budget_bytes):
+        with aborts.told_where(budget_bytes), data_limit.limited(budget_bytes):
             yield
 
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ def limited(budget: str | int, device: str = "cpu") -> AbstractContextManager[No
     """Make allocations past ``budget`` raise on ``device`` while the block runs, instead of the process being killed.
 
     Code in Rust, such as that of ``tokenizers``, ends the process where it is refused memory: nothing can be raised
-    there. It is printed where that was; prepare texts before the block, or give it room.
+    there. It is printed where that was, why, and what to do; prepare texts before the block, or give it room.
 
     Args:
         budget: bytes, or a size such as ``"2GiB"``.

@@ -153,3 +153,11 @@ def _is_torch_out_of_memory(error: BaseException) -> bool:
 
 def _first_match(patterns: dict[str, re.Pattern[str]], text: str) -> str | None:
     return next((family for family, pattern in patterns.items() if pattern.search(text)), None)
+
+
+_NOT_THE_USERS = re.compile(r"site-packages|dist-packages|[/\\]lib(?:64)?[/\\]python\d|^<frozen|^/pytorch/")
+
+
+def is_users(path: str) -> bool:
+    """Whether a source file is the user's own: in no installed package and not in Python's library."""
+    return not _NOT_THE_USERS.search(path)

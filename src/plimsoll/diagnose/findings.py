@@ -1,10 +1,13 @@
-"""From evidence to a diagnosis: every cause is looked for, and growth that none of them explains is noted."""
+"""From evidence to a diagnosis: every cause is looked for, and growth that none of them explains is noted.
+
+The largest effect comes first; before all others what the training does not use at all, where it frees enough.
+"""
 
 from __future__ import annotations
 
 from plimsoll.diagnose.causes import every_cause
 from plimsoll.diagnose.evidence import Evidence
-from plimsoll.records.diagnosis import Diagnosis
+from plimsoll.records.diagnosis import Diagnosis, Finding
 from plimsoll.records.units import format_bytes
 
 
@@ -19,10 +22,18 @@ def diagnosed(evidence: Evidence, notes: tuple[str, ...] = ()) -> Diagnosis:
         growth=evidence.growth,
         event=evidence.event,
         shares=evidence.shares,
-        findings=tuple(sorted(findings, key=lambda finding: -(finding.effect_bytes or 0))),
+        findings=tuple(sorted(findings, key=lambda finding: _place(finding, evidence))),
         remedies=evidence.remedies,
         notes=(*notes, *_of_which_steps(evidence), *_of_growth(evidence, bool(findings))),
     )
+
+
+def _place(finding: Finding, evidence: Evidence) -> tuple[bool, int, bool]:
+    """What a finding is sorted by, ascending."""
+    effect_bytes = finding.effect_bytes or 0
+    is_enough = finding.is_unused and effect_bytes >= (evidence.requested_bytes or 0)
+    is_less_likely = evidence.event is not None and finding.cause == evidence.event.likely_cause_alt
+    return not is_enough, -effect_bytes, is_less_likely
 
 
 def _of_which_steps(evidence: Evidence) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,22 +33,28 @@ _MOST_NODES = 10_000
 _NODE_BYTES = 1024  # of the host's memory, see `plimsoll.diagnose.causes.graph_kept`
 _LEAST_BYTES = 64 << 10
 _SIZED = ("numpy", "pyarrow", "array", "builtins", "scipy")  # libraries whose objects tell their ``nbytes``
-_CONTAINERS = (list, tuple, deque, set, frozenset, dict)
+CONTAINERS = (list, tuple, deque, set, frozenset, dict)
+"""What is looked into item by item."""
 _LEAVES = (int, float, complex, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, FrameType)
 
 
 class Found(NamedTuple):
-    """A value that keeps something: its name, the last part of it, who has it (a frame's code or objects), itself."""
+    """A value that keeps something: its name, the last part of it, who has it (a frame's code or objects), itself.
+
+    ``root_name`` and ``root_value`` are the variable or the attribute that it is an item of, or itself.
+    """
 
     name: str
     variable: str
     owners: tuple[Any, ...]
     value: Any
+    root_name: str = ""
+    root_value: Any = None
 
     @property
     def num_items(self) -> int:
         """Its length."""
-        return len(self.value) if isinstance(self.value, _CONTAINERS) else 1
+        return len(self.value) if isinstance(self.value, CONTAINERS) else 1
 
 
 class _Size(NamedTuple):
@@ -64,14 +70,23 @@ def found_in(frames: Iterable[FrameType]) -> list[Found]:
     seen: set[int] = set()
     found: list[Found] = []
     for frame in frames:
-        for scope in (frame.f_locals, frame.f_globals):
-            if id(scope) in seen:
-                continue
-            seen.add(id(scope))
-            for name, value in list(scope.items()):
-                if not name.startswith("__"):
-                    found += _walk(Found(name, name, (frame.f_code,), value), seen)
+        for name, value, owners in variables_of(frame, seen):
+            found += _walk(Found(name, name, owners, value, name, value), seen)
     return found
+
+
+def variables_of(frame: FrameType, seen: set[int]) -> Iterator[tuple[str, Any, tuple[CodeType, ...]]]:
+    """Go through the variables of a frame and of its module, each with the code that may store it.
+
+    Args:
+        frame: whose variables.
+        seen: the identities of the scopes that were gone through, which are left out; those of now are added.
+    """
+    code = frame.f_code
+    for scope, owners in ((frame.f_locals, (code,)), (frame.f_globals, (code, _whole_file(code)))):
+        if id(scope) not in seen:
+            seen.add(id(scope))
+            yield from ((name, value, owners) for name, value in list(scope.items()) if not name.startswith("__"))
 
 
 def lengths_of(found: Iterable[Found]) -> dict[int, int]:
@@ -80,7 +95,11 @@ def lengths_of(found: Iterable[Found]) -> dict[int, int]:
 
 
 def kept_by(
-    found: Iterable[Found], lengths_before: Mapping[int, int], borders: Sequence[int], parameters: Iterable[Tensor] = ()
+    found: Iterable[Found],
+    lengths_before: Mapping[int, int],
+    borders: Sequence[int],
+    kind: str = "cpu",
+    used: Iterable[int] = (),
 ) -> list[Kept]:
     """Size what was found, largest first.
 
@@ -88,17 +107,27 @@ def kept_by(
         found: what `found_in` found.
         lengths_before: of an earlier time.
         borders: the number of operations that autograd had recorded at the end of each step, ascending.
-        parameters: whose storages do not count.
+        kind: of device: other devices' tensors, and on another than the host all other objects, do not count.
+        used: the storages that do not count.
     """
-    seen: set[int | None] = {None, *map(storage_key, parameters)}
-    kept = [_kept(one, lengths_before, borders, seen) for one in found]
+    seen: set[int | None] = {None, *used}
+    kept = [_kept(one, lengths_before, borders, kind, seen) for one in found if not isinstance(one.value, nn.Module)]
     return sorted((one for one in kept if one.num_bytes >= _LEAST_BYTES), key=lambda one: -one.num_bytes)
 
 
 def stored(found: Found) -> Store:
     """Return the line of the user's that stores a value; empty texts where it was not found."""
-    of_graph = store_of(found.owners, found.variable, found.value)
-    return of_graph or store_of(found.owners, found.variable, found.value, True) or Store("", "", "")
+    owners = found.owners
+    of_graph = store_of(owners, found.variable, found.value)
+    store = of_graph or store_of(owners, found.variable, found.value, True)
+    if store is None and "." in found.root_name and isinstance(owners[-1], CodeType):  # code that has returned did it
+        store = store_of([_whole_file(owners[-1])], f".{found.variable}", found.value, True)
+    return store or Store("", "", "")
+
+
+def _whole_file(code: CodeType) -> CodeType:
+    """Code of which `inspect` gives the whole file that it is in."""
+    return code.replace(co_name="<module>")
 
 
 def _walk(found: Found, seen: set[int], depth: int = 0) -> Iterator[Found]:
@@ -106,14 +135,16 @@ def _walk(found: Found, seen: set[int], depth: int = 0) -> Iterator[Found]:
     if issubclass(kind, _LEAVES) or issubclass(kind, nn.Parameter | torch.optim.Optimizer) or id(value) in seen:
         return
     seen.add(id(value))
-    if issubclass(kind, _CONTAINERS):
+    if issubclass(kind, CONTAINERS):
         yield from _of_container(found, seen, depth)
     elif issubclass(kind, Tensor) or _own_bytes(value) >= _LEAST_BYTES:
         yield found
     elif depth < _DEEPEST:
+        if issubclass(kind, nn.Module):
+            yield found
         for inner, item in _named(value):
-            last = inner.rpartition(".")[2]
-            yield from _walk(Found(f"{found.name}.{inner}", last, (value, *found.owners), item), seen, depth + 1)
+            name, last = f"{found.name}.{inner}", inner.rpartition(".")[2]
+            yield from _walk(Found(name, last, (value, *found.owners), item, name, item), seen, depth + 1)
 
 
 def _of_container(found: Found, seen: set[int], depth: int) -> Iterator[Found]:
@@ -122,7 +153,7 @@ def _of_container(found: Found, seen: set[int], depth: int) -> Iterator[Found]:
         yield found
         return
     pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
-    if any(not isinstance(item, _CONTAINERS) and _is_leaf(item) for _, item in pairs):
+    if not pairs or any(not isinstance(item, CONTAINERS) and _is_leaf(item) for _, item in pairs):
         yield found
     for key, item in pairs:
         if not isinstance(item, Tensor | str | bytes):
@@ -154,15 +185,19 @@ def _own_bytes(value: Any) -> int:
     return num_bytes if isinstance(num_bytes, int) else 0
 
 
-def _kept(one: Found, before: Mapping[int, int], borders: Sequence[int], seen: set[int | None]) -> Kept:
+def _kept(one: Found, before: Mapping[int, int], borders: Sequence[int], kind: str, seen: set[int | None]) -> Kept:
     size = _size(one.value)
-    tensors = [tensor for tensor in size.tensors if storage_key(tensor) not in seen]
-    graphs = [tensor for tensor in size.tensors if has_graph(tensor)]
+    if kind != "cpu":
+        size = size._replace(host_bytes=0)
+    there = [tensor for tensor in size.tensors if tensor.device.type == kind]
+    tensors = [tensor for tensor in there if storage_key(tensor) not in seen]
+    graphs = [tensor for tensor in there if has_graph(tensor)]
     tensor_bytes = storage_bytes(tensors)
     seen |= {storage_key(tensor) for tensor in tensors}
     graph_bytes, oldest = _graph(graphs, seen)
     owners = [owner for owner in one.owners if isinstance(owner, Dataset | DataLoader)]
     is_large = size.host_bytes * size.factor + tensor_bytes * size.factor + graph_bytes >= _LEAST_BYTES
+    store = stored(one) if is_large else Store("", "", "")
     return Kept(
         name=one.name,
         kind=type(one.value).__name__,
@@ -175,8 +210,17 @@ def _kept(one: Found, before: Mapping[int, int], borders: Sequence[int], seen: s
         num_graphs=len(graphs),
         num_steps_back=sum(border > oldest for border in borders) if oldest is not None else 0,
         is_of_data=bool(owners) or isinstance(one.value, Dataset | DataLoader),
-        **(stored(one) if is_large else Store("", "", ""))._asdict(),
+        is_made_at_once=id(one.value) not in before and _is_made_at_once(one.value, store),
+        **store._asdict(),
     )
+
+
+def _is_made_at_once(value: Any, store: Store) -> bool:
+    """Whether a container that was not there before is a batch: a tuple, a few named items, or a few of a loop."""
+    if isinstance(value, tuple):
+        return True
+    is_named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    return len(value) <= _FEW and (is_named or not store.place) if isinstance(value, CONTAINERS) else False
 
 
 def _graph(tensors: list[Tensor], without: set[int | None]) -> tuple[int, int | None]:
@@ -212,7 +256,7 @@ def _size(value: Any, depth: int = 0, seen: set[int] | None = None) -> _Size:
     seen.add(id(value))
     if isinstance(value, Tensor):
         return _Size(0, [] if isinstance(value, nn.Parameter) else [value], 1.0)
-    if not isinstance(value, _CONTAINERS):
+    if not isinstance(value, CONTAINERS):
         return _of_object(value, depth, seen)
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
     most = _SAMPLE if depth == 0 else _INNER_SAMPLE

@@ -6,7 +6,7 @@ thing that is done while the code runs is a reading of the memory in use after e
 torch's, 50 to 70 microseconds.
 
 Does NOT cover a process that the kernel kills (``plimsoll watch`` and ``plimsoll explain`` read what is left), or that
-code in Rust ends when it is refused memory (the lines that led there are printed, see `plimsoll.device.aborts`), errors
+code in Rust ends when it is refused memory (where and why is printed, see `plimsoll.device.aborts`), errors
 of `plimsoll.TrainStep`, which say themselves what happened, and code that catches the error itself.
 """
 
@@ -26,7 +26,6 @@ from plimsoll.device.base import backend_for
 from plimsoll.diagnose.causes import every_cause
 from plimsoll.diagnose.findings import diagnosed
 from plimsoll.diagnose.frames import users_callers
-from plimsoll.diagnose.holders import found_in, lengths_of
 from plimsoll.diagnose.of_error import Before, backend_of, evidence_of_error
 from plimsoll.errors import PlimsollError
 from plimsoll.memory.births import Births
@@ -59,7 +58,8 @@ class Explained(ContextDecorator):
             return self
         every_cause()  # a module that is loaded once memory has run out is one too many
         baseline_bytes = _used_bytes(False) - sum(one.num_bytes for one in inventory("cpu").pieces)
-        self._before = Before(lengths=_lengths(sys._getframe(1)), baseline_bytes=max(0, baseline_bytes))
+        self._before = Before(baseline_bytes=max(0, baseline_bytes))
+        self._before.look_at(_frames(sys._getframe(1)))
         self._reserve = bytearray(_RESERVE_BYTES)
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_post_hook(self._note_step).remove)
@@ -93,7 +93,7 @@ class Explained(ContextDecorator):
         before = self._before
         before.num_steps += 1
         if before.num_steps == 1:
-            before.lengths |= _lengths(sys._getframe(1))
+            before.look_at(_frames(sys._getframe(1)))
         is_cuda = next((one.is_cuda for group in optimizer.param_groups for one in group["params"]), False)
         before.used_bytes.append((before.num_steps, _used_bytes(is_cuda)))
         before.borders.append(int(torch._C._autograd._get_sequence_nr()))
@@ -124,8 +124,8 @@ def _diagnosis_of(error: BaseException, before: Before, caller: FrameType | None
     return diagnosed(evidence_of_error(error, found[0], before, caller))
 
 
-def _lengths(frame: FrameType) -> dict[int, int]:
-    return lengths_of(found_in(line.frame for line in users_callers(frame)))
+def _frames(frame: FrameType) -> list[FrameType]:
+    return [line.frame for line in users_callers(frame)]
 
 
 def _line_of_now() -> str:

@@ -5,30 +5,33 @@ Nothing is kept of the process: what is returned is numbers and text. Does NOT s
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from plimsoll.device import watched
+from plimsoll.device import aborts, watched
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.device.texts import requested_bytes
 from plimsoll.device.watched_limits import lines_of
+from plimsoll.diagnose.copies import copies_in
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.diagnose.frames import Line, frames_of, users_callers, users_lines
-from plimsoll.diagnose.holders import Found, found_in, kept_by, stored
+from plimsoll.diagnose.holders import CONTAINERS, Found, found_in, kept_by, lengths_of, stored
 from plimsoll.diagnose.parse.event import event_of
 from plimsoll.diagnose.request import Asked, tensor_asked, tensors_at_hand
 from plimsoll.diagnose.seen import Kept, Seen
-from plimsoll.memory.graph import has_graph
-from plimsoll.memory.inventory import Inventory, Piece, inventory
+from plimsoll.memory.graph import storage_key
+from plimsoll.memory.inventory import Inventory, Piece, inventory_begun
 from plimsoll.records.diagnosis import ASKED, Share
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.prediction import Holding, Moment
@@ -45,6 +48,7 @@ class Before:
 
     Attributes:
         lengths: of containers, by their identity.
+        tensors: in variables, as they were when the block was entered and after the first step; a batch comes later.
         used_bytes: after each step, with its number.
         borders: how many operations autograd had recorded by the end of each step.
         births: lines that made tensors, by their addresses.
@@ -53,11 +57,18 @@ class Before:
     """
 
     lengths: dict[int, int] = field(default_factory=dict)
+    tensors: list[ref[Tensor]] = field(default_factory=list)
     used_bytes: list[tuple[int, int]] = field(default_factory=list)
     borders: list[int] = field(default_factory=list)
     births: Mapping[int, str] = field(default_factory=dict)
     num_steps: int = 0
     baseline_bytes: int = 0
+
+    def look_at(self, frames: Iterable[FrameType]) -> None:
+        """Note what variables keep now."""
+        found = list(found_in(frames))
+        self.lengths |= lengths_of(found)
+        self.tensors += [ref(tensor) for one in found for tensor in _tensors_of(one.value)]
 
 
 @dataclass
@@ -118,9 +129,10 @@ def evidence_of_error(error: BaseException, backend: Backend, before: Before, ca
     lines = [*users_lines(frames), *users_callers(caller)]
     scene = _Scene(frames, lines, found_in(line.frame for line in lines))
     event = _event(error, lines)
-    parameters = [one for module in _models(scene) for one in module.parameters()]
-    kept = kept_by(scene.found, before.lengths, before.borders, parameters)
-    stock = inventory(backend.kind, _named(scene, kept, before))
+    gc.unfreeze()  # what was frozen before a fork is not among the objects that the collector lists
+    stock = inventory_begun(backend.kind)
+    kept = _kept(scene, stock, before)
+    stock.claim_rest()
     asked = tensor_asked(event.tried_to_allocate, tensors_at_hand(_innermost(frames, lines)))
     used_bytes = backend.use().used_bytes
     asked_bytes = event.tried_to_allocate or 0
@@ -188,26 +200,48 @@ def _innermost(frames: list[tuple[FrameType, int]], lines: list[Line]) -> list[F
     return [frame for frame, _ in frames[: numbers[0] + 1 if numbers else 1]]
 
 
-def _models(scene: _Scene) -> list[nn.Module]:
-    values = [value for line in scene.lines for value in list(line.frame.f_locals.values())]
-    return [value for value in values if isinstance(value, nn.Module)]
+def _kept(scene: _Scene, stock: Inventory, before: Before) -> list[Kept]:
+    """Size what variables keep, largest first, and claim it: copies and containers that grow or are many, the batch."""
+    copies = copies_in(scene.found, [line.frame for line in scene.lines], stock)
+    roots = {id(copy.root.value) for copy in copies}
+    used = stock.claimed()
+    stock.claim((one for copy in copies for one in copy.tensors), KEPT)
+    found = [one for one in scene.found if id(one.root_value) not in roots]
+    kept = kept_by(found, before.lengths, before.borders, stock.kind, used)
+    given = stock.saved_by_graphs() | {storage_key(one) for one in _given_to_modules(scene)}
+    stays = {id(one) for known in before.tensors if (one := known()) is not None and storage_key(one) not in given}
+    for category, tensors in _named(found, kept, stays).items():
+        stock.claim(tensors, category)
+    return sorted([*kept, *(copy.kept() for copy in copies)], key=lambda one: -one.num_bytes)
 
 
-def _named(scene: _Scene, kept: list[Kept], before: Before) -> dict[str, Iterable[Tensor]]:
-    """Tensors in containers that have grown or are many, and those in variables that have no graph: the batch."""
+def _given_to_modules(scene: _Scene) -> Iterator[Tensor]:
+    """What the modules that were at work when memory ran out were called with, and what they made of it."""
+    for frame, _ in scene.frames:
+        if isinstance(frame.f_locals.get("self"), nn.Module):
+            yield from (one for value in list(frame.f_locals.values()) for one in _tensors_of(value))
+
+
+def _named(all_found: list[Found], kept: list[Kept], stays: set[int]) -> dict[str, list[Tensor]]:
+    """Tensors without a graph in variables: those that stay from step to step, or grow or are many, and the batch."""
     many = {one.name for one in kept if one.num_items > 2 and (one.has_grown or one.is_of_data)}
-    containers = [one for one in scene.found if not isinstance(one.value, Tensor)]
-    held = [one for found in containers if found.name in many for one in _tensors_of(found.value)]
-    singles = [one.value for one in scene.found if isinstance(one.value, Tensor) and not has_graph(one.value)]
-    singles += [
-        one for found in containers if found.name not in many for one in _tensors_of(found.value) if not has_graph(one)
-    ]
-    return {KEPT: held, "inputs": (one for one in singles if not one.requires_grad)}
+    held: list[Tensor] = []
+    batch: list[Tensor] = []
+    for found in all_found:
+        for one in _tensors_of(found.value):
+            if found.name in many or (id(one) in stays and not one.requires_grad):
+                held.append(one)
+            elif not one.requires_grad:
+                batch.append(one)
+    return {KEPT: held, "inputs": batch}
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
-    items = value.values() if isinstance(value, dict) else value
-    return [one for one in items if isinstance(one, Tensor)] if isinstance(items, Iterable) else []
+    """A tensor, or those that are items of a container."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, CONTAINERS) else ()
+    return [one for one in items if isinstance(one, Tensor)]
 
 
 def _vocab_size(stock: Inventory) -> int | None:
@@ -299,7 +333,8 @@ def _holding(key: tuple[Any, ...], num_bytes: int, number: int) -> Holding:
 
 
 def _seen(scene: _Scene, kept: list[Kept], stock: Inventory, text: str) -> Seen:
-    processes = watched.family_of(psutil.Process().pid)
+    family = watched.family_of(psutil.Process().pid)
+    processes = tuple(one for one in family if one.pid not in aborts.watcher_pids())
     models = [one for one in stock.modules if any(True for _ in one.parameters(recurse=False))]
     loader = scene.store_of_variable(DataLoader)
     caller = _caller_of_model(scene)

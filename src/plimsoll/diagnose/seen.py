@@ -26,6 +26,8 @@ class Kept:
         place: the line that stores it, ``file.py:12``; "" where it was not found.
         code: that line.
         remedy: the line without the graph.
+        is_made_at_once: whether it was made with all its items, as a batch is, and is no collection that grows.
+        copy_of: what of the training it is a copy of, ``"checkpoint"``, ``"weights"`` or ``"model"``; "" for none.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Kept:
     place: str = ""
     code: str = ""
     remedy: str = ""
+    is_made_at_once: bool = False
+    copy_of: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -51,9 +55,8 @@ class Kept:
     @property
     def has_grown(self) -> bool:
         """Whether it has got items since it was first seen, and not one for the other."""
-        return self.num_items - (self.num_items_before or 0) >= 3 and self.num_items > 1.5 * (
-            self.num_items_before or 0
-        )
+        before = self.num_items_before or 0
+        return not self.is_made_at_once and self.num_items - before >= 3 and self.num_items > 1.5 * before
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ class Inventory:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     is_whole: bool = True
     _seen: set[int] = field(default_factory=set)
+    _tensors: list[Tensor] = field(default_factory=list)
+    _saved: list[Tensor] = field(default_factory=list)
 
     def claim(self, tensors: Iterable[Tensor], category: str) -> None:
         """Count the storages of tensors that nothing before has claimed."""
@@ -65,30 +67,54 @@ class Inventory:
             shape = tuple(tensor.shape)
             self.pieces.append(Piece(category, storage.nbytes(), shape, tensor.dtype, op, storage.data_ptr()))
 
+    def claim_rest(self) -> None:
+        """Count what is left, once the caller has claimed what it knows: activations and temporaries."""
+        self.claim(self._saved, "activations")
+        self.claim(self._tensors, "temporaries")
+        self._saved, self._tensors = [], []
+
+    def claimed(self) -> set[int]:
+        """Return the storages that are claimed so far."""
+        return set(self._seen)
+
+    def saved_by_graphs(self) -> set[int]:
+        """Return the storages that graphs save, until the rest is claimed."""
+        return {key for one in self._saved if (key := storage_key(one)) is not None}
+
     def bytes_of(self, category: str) -> int:
         """Add up one category."""
         return sum(piece.num_bytes for piece in self.pieces if piece.category == category)
 
 
+def inventory_begun(kind: str) -> Inventory:
+    """Look at every tensor of this process, and claim what modules and optimizers have and the gradients.
+
+    Args:
+        kind: of device, such as ``"cpu"``: other devices' tensors do not count.
+    """
+    found = _alive(kind)
+    found.claim((one for module in found.modules for one in _own(module._parameters)), "parameters")
+    found.claim((one for module in found.modules for one in _own(module._buffers)), "buffers")
+    # Of a tensor that is no leaf torch warns.
+    found.claim((one.grad for one in found._tensors if one.is_leaf and one.grad is not None), "gradients")
+    states = (value for optimizer in found.optimizers for value in _states(optimizer))
+    found.claim(states, "optimizer states")
+    nodes, found.is_whole = graph_nodes(found._tensors, MOST_NODES)
+    found._saved = list(saved_tensors(nodes))
+    return found
+
+
 def inventory(kind: str, named: Mapping[str, Iterable[Tensor]] = MappingProxyType({})) -> Inventory:
-    """Look at every tensor of this process.
+    """Look at every tensor of this process and say whose it is.
 
     Args:
         kind: of device, such as ``"cpu"``: other devices' tensors do not count.
         named: tensors of which the caller knows the category.
     """
-    tensors, found = _alive(kind)
-    found.claim((one for module in found.modules for one in _own(module._parameters)), "parameters")
-    found.claim((one for module in found.modules for one in _own(module._buffers)), "buffers")
-    # Of a tensor that is no leaf torch warns.
-    found.claim((one.grad for one in tensors if one.is_leaf and one.grad is not None), "gradients")
-    states = (value for optimizer in found.optimizers for value in _states(optimizer))
-    found.claim(states, "optimizer states")
+    found = inventory_begun(kind)
     for category, own in named.items():
         found.claim(own, category)
-    nodes, found.is_whole = graph_nodes(tensors, MOST_NODES)
-    found.claim(saved_tensors(nodes), "activations")
-    found.claim(tensors, "temporaries")
+    found.claim_rest()
     return found
 
 
@@ -104,18 +130,17 @@ def graph_nodes(tensors: Iterable[Tensor], most_nodes: int) -> tuple[list[Any], 
     return list(nodes), not waiting
 
 
-def _alive(kind: str) -> tuple[list[Tensor], Inventory]:
+def _alive(kind: str) -> Inventory:
     """Tensors, modules and optimizers; by type, as an object may lie about its class or fail when it is asked."""
-    tensors: list[Tensor] = []
     found = Inventory(kind)
     for one in gc.get_objects():
         if issubclass(type(one), Tensor):
-            tensors.append(one)
+            found._tensors.append(one)
         elif issubclass(type(one), nn.Module):
             found.modules.append(one)
         elif issubclass(type(one), torch.optim.Optimizer):
             found.optimizers.append(one)
-    return tensors, found
+    return found
 
 
 def _own(entries: Any) -> Iterator[Tensor]:

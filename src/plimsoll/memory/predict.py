@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,10 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # (benchmarks/predict_gpu_measured.py). On the CPU 1.3 % and 4.4 % inside a budget (benchmarks/predict_cpu_rss.py).
 _CUDA_SPREAD = 0.02
 _CPU_SPREAD = 0.06
+# In a heap that keeps large blocks there are large holes, and where they lie is chance: in 12 to 60 steps of five
+# models up to 6 of the largest block above two simulated steps, and up to 2.4 below nine, see docs/LOG.md.
+_HOLES_LESS, _HOLES_MORE = 3, 5
+_MOST_LATER_STEPS, _MOST_LATER_EVENTS = 8, 40_000  # by then nearly all that the heap grows to; a second of simulation
 _UNKNOWN_CONTEXT_BYTES = (200 << 20, 700 << 20)  # over the cards of the table that have been measured
 
 
@@ -52,7 +57,7 @@ class Counted:
     ``gives_back`` says whether what is freed goes back to the system, so that it is new when it is taken again.
     ``unwritten_bytes`` are what a limit on address space (see `plimsoll.device.data_limit`) must have room for beyond
     the peak: memory that is asked for and never written, and holes of the heap whose pages are gone. ``holes_bytes``
-    are what holes may grow by in a long run, and ``largest_in_heap_bytes`` the largest block of a step that leaves one.
+    are what its holes may take less and more than simulated, where it keeps large blocks.
     """
 
     trace: Trace
@@ -64,8 +69,7 @@ class Counted:
     oom_row: int | None = None
     learned: Learned | None = None
     unwritten_bytes: int = 0
-    holes_bytes: int = 0
-    largest_in_heap_bytes: int = 0
+    holes_bytes: tuple[int, int] = (0, 0)
     gives_back: bool = False
 
     @cached_property
@@ -100,8 +104,8 @@ class Counted:
         traced_bytes = min(int(self.live.total[self.peak_row]), grown_bytes)
         return Estimate(
             likely_bytes=grown_bytes,
-            low_bytes=self._low(grown_bytes),
-            high_bytes=self._high(grown_bytes) + self.unwritten_bytes + self.holes_bytes,
+            low_bytes=max(self._low(grown_bytes) - self.holes_bytes[0], min(self._low(grown_bytes), traced_bytes)),
+            high_bytes=self._high(grown_bytes) + self.unwritten_bytes + self.holes_bytes[1],
             traced_bytes=traced_bytes,
             modelled_bytes=grown_bytes - traced_bytes,
         )
@@ -251,7 +255,9 @@ def count_on_cuda(
     )
 
 
-def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: bool = False) -> Counted:
+def count_on_cpu(
+    trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: bool = False, is_long: bool = False
+) -> Counted:
     """Simulate the C library's heap and add the process.
 
     Args:
@@ -259,20 +265,25 @@ def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: 
         baseline: the interpreter and the libraries, with what they keep for their threads.
         rules: how the heap is set up.
         has_limit: whether the training runs inside `plimsoll.device.data_limit`, which counts what is never written.
+        is_long: where the heap keeps large blocks, count the steps that follow the traced ones, too (see `_later`).
     """
     asked, trace = trace, _as_written(trace)
     live = live_bytes(trace)
-    deltas = zip(live.storage.tolist(), live.delta.tolist(), strict=True)
+    later = _later(trace, live) if is_long and rules.keeps_large else _NO_STEPS
+    rows = np.concatenate([np.arange(len(live.delta)), np.tile(later.rows, later.times)])
+    deltas = zip(live.storage[rows].tolist(), live.delta[rows].tolist(), strict=True)
+    begins = [len(live.delta) + number * len(later.rows) for number in range(later.times)]
     replayed = glibc.replay(
         deltas,
         glibc.GlibcHeap(rules),
         beside_bytes=glibc.TENSOR_OBJECTS_BYTES,
-        trims_before=_first_rows_of_steps(trace, live) if rules.trims_after_steps else (),
-        nodes_before=_node_changes(trace, live),
+        trims_before=_first_rows_of_steps(trace, live).union(begins) if rules.trims_after_steps else (),
+        nodes_before=_node_changes(trace, live)
+        | {begin + row: change for begin in begins for row, change in later.nodes.items()},
         thresholds_before=_thresholds(trace, live, rules),
     )
     resident, address = (
-        np.asarray(column, dtype=np.int64) for column in (replayed.resident_bytes, replayed.address_bytes)
+        _highest_of_rows(column, rows, len(live.delta)) for column in (replayed.resident_bytes, replayed.address_bytes)
     )
     limited = (address + _never_written(asked, live)).max(initial=0) if has_limit else 0
     return Counted(
@@ -283,9 +294,49 @@ def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: 
         fixed={"baseline": baseline},
         spread=_CPU_SPREAD,
         unwritten_bytes=max(0, int(limited - resident.max(initial=0))),
-        largest_in_heap_bytes=_largest_block_of_steps(trace, live, rules),
+        holes_bytes=_chance_of_holes(trace, live, rules) if rules.keeps_large else (0, 0),
         gives_back=rules.gives_back,
     )
+
+
+class _Steps(NamedTuple):
+    """Steps that follow those of a trace: the rows of one, the changes of nodes before these, and how many steps."""
+
+    rows: Column
+    nodes: dict[int, int]
+    times: int
+
+
+_NO_STEPS = _Steps(np.arange(0), {}, 0)
+
+
+def _later(trace: Trace, live: Live) -> _Steps:
+    """The last step of a trace again, and again: what comes and goes within it.
+
+    A heap that keeps what is freed grows for some steps. Where a large block finds no hole one time it takes new room,
+    and the holes that it leaves are other ones.
+    """
+    steps = _steps_of(trace, live)
+    is_last = steps == steps.max(initial=0)
+    born, died = (live.storage[is_last & (sign * live.delta > 0)] for sign in (1, -1))
+    rows = np.flatnonzero(is_last & np.isin(live.storage, np.intersect1d(born, died)))
+    if not len(rows):
+        return _NO_STEPS
+    first = int(np.asarray(trace.event_op)[live.event[rows[0]]])
+    within = tuple(node for node in trace.nodes if node[0] >= first and node[1] >= 0)
+    changes = _node_changes(trace.model_copy(update={"nodes": within}), live)
+    nodes: dict[int, int] = {}
+    for row, change in changes.items():
+        before = min(int(np.searchsorted(rows, row)), len(rows) - 1)
+        nodes[before] = nodes.get(before, 0) + change
+    return _Steps(rows, nodes, min(_MOST_LATER_STEPS, _MOST_LATER_EVENTS // len(rows)))
+
+
+def _highest_of_rows(column: list[int], rows: Column, num_rows: int) -> Column:
+    """For each row of a trace the highest of a column in which rows come again."""
+    highest = np.asarray(column[:num_rows], dtype=np.int64)
+    np.maximum.at(highest, rows[num_rows:], np.asarray(column[num_rows:], dtype=np.int64))
+    return highest
 
 
 def _never_written(asked: Trace, live: Live) -> Column:
@@ -294,10 +345,11 @@ def _never_written(asked: Trace, live: Live) -> Column:
     return np.cumsum(np.sign(live.delta) * (num_bytes - np.abs(live.delta)))
 
 
-def _largest_block_of_steps(trace: Trace, live: Live, rules: HeapRules) -> int:
-    """The largest block that a step frees, below the size from which blocks are mapped."""
+def _chance_of_holes(trace: Trace, live: Live, rules: HeapRules) -> tuple[int, int]:
+    """Some of the largest block that a step frees, below the size from which blocks are mapped."""
     freed = -live.delta[(live.delta < 0) & (_steps_of(trace, live) > 0)]
-    return int(freed[freed < rules.mmap_threshold_bytes].max(initial=0))
+    largest_bytes = int(freed[freed < rules.mmap_threshold_bytes].max(initial=0))
+    return _HOLES_LESS * largest_bytes, _HOLES_MORE * largest_bytes
 
 
 def _first_rows_of_steps(trace: Trace, live: Live) -> frozenset[int]:

@@ -85,7 +85,7 @@ def step_duration(
     """Compute the seconds of one optimizer step, or of one pass of a model that is applied.
 
     Args:
-        counted: a rehearsal of one or two micro-batches a step, as its target counts it.
+        counted: a rehearsal of one or two micro-batches a step and a smaller last one, as its target counts it.
         speed: of the device it was lowered to.
         batch_size: samples of a real step.
         micro_batch: samples of one pass.
@@ -211,7 +211,10 @@ def _of_all(pieces: Sequence[float], num_pieces: int, ends_smaller: bool) -> flo
     if not pieces:
         return 0.0
     first, last = pieces[0], pieces[-1]
-    return first * (num_pieces - 1) + last if ends_smaller else first + last * (num_pieces - 1)
+    if not ends_smaller:
+        return first + last * (num_pieces - 1)
+    whole = pieces[1] if len(pieces) > 2 else first
+    return first + whole * (num_pieces - 2) + last
 
 
 def _stretches(

@@ -22,7 +22,10 @@ class TagCount(Frozen):
 
 
 class CorpusFacts(Record):
-    """A corpus that is indexed; ``skipped`` names the first 100 files and rows that were left out, with the reason."""
+    """A corpus that is indexed; ``skipped`` names the first 100 files and rows that were left out, with the reason.
+
+    ``num_hidden`` hidden files and folders, below the folders that were given, are left out, too, and not among these.
+    """
 
     record_kind: ClassVar[str] = "corpus"
 
@@ -31,6 +34,7 @@ class CorpusFacts(Record):
     num_texts: int
     num_bytes: int
     num_skipped: int
+    num_hidden: int = 0
     skipped: tuple[str, ...]
     labels: tuple[LabelCount, ...] = ()
     tags: tuple[TagCount, ...] = ()

@@ -55,6 +55,7 @@ class Finding(Frozen):
         effect_known: how that is known.
         effect_high_bytes: the most it can be, where more than ``effect_bytes`` grew and may be of this cause, too.
         page: of the documentation, where it is not that of the cause.
+        is_unused: whether the training goes on as before without it.
     """
 
     cause: str
@@ -68,6 +69,7 @@ class Finding(Frozen):
     effect_known: KnownHow | None = None
     effect_high_bytes: int | None = None
     page: str = ""
+    is_unused: bool = False
 
 
 ASKED = "asked for"

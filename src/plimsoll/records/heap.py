@@ -11,6 +11,7 @@ from pydantic import Field
 from plimsoll.records.base import Frozen
 
 _KIB, _MIB = 1 << 10, 1 << 20
+_FAST_BYTES = 4 * _MIB
 _NEVER_BYTES = 1 << 62
 
 
@@ -33,6 +34,11 @@ class HeapRules(Frozen):
     """Whether the free pages go back to the system after each training step, as with ``malloc_trim(0)``."""
 
     @property
+    def keeps_large(self) -> bool:
+        """Whether freed blocks stay the process's that are larger than those that a budget's default keeps."""
+        return not self.is_dynamic and self.mmap_threshold_bytes > _FAST_BYTES
+
+    @property
     def gives_back(self) -> bool:
         """Whether freed memory goes back to the system at all, to be cleared by it when it is asked for again."""
         return self.trims_after_steps or min(self.mmap_threshold_bytes, self.trim_threshold_bytes) < _NEVER_BYTES
@@ -47,7 +53,7 @@ _AFTER_IMPORTS_BYTES = 1_925_120
 DEFAULT_HEAP = HeapRules(mmap_threshold_bytes=_AFTER_IMPORTS_BYTES, trim_threshold_bytes=2 * _AFTER_IMPORTS_BYTES)
 """glibc's own, with torch and transformers imported."""
 
-FAST_HEAP = HeapRules(mmap_threshold_bytes=4 * _MIB, trim_threshold_bytes=2 * _AFTER_IMPORTS_BYTES, is_dynamic=False)
+FAST_HEAP = HeapRules(mmap_threshold_bytes=_FAST_BYTES, trim_threshold_bytes=2 * _AFTER_IMPORTS_BYTES, is_dynamic=False)
 """Blocks from 4 MiB are mapped (``plimsoll.device.heap.FAST_BYTES``), set after the imports and before the model."""
 
 TIGHT_HEAP = HeapRules(mmap_threshold_bytes=128 * _KIB, trim_threshold_bytes=2 * _AFTER_IMPORTS_BYTES, is_dynamic=False)

@@ -18,13 +18,21 @@ def corpus_sheet(corpus: CorpusFacts) -> Sheet:
         ("Files", f"{corpus.num_files:,}"),
         ("Texts", f"{corpus.num_texts:,}"),
         ("Size", f"{format_bytes(corpus.num_bytes)}, {format_bytes(corpus.num_bytes // corpus.num_texts)} a text"),
-        ("Left out", f"{corpus.num_skipped:,}" if corpus.num_skipped else "none"),
+        ("Left out", _left_out(corpus)),
         ("Index", f"{format_bytes(corpus.index_bytes)} in {corpus.index_folder}"),
         ("Time", format_seconds(corpus.seconds)),
     )
     first, *others = corpus.sources
     more = f" and {len(others):,} more" if len(others) > 2 else "".join(f", {source}" for source in others)
     return Sheet(f"Corpus {first}{more}", _FACTS, rows)
+
+
+def _left_out(corpus: CorpusFacts) -> str:
+    left_out = [f"{corpus.num_skipped:,}"] if corpus.num_skipped else []
+    if corpus.num_hidden:
+        are = "hidden file or folder" if corpus.num_hidden == 1 else "hidden files and folders"
+        left_out.append(f"{corpus.num_hidden:,} {are}")
+    return " and ".join(left_out) or "none"
 
 
 def skipped_sheet(corpus: CorpusFacts) -> Sheet:

@@ -159,17 +159,7 @@ def preparing_sentence(plan: Plan) -> str:
     """Say what preparing the data takes at most, where that is more than reading them: a tokenizer is trained."""
     if plan.tokenizer_bytes is None or plan.tokenizer_bytes < _LEAST_SAID_BYTES:
         return ""
-    sentence = f"Preparing the data first trains a tokenizer, in up to {format_bytes(plan.tokenizer_bytes)}"
-    prediction, budget_bytes = plan.prediction, plan.budget.device_bytes
-    if prediction is None or prediction.device_kind != "cpu" or budget_bytes is None:
-        return f"{sentence}."
-    needed_bytes = prediction.context.likely_bytes + plan.tokenizer_bytes
-    if needed_bytes <= budget_bytes:
-        return f"{sentence}: {format_bytes(needed_bytes)} with what is imported."
-    return (
-        f"{sentence}: with what is imported that may be {format_bytes(needed_bytes)}, more than the budget, and "
-        "refused where the texts have so many different words; tokenizer.path takes one that is there."
-    )
+    return f"Preparing the data trains a tokenizer first, in up to {format_bytes(plan.tokenizer_bytes)}."
 
 
 def off_device_sentence(plan: Plan) -> str:

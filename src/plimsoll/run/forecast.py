@@ -199,7 +199,7 @@ class _Forecast:
             lengths = batch_lengths(self.lengths, job) if self.lengths else ()
             choices = (*self.pinned, micro_batch_choice(micro_batch))
             self._traced[key] = rehearse_job(job, self.texts, lowering, choices, lengths)
-        return target.count(self._traced[key], self.pinned)
+        return target.count(self._traced[key], self.pinned, is_long=True)
 
     def _longest_that_can_be_built(self) -> int:
         """The longest sequence, a power of two times the job's, that the model takes."""

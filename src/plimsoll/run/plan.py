@@ -43,7 +43,6 @@ from plimsoll.plan.menu import Problem
 from plimsoll.plan.search import Found, search
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
-from plimsoll.records.heap import FAST_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import OffDevice, Pin, Plan, Rejected, Rung, micro_batch_choice, parse_pin
@@ -57,15 +56,13 @@ from plimsoll.run.subjects import JobSubject, StepSubject, Subject
 from plimsoll.run.targets import StartedBaseline, Target, find_target, gpu_target
 from plimsoll.run.wishes import decided_of, require_known, setting_of, wished
 from plimsoll.techniques import TECHNIQUES, UNTRACED, Choices, in_order
-from plimsoll.techniques.heap import heap_rules
 from plimsoll.workload import LossFunction, Reason, Units, model_loss
 
 Progress = Callable[[str], None]
 
 # On the CPU. Where freed blocks lie differs from step to step: in six steps of small GPT-2, BERT and LSTM models, in
-# pieces of 1 to 11 samples, the highest peak was up to 17 % above that of a short rehearsal, see docs/LOG.md. In a heap
-# that keeps larger blocks there are larger holes, too: in 12 to 60 steps of five models up to 6 of the largest block.
-_LONG_RUN_SPREAD, _NUM_LARGEST_HOLES = 0.15, 5
+# pieces of 1 to 11 samples, the highest peak was up to 17 % above that of a short rehearsal, see docs/LOG.md.
+_LONG_RUN_SPREAD = 0.15
 _LOOKS_OFF_SHARE = 0.005  # by which a short rehearsal may say too little
 _LEAST_OFF_BYTES = 64 << 20
 _MOST_ROUNDS = 3  # of searching again, where a plan at full length needs more than at the length it was found with
@@ -349,11 +346,11 @@ class Planner:
 
     def look_at_length(self, choices: Choices) -> Look:
         """Look at a mix in as many steps as show all that the training does."""
-        return self.look(choices, self._is_short)
+        return self.look(choices, self._is_short, is_long=True)
 
-    def look(self, choices: Choices, is_short: bool) -> Look:
+    def look(self, choices: Choices, is_short: bool, is_long: bool = False) -> Look:
         """Trace a mix and say what it needs and takes."""
-        counted = self._count(choices, is_short)
+        counted = self._count(choices, is_short, is_long)
         micro_batch = samples_of(choices)
         duration = step_duration(
             counted,
@@ -411,16 +408,15 @@ class Planner:
             self._traced[seen, is_short] = self.subject.rehearse(lowering, seen, is_short)
         return self._traced[seen, is_short]
 
-    def _count(self, choices: Choices, is_short: bool) -> Counted:
+    def _at_length(self, choices: Choices) -> Counted:
+        return self._count(choices, self._is_short, is_long=True)
+
+    def _count(self, choices: Choices, is_short: bool, is_long: bool) -> Counted:
         lowering, names = self._target.lowering(), [choice.technique for choice in choices]
-        counted = self._target.count(self._trace(lowering, choices, is_short), choices)
+        counted = self._target.count(self._trace(lowering, choices, is_short), choices, is_long)
         learned = learned_peak(self._calibration, lowering.name, names) if self._calibration else None
         counted = replace(counted, learned=learned) if learned else counted
-        if self._target.spec is not None:
-            return counted
-        keeps_large = (heap_rules(choices) or FAST_HEAP).mmap_threshold_bytes > FAST_HEAP.mmap_threshold_bytes
-        holes_bytes = _NUM_LARGEST_HOLES * counted.largest_in_heap_bytes if keeps_large else 0
-        return replace(counted, spread=_LONG_RUN_SPREAD, holes_bytes=holes_bytes)
+        return counted if self._target.spec is not None else replace(counted, spread=_LONG_RUN_SPREAD)
 
     def _record(self, found: Found, rungs: Sequence[Look], smallest_bytes: int | None) -> Plan:
         names = {choice.technique for look in (*rungs, *found.openings) for choice in look.choices}
@@ -445,7 +441,7 @@ class Planner:
             about=about,
             numerics=numerics,
             time_factor=learned.low if learned else 1.0,
-            off_device=self._off_device(self._count(rungs[0].choices, self._is_short), rungs[0].micro_batch),
+            off_device=self._off_device(self._at_length(rungs[0].choices), rungs[0].micro_batch),
             loss_check=self.loss_check,
             tokenizer_bytes=self.subject.tokenizer_bytes,
             made_for=self.subject.facts(self._target.lowering().name),
@@ -470,7 +466,7 @@ class Planner:
         named = [str(choice.options["dtype"]) for choice in choices if choice.technique == "autocast"]
         precision = named[0] if named else str(subject.workload.precision)
         return self._target.predict(
-            self._count(choices, self._is_short),
+            self._at_length(choices),
             subject.described(precision),
             precision,
             samples_of(choices),

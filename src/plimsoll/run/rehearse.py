@@ -3,7 +3,7 @@
 What is traced is `TrainStep` itself, with its copies for the undo, its micro-batches and its evaluation, so that a
 prediction and a run cannot drift apart. Three steps are rehearsed: the first makes the optimizer's states, the second
 has them, the third comes after an evaluation; a fourth would be like the third. A batch of many micro-batches is
-rehearsed with two of them: the first meets no gradients, those after it do, and the last may be smaller. Of a batch
+rehearsed with two of them and a smaller last one: the first meets no gradients, those after it do. Of a batch
 that is given, and whose samples are of different lengths, these are the two that need most.
 
 Does NOT read the data: every sample is as long as the longest there can be, unless the lengths of batches are given.
@@ -262,10 +262,11 @@ def _rehearse(stage: Rehearsal, step: TrainStep, batches: list[Any], held_out: A
 
 
 def rehearsed_samples(batch_size: int, micro_batch: int) -> int:
-    """A batch of at most `_MOST_PIECES` micro-batches that ends as the whole batch does."""
-    if -(-batch_size // micro_batch) <= _MOST_PIECES:
-        return batch_size
-    return (_MOST_PIECES - 1) * micro_batch + (batch_size % micro_batch or micro_batch)
+    """A batch of at most `_MOST_PIECES` whole micro-batches that ends as the whole batch does.
+
+    The second meets gradients, and where the last is smaller it is not the one that needs most.
+    """
+    return min(batch_size, _MOST_PIECES * micro_batch + batch_size % micro_batch)
 
 
 def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Choices) -> Any:

@@ -47,12 +47,13 @@ def store_of(owners: Iterable[Any], variable: str, value: Any = None, also_witho
     Args:
         owners: the object that has the attribute, or the function or the code that has the variable; then what has
             that object.
-        variable: the name of the attribute or the variable.
+        variable: the name of the attribute or the variable; with a dot before it, of an attribute only.
         value: what is there now; a tuple or a list of states is detached one by one.
         also_without_graph: whether a line that leaves the graph out already is one, too.
     """
     for owner in owners:
-        wanted = _Wanted(variable, isinstance(owner, FunctionType | CodeType), also_without_graph)
+        is_variable = isinstance(owner, FunctionType | CodeType) and not variable.startswith(".")
+        wanted = _Wanted(variable.removeprefix("."), is_variable, also_without_graph)
         for function in _functions_of(owner):
             for node, line in _statements(function):
                 if (remedy := _remedy(node, wanted, value)) is not None:

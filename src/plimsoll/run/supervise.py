@@ -29,6 +29,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from plimsoll.device.aborts import SUPERVISORS_FILE, called_by
 from plimsoll.device.cgroup import OomKills, oom_kill_count
 from plimsoll.errors import (
     Interrupted,
@@ -51,6 +53,7 @@ from plimsoll.errors import (
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan, Rung
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, StepLine
+from plimsoll.records.units import format_bytes
 from plimsoll.run.directory import RunDirectory
 
 _CRASHES_WITHOUT_MEMORY = {signal.SIGSEGV, signal.SIGABRT}
@@ -66,7 +69,7 @@ class _Cause(Enum):
     TOLD = "give a larger --budget"
     GUESS = "if it is memory, give another --budget or free memory on the machine; else stop what kills it"
     OUTSIDE = "stop what kills it"
-    CRASH = "find what crashes with PYTHONFAULTHANDLER=1 in the environment, which prints where it happens"
+    CRASH = "find what crashes: where it happened is printed above, if the process could still write it"
 
     @property
     def may_be_memory(self) -> bool:
@@ -91,10 +94,14 @@ class _Death(NamedTuple):
 
 
 class _End(NamedTuple):
-    """The return code of a process, less than 0 if it was killed, and the first signal that was handed on to it."""
+    """The return code of a process, less than 0 if it was killed, and the first signal that was handed on to it.
+
+    ``fault`` is what `faulthandler` wrote where native code ended it.
+    """
 
     return_code: int
     asked_by: int | None
+    fault: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -173,7 +180,7 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         end = _run_worker([*launched, "train-worker", str(directory.path), *retries.arguments(), *shown])
         if launched:
             end = end._replace(return_code=_signalled(end.return_code))
-        death = _death(end, kills_before, _has_host_budget(directory))
+        death = _death(end, kills_before, _host_budget_bytes(directory))
         if death is None:
             _complete_record(directory)
             _require_saved(directory, end)
@@ -256,11 +263,15 @@ def _described(rung: Rung) -> str:
 def _run_worker(arguments: list[str]) -> _End:
     """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it."""
     command = [sys.executable, "-m", "plimsoll", *arguments]
-    environment = os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}
-    with _handing_on() as signals, subprocess.Popen(command, process_group=0, env=environment) as process:
-        signals.to(process)
-        return_code = process.wait()
-    return _End(return_code, signals.received[0] if signals.received else None)
+    with tempfile.NamedTemporaryFile("r", prefix="plimsoll-faults-", errors="replace") as faults:
+        environment = os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid()), SUPERVISORS_FILE: faults.name}
+        with _handing_on() as signals, subprocess.Popen(command, process_group=0, env=environment) as process:
+            signals.to(process)
+            return_code = process.wait()
+        fault = faults.read()
+    if fault:
+        print(fault, file=sys.stderr)
+    return _End(return_code, signals.received[0] if signals.received else None, fault)
 
 
 def prepare_data(
@@ -324,7 +335,7 @@ def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> 
             "trained: give the same command again",
             end.asked_by,
         )
-    death = _death(end, kills_before, has_host_budget=False)
+    death = _death(end, kills_before, host_budget_bytes=None)
     if death is None:
         return end.exit_code
     raise death.error(
@@ -362,7 +373,7 @@ def _handing_on() -> Iterator[_Signals]:
             signal.signal(number, handler)
 
 
-def _death(end: _End, kills_before: OomKills | None, has_host_budget: bool) -> _Death | None:
+def _death(end: _End, kills_before: OomKills | None, host_budget_bytes: int | None) -> _Death | None:
     """What happened to a process; ``None`` if it ended by itself, or after somebody asked it to."""
     if end.asked_by is not None:
         return None
@@ -384,18 +395,26 @@ def _death(end: _End, kills_before: OomKills | None, has_host_budget: bool) -> _
     elif number == signal.SIGBUS:
         cause = _Cause.GUESS
         evidence = "a guess: a page of a mapped file could not be had, as where /dev/shm or the disk is full"
-    elif (has_host_budget or _has_limit_of_others()) and number in _CRASHES_WITHOUT_MEMORY:
-        cause = _Cause.GUESS
-        what = "the budget" if has_host_budget else "the limit that is set on it (ulimit)"
-        evidence = (
-            f"a guess: native code (in Rust, as of tokenizers, or C++) ends the process where {what} refuses it "
-            "memory; what it printed before it ended says which, and the lines that led there"
-        )
+    elif (host_budget_bytes is not None or _has_limit_of_others()) and number in _CRASHES_WITHOUT_MEMORY:
+        cause, evidence = _Cause.GUESS, _refused(host_budget_bytes)
     elif number in _CRASHES_WITHOUT_MEMORY:
         cause, evidence = _Cause.CRASH, "no budget was enforced that could have refused it memory"
     else:
         cause, evidence = _Cause.CRASH, "no lack of memory does that"
+    if number in _CRASHES and (place := called_by(end.fault)):
+        evidence += f"; it was called by {place}"
     return _Death(signal.Signals(number).name, number, evidence, cause)
+
+
+def _refused(host_budget_bytes: int | None) -> str:
+    """Why native code ends a process that has a limit."""
+    what = "the limit that is set on it (ulimit)"
+    if host_budget_bytes is not None:
+        what = f"the budget of {format_bytes(host_budget_bytes)}"
+    return (
+        f"a guess: native code (in Rust, as of tokenizers, or C++) ends the process where {what} refuses it memory, "
+        "and prints that before"
+    )
 
 
 def _has_limit_of_others() -> bool:
@@ -425,11 +444,11 @@ def _killer(before: OomKills | None) -> tuple[_Cause, str]:
     return _Cause.OUTSIDE, "the whole machine counts no OOM kill: somebody sent the signal"
 
 
-def _has_host_budget(directory: RunDirectory) -> bool:
-    """Whether host memory was really limited; a budget of a GPU does not limit it."""
+def _host_budget_bytes(directory: RunDirectory) -> int | None:
+    """The limit that host memory really had, ``None`` for none; a budget of a GPU does not limit it."""
     budget = Plan.load(directory.plan).budget
     is_on_cpu = directory.head.is_file() and RunHead.load(directory.head).device.kind == "cpu"
-    return budget.host_bytes is not None or (budget.device_bytes is not None and is_on_cpu)
+    return budget.host_bytes if budget.host_bytes is not None or not is_on_cpu else budget.device_bytes
 
 
 def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | None, following: int, rung: Rung) -> None:

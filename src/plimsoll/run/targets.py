@@ -71,18 +71,19 @@ class Target:
         major, _, minor = (self.spec.architecture or "8.0").partition(".")
         return CudaLowering((int(major), int(minor)))
 
-    def count(self, trace: Trace, choices: Choices = ()) -> Counted:
+    def count(self, trace: Trace, choices: Choices = (), is_long: bool = False) -> Counted:
         """Count a trace that was lowered to here.
 
         Args:
             trace: the trace.
             choices: what is in force, for what sets up the heap or the allocator and changes no op of the trace.
+            is_long: see `count_on_cpu`.
         """
-        counted = self._counted(trace, choices)
+        counted = self._counted(trace, choices, is_long)
         learned = self.calibration.targets.get(trace.lowered_to) if self.calibration else None
         return replace(counted, learned=learned.live_ratio) if learned else counted
 
-    def _counted(self, trace: Trace, choices: Choices) -> Counted:
+    def _counted(self, trace: Trace, choices: Choices, is_long: bool) -> Counted:
         exchanged = kept_by_exchanges(trace, "cpu" if self.spec is None else "cuda")
         if self.spec is not None:
             return count_on_cuda(trace, self.spec, self.limit_bytes, allocator_rules(choices), exchanged)
@@ -92,7 +93,7 @@ class Target:
         kept = kept_by_libraries(trace.texts, torch.get_num_threads())
         kept = kept if exchanged is None else kept + exchanged
         rules = rules_in_force(choices, self.has_budget)
-        return count_on_cpu(trace, self.baseline + kept, rules, has_limit=self.has_budget)
+        return count_on_cpu(trace, self.baseline + kept, rules, has_limit=self.has_budget, is_long=is_long)
 
     def fits(self, counted: Counted) -> bool:
         """Whether the likely peak is within the limit."""

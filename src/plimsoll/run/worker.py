@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
 from plimsoll.addresses import without_secrets
+from plimsoll.device.aborts import tell_supervisor
 from plimsoll.device.cgroup import oom_kill_count
 from plimsoll.errors import DataError, EmbeddingError, JobError
 from plimsoll.records.job import Job
@@ -32,6 +33,7 @@ P = ParamSpec("P")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+# long: what a preparation does, in its order, with the imports it needs
 def prepare_run(  # noqa: PLR0917 -- of a command
     path: Path,
     cache: Path,
@@ -39,28 +41,43 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     again: bool = False,
     pins: tuple[str, ...] = (),
     forbids: tuple[str, ...] = (),
+    tokenizer_budget_bytes: int | None = None,
 ) -> None:
     """Index the text, make the tokenizer and tokenize, with progress on standard error.
 
     What the job says wrongly of model and optimizer is found before that, which may take hours, a budget of more than
     there is, and what is pinned or forbidden and cannot be; what the data turn out to be too little for, or to have
     otherwise than a plan that was given, before anything is planned. With ``again`` the run has been prepared already,
-    and must come to the same data.
+    and must come to the same data. With ``tokenizer_budget_bytes`` the tokenizer is made before anything else, and
+    before torch is loaded.
+
+    Raises:
+        TokenizerRoomError: if the budget has no room to train the tokenizer.
     """
+    from plimsoll.data.of_job import corpus_and_tokenizer
+    from plimsoll.data.prepare import Prepared, open_datasets, prepare, prepare_again
+    from plimsoll.device.heap import trim
+    from plimsoll.device.process import PeakCounter, private_bytes
+    from plimsoll.report.progress import stages
+
+    directory = RunDirectory(path)
+    job, peak, made_bytes = Job.from_yaml(directory.job), PeakCounter(), 0
+    if tokenizer_budget_bytes is not None:
+        peak.reset()
+        with stages(quiet) as progress:
+            corpus_and_tokenizer(job, cache, progress, tokenizer_budget_bytes)
+        trim()
+        made_bytes = peak.read(private_bytes())
+
     from plimsoll.assemble import loader_of, prepare_vectors, require_buildable
     from plimsoll.data.longest_rows import with_rows
-    from plimsoll.data.prepare import Prepared, open_datasets, prepare, prepare_again
     from plimsoll.data.sketch import texts_of
-    from plimsoll.device.process import PeakCounter, private_bytes
     from plimsoll.plan.facts import require_prepared_for
     from plimsoll.records.plan import Plan, parse_pin
-    from plimsoll.report.progress import stages
     from plimsoll.run.targets import private_budget_bytes, require_budget
     from plimsoll.run.teaching import require_folder, require_teacher, require_tokens
 
-    _end_with_supervisor()
-    directory = RunDirectory(path)
-    job = Job.from_yaml(directory.job)
+    _begin_supervised()
     require_buildable(job)
     require_folder(job)
     require_budget(job)
@@ -69,7 +86,6 @@ def prepare_run(  # noqa: PLR0917 -- of a command
 
         require_possible(job, [parse_pin(pin) for pin in pins], forbids)
     budget_bytes = private_budget_bytes(job)
-    peak = PeakCounter()
     peak.reset()
     with stages(quiet) as progress:
         if again:
@@ -84,7 +100,8 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     if vectors is not None:
         _require_same(vectors.digest, directory, again)
         prepared = prepared.model_copy(update={"vectors_folder": vectors.folder, "vectors_digest": vectors.digest})
-    prepared = with_rows(prepared, job).model_copy(update={"peak_bytes": peak.read(private_bytes())})
+    peak_bytes = max(peak.read(private_bytes()), made_bytes)
+    prepared = with_rows(prepared, job).model_copy(update={"peak_bytes": peak_bytes})
     if not again:
         require_prepared_for(Plan.load(directory.plan), texts_of(prepared))
     prepared.save(directory.prepared)
@@ -143,16 +160,14 @@ def data_sentence(prepared: Prepared, budget_bytes: int | None = None) -> str:
 
 def _held_out(prepared: Prepared) -> Iterator[str]:
     """Say what is held out, and what of it is not."""
+    from plimsoll.data.held_out import said_of_repeated
+
     if prepared.num_held_out_texts:
         texts = "text is" if prepared.num_held_out_texts == 1 else "texts are"
         yield f"{prepared.num_held_out_texts:,} {texts} held out"
     elif prepared.holds_out_windows:
         yield "there is one text, so windows of it are held out and the others trained on"
-    if prepared.num_trained_on:
-        yield (
-            f"{prepared.num_trained_on:,} of the held-out texts are training texts, too, word for word: what is "
-            "measured on them was learnt"
-        )
+    yield from said_of_repeated(prepared.num_trained_on)
 
 
 def plan_run(  # noqa: PLR0917 -- of a command
@@ -190,7 +205,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
     from plimsoll.run.learning import known_calibration
     from plimsoll.run.plan import plan_job, require_same, require_that_fits
 
-    _end_with_supervisor()
+    _begin_supervised()
     directory = RunDirectory(path)
     job = Job.from_yaml(directory.job)
     if goes_on:
@@ -305,7 +320,7 @@ def train_run(  # noqa: PLR0915 -- as above
     from plimsoll.techniques.layer_streaming import put_where_needed
     from plimsoll.techniques.parameter_offload import builds_in_files
 
-    _end_with_supervisor()
+    _begin_supervised()
     arm_from_environment()
     ranks = ranks or Ranks()
     is_first = ranks.rank == 0
@@ -415,7 +430,7 @@ def _limit(stack: ExitStack, backend: Backend | None, limit_bytes: int | None) -
 
 def print_baseline() -> None:
     """Print how many bytes a training process takes before it has a model; the job comes on standard input."""
-    _end_with_supervisor()
+    _begin_supervised()
     from plimsoll import assemble  # noqa: F401
     from plimsoll.device.base import backend_for
     from plimsoll.models.build import build_model, sketch_model
@@ -436,7 +451,7 @@ def print_baseline() -> None:
 
 def print_inference_baseline(folder: Path, task: str) -> None:
     """Print how many bytes a process takes that has all that applying a model needs, but the weights."""
-    _end_with_supervisor()
+    _begin_supervised()
     from plimsoll.device.base import backend_for
     from plimsoll.run import apply, placed  # noqa: F401
     from plimsoll.run.applied import Applied
@@ -450,8 +465,9 @@ def print_inference_baseline(folder: Path, task: str) -> None:
     print(backend.use().used_bytes)
 
 
-def _end_with_supervisor() -> None:
-    """Have the kernel send SIGTERM to this process when its supervisor dies, so that it saves and ends too."""
+def _begin_supervised() -> None:
+    """Write faults where the supervisor reads them, and have the kernel send SIGTERM when it dies, to save and end."""
+    tell_supervisor()
     if not (is_rank() or "PLIMSOLL_SUPERVISOR" in os.environ) or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

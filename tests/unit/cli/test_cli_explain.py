@@ -137,6 +137,7 @@ def job_file(tmp_path):
     return path
 
 
+@pytest.mark.long
 def test_a_job_that_does_not_fit_is_written_with_what_makes_it_fit(call, job_file):
     out = job_file.with_name("smaller.yaml")
     code, shown, err = call("explain", job_file, *ON_CARD, "--budget", "330MiB", "--apply", "-o", out)

@@ -69,7 +69,7 @@ FLAGS = {
     "train-worker": {
         "--resume", "--from-step", "--resume-newest", "--rung", "--too-large-rung", "--restarts", "--quiet",
     },
-    "prepare-worker": {"--quiet", "--again", "--pin", "--forbid"},
+    "prepare-worker": {"--quiet", "--again", "--pin", "--forbid", "--tokenizer-budget-bytes"},
     "plan-worker": {"--given", "--pin", "--forbid", "--quiet", "--goes-on", "--from-step", "--keep"},
     "baseline-worker": set(),
     "shrink-worker": set(),

@@ -1,5 +1,9 @@
 """The processes that a run starts, called here as the supervisor calls them."""
 
+import random
+import subprocess
+import sys
+
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -11,6 +15,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_plan
 from plimsoll.records.run import RunRecord
 from plimsoll.run.directory import RunDirectory
+from processes import environment
 
 
 @pytest.fixture
@@ -51,6 +56,22 @@ def test_prepare_then_train_then_go_on(directory, tmp_path):
     assert [step.step for step in record.steps] == [1, 2, 3, 4]
     wrong = invoke("train-worker", directory.path, "--quiet", "--resume", "--from-step", 3)
     assert isinstance(wrong.exception, CheckpointError)
+
+
+@pytest.mark.long
+def test_a_tokenizer_for_which_a_budget_has_no_room_beside_torch_is_trained_before_torch_is_loaded(directory, tmp_path):
+    draw = random.Random(0)
+    text = tmp_path / "many.txt"
+    text.write_text("\n".join(f"request {draw.getrandbits(64):016x} served" for _ in range(80_000)))
+    fields = yaml.safe_load(directory.job.read_text())
+    budget_bytes = 280 << 20
+    fields |= {"data": str(text), "budget": {"device": budget_bytes}, "tokenizer": {"vocab_size": 300}}
+    directory.job.write_text(yaml.safe_dump(fields))
+    prepare = [sys.executable, "-m", "plimsoll", "prepare-worker", directory.path, tmp_path / "cache"]
+    done = subprocess.run(list(map(str, prepare)), capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("tokenizer") == 2  # it was begun beside torch
+    assert Prepared.load(directory.prepared).vocab_size == 300
 
 
 def test_progress_is_shown_on_standard_error_unless_it_is_quiet(directory, tmp_path):

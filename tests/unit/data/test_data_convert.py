@@ -180,8 +180,8 @@ def test_a_list_of_json_objects_is_no_text_but_a_table(tmp_path: Path, indent: i
 
 
 def test_json_that_is_no_list_of_texts_is_an_error_or_said(tmp_path: Path):
-    path = written(tmp_path / "x" / "a.json", json.dumps({"data": [{"text": "one"}]}, indent=2))
-    with pytest.raises(DataError, match=r"a\.json as text: none of its columns 'data' is called text"):
+    path = written(tmp_path / "x" / "a.json", json.dumps({"a": [{"text": "one"}], "b": [{"text": "one"}]}, indent=2))
+    with pytest.raises(DataError, match=r"a\.json as text: it is one object with 2 lists of objects"):
         opened(path)
     broken = written(tmp_path / "x" / "b.json", '[\n{"text": "one"},\n{"text": two}]')
     with pytest.raises(DataError, match=r"b\.json as text: line 3: it is not a list of JSON objects"):
@@ -189,7 +189,7 @@ def test_json_that_is_no_list_of_texts_is_an_error_or_said(tmp_path: Path):
     written(tmp_path / "x" / "c.txt", "one\n")
     corpus = opened(tmp_path / "x", on_error="skip")
     assert list(corpus) == ["one"]
-    assert [Path(entry.partition(":")[0]).name for entry in corpus.skipped] == ["b.json", "a.json"]
+    assert [Path(entry.partition(":")[0]).name for entry in corpus.skipped] == ["a.json", "b.json"]
 
 
 def test_what_a_binary_file_is_is_said(tmp_path: Path):
@@ -198,3 +198,37 @@ def test_what_a_binary_file_is_is_said(tmp_path: Path):
         DataError, match=r"its first bytes are those of gzip: leave it out, or rename it to end in \.gz"
     ):
         opened(path)
+
+
+@pytest.mark.parametrize(
+    ("begin", "kind"),
+    [
+        (b"7z\xbc\xaf\x27\x1c", "7z: leave it out, or unpack it"),
+        (b"Rar!\x1a\x07\x01", "rar: leave it out, or unpack it"),
+        (b"\x28\xb5\x2f\xfd", r"zstd: leave it out, or rename it to end in \.zst"),
+        (b"\x04\x22\x4d\x18", "lz4: leave it out, or unpack it"),
+        (b"BZh9", r"bzip2: leave it out, or rename it to end in \.bz2"),
+        (b"PAR1", r"parquet: leave it out, or rename it to end in \.parquet"),
+        (b"%PDF-1.7", "PDF: leave it out, or take the text out"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Office file"),
+        (b"\x89PNG\r\n\x1a\n", "a picture"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.txt", "a.7z", "a.jsonl", "a.csv"])
+def test_binary_files_are_told_by_their_first_bytes_without_a_null_byte_too(
+    tmp_path: Path, name: str, begin: bytes, kind: str
+):
+    path = written(tmp_path / "x" / name, begin + b"\xff\xc3\x28" * 9)
+    with pytest.raises(DataError, match=rf"first bytes are those of {kind}"):
+        opened(path)
+    written(tmp_path / "x" / "b.txt", "BZh is how bzip2 begins\n")
+    if not name.endswith((".jsonl", ".csv")):
+        corpus = opened(tmp_path / "x")
+        assert list(corpus) == ["BZh is how bzip2 begins"]
+        assert kind.partition(":")[0] in corpus.skipped[0]
+
+
+def test_a_character_that_the_first_look_cuts_is_text(tmp_path: Path):
+    for num_bytes in range(7996, 8001):
+        content = "PAR1" + "x" * (num_bytes - 4) + "\U0001f600"
+        assert list(opened(written(tmp_path / f"{num_bytes}.txt", content))) == [content]

@@ -65,6 +65,7 @@ LABELLED = {"task": "classification"}
 TRUNCATED = {"on_the_fly": True, "long_texts": "truncate", "workers": 0}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [

@@ -1,5 +1,7 @@
 """Held out are whole texts, and what is on both sides all the same is found."""
 
+import gzip
+import json
 import os
 import pickle
 from pathlib import Path
@@ -9,20 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corpora import written
 from plimsoll.data import held_out as module
+from plimsoll.data.corpus import Corpus
 from plimsoll.data.formats import Reading
 from plimsoll.data.held_out import (
     choose_texts,
     held_out,
     num_held_out,
-    num_on_both_sides,
+    num_repeated,
     refuse_same_files,
     signatures,
-    signatures_of_texts,
 )
 from plimsoll.data.index import open_corpus
 from plimsoll.data.windows import split
 from plimsoll.errors import DataError
+from plimsoll.records.job import Job
 from token_stores import store_of
 
 
@@ -53,34 +57,39 @@ def test_chosen_texts_are_end_to_end(tmp_path_factory: pytest.TempPathFactory, t
         assert some.ends.tolist() == np.flatnonzero(np.array(expected) == 0).tolist()
 
 
-@given(
-    texts=st.lists(st.lists(st.integers(1, 2), max_size=5), min_size=1, max_size=30),
-    tokens_per_pass=st.integers(1, 9),
-)
-def test_equal_texts_have_equal_hashes_and_others_others(tmp_path_factory, texts, tokens_per_pass):
+def test_equal_texts_have_equal_hashes_and_others_others(tmp_path: Path):
+    long = "word " * 30_000
+    texts = ["one", "two", " one\n", "", " \n", long, f"\n{long}\n", f"{long}x", "o ne", "one", f"{long} {long}"]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    corpus = open_corpus((written(tmp_path / "a.jsonl", rows),), Reading(), tmp_path / "cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_TOKENS_PER_PASS", tokens_per_pass)
-        found = list(signatures(store_of(tmp_path_factory.mktemp("store"), texts)))
-    numbers = [number for some, _ in found for number in some.tolist()]
-    hashes = [number for _, some in found for number in some.tolist()]
-    assert numbers == [number for number, text in enumerate(texts) if text]
-    by_text = {tuple(texts[number]): one for number, one in zip(numbers, hashes, strict=True)}
-    assert [by_text[tuple(texts[number])] for number in numbers] == hashes
-    assert len(set(by_text.values())) == len(by_text)
+        patch.setattr(module, "_TEXTS_PER_PASS", 3)
+        found = [one for some in signatures(corpus) for one in zip(*(part.tolist() for part in some), strict=True)]
+    kept = [text.strip() for text in texts if text]  # an empty row is no text
+    assert [number for number, _ in found] == [number for number, text in enumerate(kept) if text]
+    by_text = {kept[number]: one for number, one in found}
+    assert [by_text[kept[number]] for number, _ in found] == [one for _, one in found]
+    assert len(set(by_text.values())) == len(by_text) == 6
 
 
-def test_texts_on_both_sides_are_counted(tmp_path: Path):
-    train = store_of(tmp_path / "a", [[1, 2], [3], [], [4, 4]])
-    other = store_of(tmp_path / "b", [[3], [2, 1], [], [3], [4, 4, 4]])
-    assert num_on_both_sides(signatures(other), signatures(train)) == 2
-    assert num_on_both_sides(signatures(train), signatures(train)) == 3
-    (tmp_path / "a.txt").write_text("one\ntwo\n")
-    (tmp_path / "b.txt").write_text("two\nthree\n")
-    of_files = [
-        signatures_of_texts(open_corpus((str(tmp_path / name),), Reading(unit="line"), tmp_path / "cache"))
-        for name in ("a.txt", "b.txt")
-    ]
-    assert num_on_both_sides(*of_files) == 1
+def test_texts_on_both_sides_are_counted_in_any_format(tmp_path: Path):
+    def corpus(name: str, content: str | bytes, **asked) -> Corpus:
+        return open_corpus((written(tmp_path / name, content),), Reading(**asked), tmp_path / "cache")
+
+    def count(train: Corpus, other: Corpus | None, share: float | None = None) -> int:
+        job = Job.model_validate({"model": {"architecture": "lstm"}, "data": {"train": "a.txt", "validation": share}})
+        return num_repeated(train, job, other, tmp_path / "cache")
+
+    train = corpus("a.txt", "one\ntwo\nfour\n", unit="line")
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in ("two", "three", "two", "four "))
+    assert count(train, corpus("b.txt", "two\nthree\n", unit="line")) == 1
+    assert count(train, corpus("b.txt.gz", gzip.compress(b"two\nthree\nfour\n"), unit="line")) == 2
+    assert count(train, corpus("b.jsonl", rows)) == 3
+    assert count(train, corpus("b.json", json.dumps({"data": [{"text": "one"}]}))) == 1
+    document = corpus("c.txt", "one document\nof two lines\n")
+    assert count(document, corpus("c.csv", 'text\n"one document\nof two lines"\n')) == 1
+    assert count(corpus("d.txt", "same\n" * 10, unit="line"), None, 0.5) == 5
+    assert count(train, None, 0.5) == count(train, None) == 0
 
 
 @pytest.mark.parametrize("how", ["itself", "a link", "a hard link", "a folder that is a link"])

@@ -206,3 +206,16 @@ def test_another_state_of_the_file_has_another_identity(tmp_path: Path) -> None:
     assert open_rows(path, Reading()).identity == before
     path.write_text("y\n")
     assert open_rows(path, Reading()).identity != before
+
+
+def test_the_list_in_an_object_holds_the_rows_and_what_may_be_either_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": "1.1", "data": RECORDS}))
+    assert [row.text for row in rows_of(path)] == TEXTS
+    path.write_text(json.dumps({"train": RECORDS, "test": RECORDS}))
+    with pytest.raises(DataError, match=r"cannot use .*a\.json: it is one object with 2 lists of objects"):
+        rows_of(path)
+    path = tmp_path / "b.jsonl"
+    path.write_text(json.dumps({"title": "one", "paragraphs": RECORDS}))
+    with pytest.raises(DataError, match=r"cannot use .*b\.jsonl: .*'paragraphs' holds objects"):
+        rows_of(path)

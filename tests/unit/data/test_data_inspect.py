@@ -180,3 +180,13 @@ def test_what_a_tokenizer_puts_around_a_text_is_shown_and_counted(tmp_path: Path
     backend = open_tokenizer(Path(prepare(job, tmp_path / "cache").tokenizer_folder)).backend
     assert found.num_seen_tokens == sum(len(backend.encode(text, add_special_tokens=False).ids) for text in texts)
     assert found.num_borders == (24 if job.data.borders else None)
+
+
+def test_held_out_texts_that_are_trained_on_are_said(tmp_path: Path):
+    (tmp_path / "copies.jsonl").write_text('{"text": "ab"}\n{"text": "one that is nowhere else"}\n')
+    (tmp_path / "ab.txt").write_text("ab\n")
+    train = [str(tmp_path / "texts" / "ham"), str(tmp_path / "ab.txt")]
+    found = inspected(tmp_path, data={"train": train, "validation": str(tmp_path / "copies.jsonl")})
+    said = "1 of the held-out texts is a training text, too, word for word: what is measured on them was learnt."
+    assert said in found.notes
+    assert not any("held-out" in note for note in inspected(tmp_path, data={"validation": 0.2}).notes)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plimsoll.data.json_values import begins_with_object, json_lines
+from plimsoll.data.json_values import are_lines, fields_of_object, json_lines
 from plimsoll.errors import DataError
 
 VALUES = st.recursive(
@@ -75,12 +75,44 @@ def test_what_is_no_list_is_said_with_its_line(content: str | bytes, why: str):
 @pytest.mark.parametrize(
     ("head", "is_of_lines"),
     [
-        (b'\xef\xbb\xbf\n{"a": 1}\n', True),
+        (b'\xef\xbb\xbf\n{"a": 1}\n{', True),
+        (b'{"a": 1}\n\n', False),  # the only line: what it holds may be the rows
         (b'{\n"a": 1}', False),
         (b'[{"a": 1}]', False),
         (b"", False),
         (b"1\n", False),
     ],
 )
-def test_a_first_line_that_is_an_object_makes_it_json_lines(head: bytes, is_of_lines: bool):
-    assert begins_with_object(head) is is_of_lines
+def test_a_first_line_of_several_that_is_an_object_makes_it_json_lines(head: bytes, is_of_lines: bool):
+    assert are_lines(head) is is_of_lines
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.text(max_size=4), VALUES, max_size=3), OBJECTS, st.sampled_from([None, 2]), st.integers(1, 9))
+def test_the_list_in_an_object_is_that_of_json(before, objects, indent, num_bytes: int):
+    whole = {**before, "rows": objects, "after": before}
+    content = json.dumps(whole, indent=indent).encode()
+    fields = fields_of_object(cut(content, num_bytes), 1 << 20)
+    assert fields is not None
+    assert list(fields) == list(whole)
+    assert fields["rows"].num_objects == len(objects)
+    found = b"".join(json_lines(cut(content, num_bytes), 1 << 20, "rows")).split(b"\n")
+    assert [json.loads(line) for line in found if line.strip()] == objects
+    assert fields_of_object(cut(content * 2, num_bytes), 1 << 20) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('{"a": 1', "the object does not end"),
+        ('{"a": 1,}', "a comma and no field behind it"),
+        ('{"a" 1}', "a name without a colon"),
+        ("{a: 1}", "a field without a name"),
+        ('{"a": 1\n"b": 2}', "line 2: .*neither a comma nor the end of the object behind a field"),
+        ('{"a": 1, "a": 2}', "the field 'a' twice"),
+        ('{"a": [1}', "neither a comma nor the end of the list"),
+    ],
+)
+def test_what_is_no_object_is_said(content: str, why: str):
+    with pytest.raises(DataError, match=why):
+        fields_of_object(iter([content.encode()]), 1 << 20)

@@ -1,5 +1,7 @@
 """The cursor moves only when told to, and a loader resumed anywhere goes on as one that was never stopped."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -102,7 +104,7 @@ def test_the_state_is_a_place_in_an_epoch():
 def test_a_state_outside_the_data_is_refused(state: dict[str, int]):
     loader = Loader(Numbers(10), 4, seed=0)
     with pytest.raises(CheckpointError, match=f"at sample {state['position']} of epoch .* the data has 10 samples"):
-        loader.load_state_dict(state)
+        loader.load_state_dict(loader.state_dict() | state)
     assert place(loader) == {"epoch": 0, "position": 0}
 
 
@@ -251,6 +253,46 @@ def test_a_state_of_another_seed_order_data_or_length_is_refused(kind: str, orde
         with pytest.raises(CheckpointError, match="resume with"):
             other.load_state_dict(state)
         assert place(other) == {"epoch": 0, "position": 0}
+
+
+FAULTS: list[tuple[Any, str]] = [
+    (None, "a dict of whole numbers, and this is NoneType"),
+    ("x", "this is str"),
+    ([("epoch", 0)], "this is list"),
+    ({}, "has no epoch, position, num_samples, order .it has nothing"),
+    ({"epoch": "one"}, "epoch = 'one' .* is no whole number"),
+    ({"epoch": 10**9}, "epoch = 1,000,000,000 .* more than any training reaches"),
+    ({"position": 3.5}, "position = 3.5 .* is no whole number"),
+    ({"position": True}, "position = True .* is no whole number"),
+    ({"order": None}, "order = None .* is no whole number"),
+    ({"data": None}, "data = None .* is no whole number"),
+    ({"num_samples": None}, "num_samples = None .* is no whole number"),
+    ({"batch": "1"}, "batch = '1' .* is no whole number"),
+    ({"batch": 10**6}, "no batch begins at position 40, batch 1,000,000 of epoch 0"),
+    ({"seed": 1}, "'seed', which is none of its names"),
+]
+
+
+@pytest.mark.parametrize(("fault", "why"), FAULTS, ids=[str(fault) for fault, _ in FAULTS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_state_is_refused_and_changes_nothing(kind: str, fault: Any, why: str):
+    loader = Loader(Numbers(100), KINDS[kind], seed=1)
+    while loader.state_dict()["position"] < 40:
+        take(loader, 1)
+    before = loader.state_dict()
+    with pytest.raises(CheckpointError, match=f"{why}.*state_dict"):
+        loader.load_state_dict(before | fault if isinstance(fault, dict) and fault else fault)
+    assert loader.state_dict() == before
+    for name in ("epoch", "position", "num_samples", "order"):
+        with pytest.raises(CheckpointError, match=f"the state of a loader has no {name} "):
+            loader.load_state_dict({key: value for key, value in before.items() if key != name})
+
+
+def test_a_position_inside_a_pool_is_no_place_in_buckets():
+    loader = Loader(Numbers(100), KINDS["buckets"], seed=1)
+    take(loader, 1)
+    with pytest.raises(CheckpointError, match="no batch begins at position 7"):
+        loader.load_state_dict(loader.state_dict() | {"position": 7})
 
 
 def test_a_state_before_the_first_batch_fits_any_loader():

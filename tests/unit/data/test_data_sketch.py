@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from plimsoll.data.byte_pairs import peak_bytes
+from plimsoll.data.byte_pairs import whole_bytes
 from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_from_folders
@@ -36,7 +36,7 @@ def tokenizer_file(folder: Path, ids: dict[str, int], end_token: str) -> Path:
 
 
 def test_a_tokenizer_to_be_trained_has_the_size_that_is_asked_for_as_a_guess_where_the_texts_are_not_here(tmp_path):
-    guess = TextSketch(1234, None, 0, tokenizer_bytes=160 << 20, guessed=frozenset({"vocabulary"}))
+    guess = TextSketch(1234, None, 0, tokenizer_bytes=230 << 20, guessed=frozenset({"vocabulary"}))
     for source in (tmp_path / "absent.txt", "s3://bucket/texts/*.txt"):
         assert sketch_texts(job_of(source, tokenizer={"vocab_size": 1234})) == guess
 
@@ -44,10 +44,10 @@ def test_a_tokenizer_to_be_trained_has_the_size_that_is_asked_for_as_a_guess_whe
 def test_of_much_text_no_tokenizer_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = tmp_path / "text.txt"
     text.write_text("word " * 100)
-    assert sketch_texts(job_of(text)) == TextSketch(261, None, 0, tokenizer_bytes=peak_bytes(500))
+    assert sketch_texts(job_of(text)) == TextSketch(261, None, 0, tokenizer_bytes=whole_bytes(500))
     monkeypatch.setattr("plimsoll.data.sketch._MOST_TRAINED_BYTES", 499)
     assert sketch_texts(job_of(text)) == TextSketch(
-        8000, None, 0, tokenizer_bytes=160 << 20, guessed=frozenset({"vocabulary"})
+        8000, None, 0, tokenizer_bytes=230 << 20, guessed=frozenset({"vocabulary"})
     )
 
 
@@ -71,7 +71,7 @@ def test_it_agrees_with_the_tokenizer_that_the_training_uses(tmp_path: Path, set
     sizes = trained.vocab_size, None, trained.end_id, trained.pad_id
     assert again.of_model == sizes == sketch_texts(job).of_model == (size, None, 0, 0)
     assert again.tokenizer_bytes is None
-    most_bytes = peak_bytes(text.stat().st_size)
+    most_bytes = whole_bytes(text.stat().st_size)
     assert sketch_texts(job).tokenizer_bytes == (None if settings.get("train") == "words" else most_bytes)
 
 

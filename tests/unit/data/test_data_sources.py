@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from plimsoll.data.formats import Reading
+from plimsoll.data.index import open_corpus
 from plimsoll.data.sources import find_files
 from plimsoll.errors import DataError
 
@@ -194,3 +196,21 @@ def test_a_folder_that_cannot_be_listed_is_an_error_or_said(closed: Path, source
 def test_a_file_in_a_folder_that_may_not_be_looked_into_is_not_taken_for_missing(closed: Path):
     with pytest.raises(DataError, match=r"shut/b\.txt \(Permission denied\): allow looking into its folder"):
         find_files((str(closed / "shut" / "b.txt"),))
+
+
+def test_hidden_files_and_folders_below_a_folder_are_counted(tmp_path: Path):
+    for name in ("a.txt", "sub/b.txt", ".h.txt", "sub/.h.txt", ".git/c.txt", ".git/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("one\n")
+    assert find_files((str(tmp_path),)).num_hidden == 3
+    assert find_files((str(tmp_path), str(tmp_path / ".h.txt"))).num_hidden == 2  # it is read
+    assert find_files((str(tmp_path / "*.txt"),)).num_hidden == 0  # as any glob
+    corpus = open_corpus([str(tmp_path)], Reading("line"), tmp_path / "sub" / ".cache")
+    assert (len(corpus), corpus.num_hidden, corpus.num_skipped) == (2, 3, 0)
+    (tmp_path / ".swap").write_text("one\n")
+    again = open_corpus([str(tmp_path)], Reading("line"), tmp_path / "sub" / ".cache")
+    assert (again.folder, again.num_hidden) == (corpus.folder, 5)  # the cache is hidden, too
+    for name in ("a.txt", "sub/b.txt"):
+        (tmp_path / name).unlink()
+    with pytest.raises(DataError, match="holds no file that is not hidden"):
+        find_files((str(tmp_path),))

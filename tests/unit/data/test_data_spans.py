@@ -165,6 +165,7 @@ for kind in (None, "sentence"):
 """
 
 
+@pytest.mark.long
 def test_memory_does_not_depend_on_the_texts(tmp_path: Path):
     tokens = np.ones(20_000_000, np.uint16)  # one text, whose windows would fill 160 MiB as two lists of numbers
     tokens[9::10] = 2

@@ -142,6 +142,7 @@ tokenize(corpus, tokenizer, cache, halfway)
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["kill", "full"])
 def test_an_interrupted_tokenisation_leaves_no_store(tmp_path: Path, how: str):
     corpus = corpus_of(tmp_path / "texts", ["some words here " * 6_000] * 15)
@@ -161,6 +162,7 @@ def test_an_interrupted_tokenisation_leaves_no_store(tmp_path: Path, how: str):
     assert not list(cache.glob("*.part"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_batches", range(1, 6))
 def test_what_was_interrupted_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch, num_batches: int):
     monkeypatch.setattr(plimsoll.data.tokens, "_BATCH_BYTES", 100_000)

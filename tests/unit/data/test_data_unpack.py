@@ -49,6 +49,7 @@ def test_all_streams_of_a_file_are_unpacked(suffix: str):
     assert b"".join(chunks_of(f"a.txt.{suffix}", io.BytesIO(packed))) == CONTENT + b"more"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("suffix", PACKED)
 @pytest.mark.parametrize("tear", [lambda packed: packed[:-9], lambda packed: b"no archive at all"])
 def test_what_is_not_whole_is_torn(suffix: str, tear):

@@ -422,6 +422,7 @@ while True:
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("end", ["exit", "SIGINT", "SIGTERM", "SIGKILL"])
 def test_no_worker_outlives_the_training(end: str):
     process = subprocess.Popen(

@@ -52,6 +52,7 @@ def test_what_is_not_steady_growth(used):
     assert not growth_of(points(used)).is_steady
 
 
+@pytest.mark.long
 def test_noise_is_seldom_taken_for_growth():
     """Independent noise of 20 MiB around 300: of 2,000 runs of 100 steps."""
     draw = random.Random(0)

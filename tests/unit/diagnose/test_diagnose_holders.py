@@ -1,8 +1,10 @@
 """What variables keep."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -25,6 +27,37 @@ def test_a_list_of_tensors_counts_each_storage_once():
     assert (kept.num_items, kept.kind, kept.num_graphs) == (64, "list", 0)
     assert kept.code == "parts = [whole[row] for row in range(64)]"
     del parts
+
+
+def test_what_is_on_another_device_than_the_one_that_ran_out_does_not_count():
+    on_host = [torch.zeros(64, KIB), "text " * 100 * KIB]
+    found = [one for one in found_in([sys._getframe()]) if one.name == "on_host"]
+    assert len(kept_by(found, {}, (), "cpu")) == 1
+    assert kept_by(found, {}, (), "cuda") == []
+    del on_host
+
+
+@pytest.mark.parametrize(
+    ("made", "grows"),
+    [
+        (lambda: {"input_ids": torch.zeros(9, KIB), "mask": torch.zeros(9, KIB), "labels": torch.zeros(9, KIB)}, False),
+        (lambda: tuple(torch.zeros(9, KIB) for _ in range(4)), False),
+        (lambda: {number: torch.zeros(9, KIB) for number in range(4)}, True),
+        (lambda: {str(number): torch.zeros(9, KIB) for number in range(40)}, True),
+    ],
+)
+def test_a_batch_is_no_collection_that_grows(made, grows):
+    batch = made()
+    (kept,) = look(sys._getframe(), {"batch"}).values()
+    assert kept.has_grown == grows
+    del batch
+
+
+def test_a_list_that_was_empty_is_known_from_then_on():
+    cache = {}
+    before = lengths_of(found_in([sys._getframe()]))
+    cache |= {str(number): torch.zeros(9, KIB) for number in range(4)}
+    assert look(sys._getframe(), {"cache"}, before)["cache"].has_grown
 
 
 def test_a_tensor_with_a_graph_that_reaches_back():
@@ -72,6 +105,18 @@ def test_attributes_of_modules_and_data_sets():
     assert found["data.tokens"].is_of_data
     assert found["net.history"].code == "self.history.append(x)"
     del data
+
+
+def fill(holder):
+    rows = list(range(9))
+    holder.rows = [torch.zeros(9, KIB) for _ in rows]
+
+
+def test_an_attribute_that_a_function_has_stored_that_returned():
+    holder = SimpleNamespace()
+    fill(holder)
+    kept = look(sys._getframe(), {"holder"})["holder.rows"]
+    assert kept.code == "holder.rows = [torch.zeros(9, KIB) for _ in rows]"
 
 
 def test_what_hides_or_loops_does_no_harm():

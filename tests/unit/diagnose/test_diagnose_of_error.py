@@ -60,5 +60,40 @@ def test_states_that_the_first_update_makes_are_counted():
     assert share.num_bytes >= 400_000
 
 
+def test_inputs_are_the_batch_and_not_the_data_that_it_is_taken_from():
+    """Known by time: a batch is made in its step. What was there before it counts where a module or a graph has it."""
+    data = torch.zeros(1000, 300)
+    whole = torch.ones(1, 700)
+    layer = torch.nn.Linear(700, 3)
+    before = Before()
+    before.look_at([sys._getframe()])
+    batch = {"rows": data[:100].clone(), "labels": torch.zeros(100, 20), "mask": torch.ones(100, 30)}
+    loss = layer(whole).sum()
+
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    backend, _ = backend_of(raised.value)
+    found = evidence_of_error(raised.value, backend, before, sys._getframe())
+    sizes = {one.category: one.num_bytes for one in found.shares}
+    assert sizes["inputs"] == whole.nbytes + sum(one.nbytes for one in batch.values())
+    assert sizes["kept by variables"] == data.nbytes
+    del loss
+
+
+def test_what_a_module_was_called_with_is_an_input_before_a_graph_has_it():
+    class Failing(torch.nn.Linear):
+        def forward(self, rows):
+            return torch.empty(1 << 60, dtype=torch.uint8)
+
+    layer, rows = Failing(3, 3), torch.zeros(1000, 300)
+    before = Before()
+    before.look_at([sys._getframe()])
+    with pytest.raises(RuntimeError) as raised:
+        layer(rows)
+    backend, _ = backend_of(raised.value)
+    found = evidence_of_error(raised.value, backend, before, sys._getframe())
+    assert {one.category: one.num_bytes for one in found.shares}["inputs"] == rows.nbytes
+
+
 def test_an_error_that_is_none_has_no_backend():
     assert backend_of(ValueError("out of memory")) is None

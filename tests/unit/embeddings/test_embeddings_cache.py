@@ -100,6 +100,7 @@ def places(num_bytes: int) -> Iterator[int]:
     yield from (0, 8, num_bytes - 1, *generator.choice(num_bytes, 40).tolist())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["table.safetensors", "manifest.json"])
 @pytest.mark.parametrize("num_words", [3, 6000])
 def test_a_damaged_byte_is_found_and_the_entry_is_written_again(cache: Path, tmp_path: Path, name: str, num_words: int):

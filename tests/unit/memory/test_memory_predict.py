@@ -15,7 +15,7 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.predict import MOST_ROWS, Counted, context_of, count_on_cpu, count_on_cuda
 from plimsoll.records.allocator import AllocatorRules
 from plimsoll.records.gpu import DeviceSpec
-from plimsoll.records.heap import FAST_HEAP, FRESH_HEAP, TIGHT_HEAP
+from plimsoll.records.heap import FAST_HEAP, FRESH_HEAP, KEPT_HEAP, TIGHT_HEAP
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Assumption
 
@@ -192,10 +192,10 @@ def test_a_limit_holds_what_an_lstm_asks_for_and_never_writes():
 def test_the_nodes_of_a_graph_take_memory_of_the_heap_from_their_op_to_the_end_of_backward():
     """9,999 nodes are made before the second op's storage and are gone before the fourth's.
 
-    Four nodes take six chunks of 32 bytes (blocks of 16), and one each of 48, 80, 192 and 320 (of 32, 64, 184 and 312),
-    two of 192 (of 176) and four of 560: 3,456 bytes.
+    Four nodes take thirteen chunks of 32 bytes (blocks of 16 and 24), two of 48 (of 32) and 192 (of 176 and 184), and
+    one each of 80, 320, 480, 496, 560 and 656 (of 64, 312, 464, 488, 552 and 640): 3,488 bytes.
     """
-    nodes_bytes = 2500 * 3456
+    nodes_bytes = 2500 * 3488
     small = 64 << 10
     script = ("forward", "forward", "backward", "optimizer")
     trace = trace_of(*((phase, 1, f"+{name} activations {small}") for phase, name in zip(script, "abcd", strict=True)))
@@ -208,6 +208,22 @@ def test_the_nodes_of_a_graph_take_memory_of_the_heap_from_their_op_to_the_end_o
     stays = count_on_cpu(trace.model_copy(update={"nodes": ((1, -1, 9_999),)}), BASELINE, FRESH_HEAP)
     assert stays.allocated.tolist() == counted.allocated.tolist()
     assert stays.reserved[3] - without.reserved[3] == pytest.approx(nodes_bytes, abs=16 * 4096)
+
+
+def test_where_large_blocks_are_kept_the_steps_that_follow_the_traced_ones_count():
+    """Each step leaves a hole of 6 MiB that its first block, of 8, does not fit; what was built stays as it was."""
+    trace = trace_of(
+        ("setup", 0, f"+w parameters {MIB}"),
+        ("forward", 1, f"+a activations {6 * MIB} +b activations {MIB} -a -b"),
+        ("forward", 2, f"+c activations {6 * MIB} +d activations {8 * MIB} -c +e activations {7 * MIB} -d -e"),
+    )
+    for rules, may_grow in ((KEPT_HEAP, True), (FAST_HEAP, False)):
+        short, long = (count_on_cpu(trace, BASELINE, rules, is_long=is_long) for is_long in (False, True))
+        assert (long.reserved >= short.reserved).all()
+        assert (long.reserved > short.reserved).any() == may_grow
+        assert (long.reserved[:5] == short.reserved[:5]).all()  # no row of the last step
+        assert len(long.reserved) == len(short.reserved)
+        assert long.live.total.tolist() == short.live.total.tolist()
 
 
 def test_what_a_model_is_built_of_goes_back_where_its_blocks_are_mapped_until_the_first_step():

@@ -178,6 +178,7 @@ for task, specs in models.items():
 """
 
 
+@pytest.mark.long
 def test_nothing_is_printed(tmp_path):
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT, tmp_path], capture_output=True, text=True, check=False

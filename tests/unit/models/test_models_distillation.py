@@ -50,6 +50,7 @@ def cut(loss: Distillation, student: nn.Module, batch: dict[str, Tensor], kind: 
     return total
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("temperature", "hard"), [(1.0, 0.0), (3.0, 0.5), (3.0, 1.0), (1.0, 0.5)])
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,7 +4,7 @@ import pytest
 
 from hand_traces import trace_of
 from plimsoll.memory.predict import count_on_cpu
-from plimsoll.plan.cost import learn_time, learned_ratio, moved_outside, step_duration, with_disk
+from plimsoll.plan.cost import _of_all, learn_time, learned_ratio, moved_outside, step_duration, with_disk
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.heap import FAST_HEAP, KEPT_HEAP, HeapRules
 from plimsoll.records.plan import Duration
@@ -65,6 +65,11 @@ def test_the_last_step_is_added_up_without_setup_and_evaluation():
 )
 def test_micro_batches_that_were_not_rehearsed(batch, micro, rehearsed, expected):
     assert seconds_of(trace_of(*TWO, work=TWO_WORK), batch=batch, micro=micro, rehearsed=rehearsed) == expected
+
+
+def test_of_whole_passes_and_a_smaller_one_the_second_stands_for_all_whole_ones_but_the_first():
+    assert _of_all([11, 13, 5], num_pieces=6, ends_smaller=True) == 11 + 4 * 13 + 5
+    assert _of_all([11, 5], num_pieces=2, ends_smaller=True) == 11 + 5
 
 
 def test_the_range_is_the_speeds_spread():

@@ -38,3 +38,10 @@ def test_tags_are_shares_of_the_words():
     sheet = data_sheets.tag_sheet(corpus_records.corpus_facts(labels=(), tags=tags))
     assert sheet.title == "Tags, 2 of 2"
     assert sheet.rows == (("O", "30", "75.0%"), ("B-PER", "10", "25.0%"))
+
+
+def test_hidden_files_are_counted_beside_what_was_left_out():
+    for num_skipped, num_hidden, said in ((0, 0, "none"), (0, 1, "1 hidden file or folder"), (5, 0, "5"),
+                                          (5, 3, "5 and 3 hidden files and folders")):  # fmt: skip
+        facts = corpus_records.corpus_facts(num_skipped=num_skipped, num_hidden=num_hidden)
+        assert ("Left out", said) in data_sheets.corpus_sheet(facts).rows

@@ -373,6 +373,7 @@ def test_weights_in_integers_give_about_the_same(classifier: Path, data: Path, k
     assert 0 < max(differences) < apart
 
 
+@pytest.mark.long
 def test_a_head_that_is_not_there_is_no_head_under_a_budget_either(classifier: Path, data: Path) -> None:
     folder = data.parent / "m"
     shutil.copytree(classifier, folder)

@@ -73,6 +73,7 @@ def test_an_entry_of_another_form_is_refused(monkeypatch, entry):
         arm_from_environment()
 
 
+@pytest.mark.long
 def test_a_training_process_is_armed_by_its_environment(finished):
     """The run was started with ``backward@2``; each of its two steps passes there once."""
     events = [line for line in RunDirectory(finished.path).lines() if isinstance(line, OomEvent)]

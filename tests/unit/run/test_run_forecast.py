@@ -67,6 +67,7 @@ def test_other_sizes_are_predicted_and_grow():
     assert peaks[8, 16] <= peaks[16, 32] < peaks[32, 64]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_another_size_is_predicted_as_a_job_of_that_size_is(ranks):
     whole = predict_job(job(ranks=ranks), device="t4", what_if=True)
@@ -83,6 +84,7 @@ def test_other_sizes_are_no_smaller_than_one_sample_of_two_tokens():
     assert sizes == [(2, 1), (2, 2), (4, 1), (4, 2)]
 
 
+@pytest.mark.long
 def test_a_model_with_places_for_so_many_tokens_is_not_predicted_beyond_them():
     """100 places are enough for twice the job's 32 tokens and not for four times as many."""
     gpt2 = {"architecture": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 100}
@@ -174,6 +176,7 @@ def test_what_measured_runs_have_taught_widens_the_range_and_leaves_the_answer(t
     assert elsewhere == predict_job(job(), device="rtx3060").reserved
 
 
+@pytest.mark.long
 def test_what_a_job_pins_is_predicted_and_so_is_what_its_ranks_exchange():
     """The two blocks are of 198,272 parameters each, and rank 0 of 4 gathers one at a time."""
     gpt2 = {"architecture": "gpt2", "n_layer": 2, "n_embd": 128, "n_head": 2}

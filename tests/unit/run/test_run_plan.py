@@ -103,6 +103,7 @@ def test_a_plan_says_why_not_and_what_each_technique_does(tight):
     assert Plan.from_json(tight.to_json()) == tight
 
 
+@pytest.mark.long
 def test_where_nothing_fits_the_smallest_budget_is_said_and_holds(impossible):
     assert not impossible.fits
     smallest_mib = -(-impossible.smallest_budget_bytes // MIB)
@@ -178,6 +179,7 @@ def test_the_same_job_has_the_same_plan(tight):
     assert without_clock(planned(TIGHT_MIB)) == without_clock(tight)
 
 
+@pytest.mark.long
 def test_more_room_is_never_slower(tight):
     ample = planned(AMPLE_MIB)
     assert ample.rungs[0].step_time.likely_seconds <= tight.rungs[0].step_time.likely_seconds
@@ -223,6 +225,7 @@ def test_more_than_the_device_has_is_refused_before_anything_is_traced():
         plan_job(job(), device="cpu", limit_bytes=1 << 50, progress=refuse)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_plan_of_this_job_gives_its_budget_to_a_run_without_one(on_cpu):
     assert require_same(on_cpu, job(), "plan.json").budget.device_bytes == 1 << 30
@@ -284,6 +287,7 @@ FOUR_RANKS = {
 OFF_THE_DEVICE = ["optimizer_offload", "optimizer_in_backward", "parameter_offload", "activation_offload"]
 
 
+@pytest.mark.long
 def test_ranks_share_a_model_out_where_each_has_no_room_for_all_of_it_and_the_plan_says_why():
     plan = planned(950, forbids=OFF_THE_DEVICE, **FOUR_RANKS)
     assert plan.fits
@@ -294,6 +298,7 @@ def test_ranks_share_a_model_out_where_each_has_no_room_for_all_of_it_and_the_pl
     assert plain.reason == "needs up to 1.2 GiB, more than 950.0 MiB"
 
 
+@pytest.mark.long
 def test_ranks_that_have_room_for_all_of_a_model_do_not_share_it_out():
     plan = planned(2000, forbids=OFF_THE_DEVICE, **FOUR_RANKS)
     assert "fully_shard" not in names(plan.choices)

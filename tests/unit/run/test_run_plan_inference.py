@@ -55,11 +55,13 @@ def test_what_does_not_fit_says_what_would_and_that_does(folders, least):
     assert above.micro_batch == 1
 
 
+@pytest.mark.long
 def test_whatever_is_more_than_the_least_fits(folders, least):
     """Also where none of the plans that were guessed to fit does, when it is traced."""
     assert all(planned(folders["wide"], least + more * MIB // 2).fits for more in range(1, 12, 2))
 
 
+@pytest.mark.long
 def test_more_budget_is_never_slower(folders, least):
     rates = [planned(folders["wide"], least + more * MIB).rows_per_second for more in (0, 5, 10, 20, 40, 200)]
     assert all(after >= before * 0.99 for before, after in pairwise(rates))

@@ -123,6 +123,7 @@ def test_what_runs_have_taught_of_a_mix_is_in_its_time_and_its_range():
     assert planned(pinned, 1000 * MIB).time_factor == 1.0
 
 
+@pytest.mark.long
 def test_what_is_kept_beside_the_gpu_is_said_where_it_is_worth_a_word():
     """Two tables of 256 numbers a word, twice, as Adam's moments."""
     wide = {"model": SMALL | {"embedding_size": 256, "hidden_size": 256}, "optimizer": {"name": "adamw"}}

@@ -37,6 +37,7 @@ def planned(budget, **options):
     return plan_step(model, optimizer, CASE.batches()[0], units=CASE.units, budget=budget, device="cpu", **options)
 
 
+@pytest.mark.long
 def test_where_memory_is_plenty_nothing_is_changed_that_costs_time():
     plan = planned("4GiB")
     assert plan.fits
@@ -250,6 +251,7 @@ def assert_planned_is_built(job: Job, cache: Path) -> TextSketch:
     return texts
 
 
+@pytest.mark.long
 def test_what_is_planned_is_what_is_built_over_many_small_jobs(tmp_path: Path) -> None:
     found = [(job, assert_planned_is_built(job, tmp_path / "cache")) for job in jobs_of(tmp_path)]
     assert len(found) > 60

@@ -1,6 +1,7 @@
 """The supervisor: what it makes of a process that ended, and one real run that is killed and goes on."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from plimsoll.run.supervise import (
     _Death,
     _death,
     _End,
-    _has_host_budget,
+    _host_budget_bytes,
     _note,
     _Retries,
     _what_happened,
@@ -34,18 +35,19 @@ from plimsoll.run.supervise import (
 )
 from processes import LONGEST_SECONDS, environment
 
+BUDGET = 4 << 30
 OURS, MACHINE = partial(OomKills, is_whole_machine=False), partial(OomKills, is_whole_machine=True)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 130, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP])
 def test_a_process_that_ended_by_itself_or_was_asked_to_is_not_dead(code):
-    assert _death(_End(code, None), OURS(0), has_host_budget=True) is None
+    assert _death(_End(code, None), OURS(0), host_budget_bytes=BUDGET) is None
 
 
 @pytest.mark.parametrize("code", [TornStepError.exit_code, WornProcessError.exit_code, -signal.SIGKILL])
 def test_after_a_signal_that_asked_it_to_stop_nothing_is_started_again(code):
     end = _End(code, asked_by=signal.SIGINT)
-    assert _death(end, OURS(0), has_host_budget=True) is None
+    assert _death(end, OURS(0), host_budget_bytes=BUDGET) is None
     assert end.exit_code == 130
 
 
@@ -86,43 +88,55 @@ def test_the_exit_code_is_what_a_shell_would_say(code, asked_by, exit_code):
 def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, evidence, cause):
     # The kernel's OOM killer cannot be called here without ending more than this test.
     monkeypatch.setattr(module, "oom_kill_count", lambda: after)
-    death = _death(_End(-signal.SIGKILL, None), before, has_host_budget=False)
+    death = _death(_End(-signal.SIGKILL, None), before, host_budget_bytes=None)
     assert (death.signal_name, death.cause.name) == ("SIGKILL", cause)
     assert death.evidence.startswith(evidence)
 
 
 @pytest.mark.parametrize(
-    ("code", "has_host_budget", "name", "evidence", "cause"),
+    ("code", "host_budget_bytes", "name", "evidence", "cause"),
     [
-        (-signal.SIGBUS, False, "SIGBUS", "a guess: a page of a mapped file", "GUESS"),
-        (-signal.SIGABRT, True, "SIGABRT", "a guess: native code (in Rust, as of tokenizers, or C++) ends", "GUESS"),
-        (-signal.SIGSEGV, True, "SIGSEGV", "a guess: native code (in Rust, as of tokenizers, or C++) ends", "GUESS"),
-        (-signal.SIGSEGV, False, "SIGSEGV", "no budget was enforced", "CRASH"),
-        (-signal.SIGABRT, False, "SIGABRT", "no budget was enforced", "CRASH"),
-        (-signal.SIGILL, True, "SIGILL", "no lack of memory does that", "CRASH"),
-        (-signal.SIGFPE, True, "SIGFPE", "no lack of memory does that", "CRASH"),
-        (TornStepError.exit_code, False, "torn step", "memory ran out inside optimizer.step()", "TOLD"),
-        (WornProcessError.exit_code, True, "worn heap", "memory ran out where no fallback helps", "TOLD"),
-        (RankLostError.exit_code, False, "rank lost", "a rank ended, or did not answer in time", "OUTSIDE"),
+        (-signal.SIGBUS, None, "SIGBUS", "a guess: a page of a mapped file", "GUESS"),
+        (-signal.SIGABRT, BUDGET, "SIGABRT", "a guess: native code (in Rust, as of tokenizers, or C++) ends", "GUESS"),
+        (-signal.SIGSEGV, BUDGET, "SIGSEGV", "a guess: native code (in Rust, as of tokenizers, or C++) ends", "GUESS"),
+        (-signal.SIGSEGV, None, "SIGSEGV", "no budget was enforced", "CRASH"),
+        (-signal.SIGABRT, None, "SIGABRT", "no budget was enforced", "CRASH"),
+        (-signal.SIGILL, BUDGET, "SIGILL", "no lack of memory does that", "CRASH"),
+        (-signal.SIGFPE, BUDGET, "SIGFPE", "no lack of memory does that", "CRASH"),
+        (TornStepError.exit_code, None, "torn step", "memory ran out inside optimizer.step()", "TOLD"),
+        (WornProcessError.exit_code, BUDGET, "worn heap", "memory ran out where no fallback helps", "TOLD"),
+        (RankLostError.exit_code, None, "rank lost", "a rank ended, or did not answer in time", "OUTSIDE"),
     ],
 )
-def test_a_crash_is_perhaps_memory_only_where_memory_was_limited(code, has_host_budget, name, evidence, cause):
-    death = _death(_End(code, None), OURS(4), has_host_budget)
+def test_a_crash_is_perhaps_memory_only_where_memory_was_limited(code, host_budget_bytes, name, evidence, cause):
+    death = _death(_End(code, None), OURS(4), host_budget_bytes)
     assert (death.signal_name, death.cause.name) == (name, cause)
     assert death.signal_number == max(-code, 0)  # none, where it ended with a code
     assert death.evidence.startswith(evidence)
 
 
+def test_native_code_that_is_refused_memory_is_named_with_the_budget():
+    fault = """Fatal Python error: Aborted
+
+Thread 0x00007f01 (most recent call first):
+  File "/env/lib/python3.11/site-packages/tokenizers/models.py", line 9 in train
+  File "/home/a/model.py", line 12 in build
+"""
+    death = _death(_End(-signal.SIGABRT, None, fault), OURS(4), BUDGET)
+    assert "the budget of 4.0 GiB refuses it memory" in death.evidence
+    assert death.evidence.endswith("it was called by /home/a/model.py:12 (`build`), through tokenizers")
+
+
 def test_only_host_memory_that_is_limited_counts_as_a_budget(new_run):
     free, budgeted = new_run("free", steps=1), new_run("budgeted", steps=1, budget={"device": "4GiB"})
     on_host = new_run("on host", steps=1, budget={"host": "4GiB"})
-    assert _has_host_budget(on_host)
-    assert not _has_host_budget(budgeted)  # no process has begun there
+    assert _host_budget_bytes(on_host) == BUDGET
+    assert _host_budget_bytes(budgeted) is None  # no process has begun there
     RunHead(job={}, device=device_of("cuda"), versions={}, fingerprint={}).save(budgeted.head)
-    assert not _has_host_budget(budgeted)
+    assert _host_budget_bytes(budgeted) is None
     for directory in (free, budgeted):
         RunHead(job={}, device=device_of("cpu"), versions={}, fingerprint={}).save(directory.head)
-    assert [_has_host_budget(directory) for directory in (free, budgeted)] == [False, True]
+    assert [_host_budget_bytes(directory) for directory in (free, budgeted)] == [None, BUDGET]
 
 
 def device_of(kind):
@@ -349,7 +363,10 @@ def test_a_crash_without_a_budget_is_not_tried_again(new_run, supervised):
     kill_worker(process, signal.SIGSEGV)
     _, errors = process.communicate(timeout=LONGEST_SECONDS)
     assert "KilledError: the training process crashed with SIGSEGV after step" in errors
-    assert "no budget was enforced that could have refused it memory: find what crashes" in errors
+    assert "Fatal Python error: Segmentation fault" in errors
+    assert re.search(
+        r"no budget was enforced .* memory; it was called by \S+:\d+ \(`\w+`\).*: find what crashes", errors
+    )
     assert errors.endswith("start it again then with --resume\n")
     assert len(of_kind(directory, StartLine)) == 1
 

@@ -32,8 +32,8 @@ from processes import LONGEST_SECONDS, run_program
 
 LISTENS = """
 import time
-from plimsoll.run.worker import _end_with_supervisor
-_end_with_supervisor()
+from plimsoll.run.worker import _begin_supervised
+_begin_supervised()
 print("listens", flush=True)
 time.sleep(60)
 """

@@ -34,8 +34,8 @@ NewRun = Callable[..., RunDirectory]
 
 DEATH_SIGNAL = """
 import ctypes
-from plimsoll.run.worker import _end_with_supervisor
-_end_with_supervisor()
+from plimsoll.run.worker import _begin_supervised
+_begin_supervised()
 number = ctypes.c_int(-1)
 ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
 print(number.value)

@@ -141,6 +141,7 @@ def live_peak(precision: str, **options: str) -> int:
     return live_bytes(rehearse_job(job, texts, CpuLowering(), choices)).peak_bytes
 
 
+@pytest.mark.long
 def test_each_way_leaves_less_on_the_device_than_the_one_before():
     once, in_half = live_peak("bf16", gathered="once"), live_peak("bf16", gathered="once", dtype="bf16")
     off = live_peak("bf16", gathered="twice", dtype="bf16", offload="disk")

@@ -201,8 +201,10 @@ def test_the_largest_block_that_leaves_a_hole_is_counted():
     )
     words = ("never", "32MiB", "4MiB", "1MiB")
     found = [count_on_cpu(trace, NOTHING, heap_rules([choice(mapped_from=word)])) for word in words]
-    assert [counted.largest_in_heap_bytes // mib for counted in found] == [6, 6, 3, 0]
-    assert found[0].peak.high_bytes + 5 * mib == replace(found[0], holes_bytes=5 * mib).peak.high_bytes
+    assert [counted.holes_bytes for counted in found] == [(18 * mib, 30 * mib)] * 2 + [(0, 0)] * 2
+    without = replace(found[0], holes_bytes=(0, 0))
+    assert found[0].peak.high_bytes == without.peak.high_bytes + 30 * mib
+    assert found[0].peak.low_bytes == without.live.peak_bytes  # which is more than 18 MiB less
 
 
 _TIGHTENED = """

@@ -254,6 +254,7 @@ def test_a_checkpoint_beside_codes_can_be_resumed(choice, tmp_path):
     second.close()
 
 
+@pytest.mark.sampled(3)
 @needs_peft
 @all_bases
 def test_a_rehearsal_needs_what_the_real_step_needs(choice):

@@ -318,6 +318,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fails", [(), (2,), (30,)])
 @pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
 def test_with_others_of_the_optimizer_the_bits_are_theirs_also_after_an_oom(others, fails, monkeypatch):

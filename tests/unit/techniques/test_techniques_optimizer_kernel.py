@@ -189,6 +189,7 @@ def trained(case, optimizer_class, precision, chosen=None, fails=False, **option
     return weights_of(model, optimizer)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chosen", ["foreach", "loop", "fused"])
 @pytest.mark.parametrize(
     ("case", "precision"),

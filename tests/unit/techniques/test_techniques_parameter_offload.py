@@ -30,6 +30,7 @@ def is_mapped(tensor):
     return False
 
 
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_three_steps_are_those_of_plain_pytorch_also_after_running_out_of_memory(case, choice):

@@ -318,6 +318,7 @@ def peak_bytes(num_steps, choices, lowering=None):
     return live_bytes(rehearsed(model, batch(num_steps), choices, lowering)).peak_bytes
 
 
+@pytest.mark.long
 def test_what_is_kept_grows_with_the_square_root():
     """Four times the steps: plainly four times as much, in segments of the square root about twice."""
     few, many = (peak_bytes(steps, [time_segments_choice(isqrt(steps))]) for steps in (256, 4096))

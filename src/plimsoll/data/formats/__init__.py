@@ -106,7 +106,8 @@ class Found(NamedTuple):
 
     ``is_blank``: all of it is white space. For paragraphs ``starts`` are the begins of all lines behind the newlines of
     the part, and ``inks`` says of the bytes before, between and after these newlines whether they are more than white
-    space; `plimsoll.data.formats.text.Paragraphs` makes texts of that.
+    space; `plimsoll.data.formats.text.Paragraphs` makes texts of that. ``suspects`` are texts that can be read and may
+    not be what was meant.
     """
 
     starts: NDArray[np.int64]
@@ -117,6 +118,7 @@ class Found(NamedTuple):
     inks: NDArray[np.bool_] | None = None
     is_empty: NDArray[np.bool_] | None = None
     labels: Labels | None = None
+    suspects: tuple[Fault, ...] = ()
 
 
 class Format(Protocol):

@@ -13,6 +13,7 @@ from plimsoll.errors import DataError
 
 MOST_LABELS = 10_000  # a column with more is hardly one of classes, and a model with as many outputs hardly meant
 NO_LABEL = "-100"  # what losses of torch leave out: of a text that has no class, and is none itself
+WORDS_NAMES = ("tokens", "words")  # what the column of the words is called where they have tags
 _MOST_COLUMNS_SHOWN = 20
 
 

@@ -45,6 +45,18 @@ _MAGICS = {
     b"Rar!\x1a\x07": ("rar", "unpack it"),
     b"\x04\x22\x4d\x18": ("lz4", "unpack it"),
     b"\x1f\x9d": ("compress", "unpack it with `gunzip`"),
+    b"\x5d\0\0": ("lzma", "unpack it with `xz --format=lzma -d`"),
+    b"LZIP": ("lzip", "unpack it"),
+    b"\x89LZO": ("lzop", "unpack it"),
+    b"MSCF": ("a cabinet", "unpack it"),
+    b"Obj\x01": ("Avro", "write its rows as JSON lines"),
+    b"ORC": ("ORC", "write its rows as parquet"),
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": ("an old Office file (.doc, .xls)", "save it as text"),
+    b"SQLite format 3\0": ("an SQLite database", "write its rows as JSON lines"),
+    b"\x89HDF\r\n": ("HDF5", "write its texts as JSON lines"),
+    b"\x93NUMPY": ("an array of NumPy", "write its texts as JSON lines"),
+    b"\x89PNG\r\n": ("a picture (PNG)", "give a text"),
+    b"\xff\xd8\xff": ("a picture (JPEG)", "give a text"),
     b"%PDF-": ("PDF", "take the text out, for example with `pdftotext`"),
 }
 _CONVERT = "convert it, for example with `iconv -f latin1 -t utf-8`, or leave it out"
@@ -88,10 +100,12 @@ def text_begin(path: str) -> int:
         raise DataError(
             f"its mark 0x{head[:2].hex()} says UTF-16: convert it, for example with `iconv -f utf-16 -t utf-8`"
         )
-    if (at := head.find(0)) >= 0:
+    at = head.find(0)
+    if at >= 0 or not _is_begin_of_utf8(head):  # a text may begin with the same characters
         for magic, (kind, remedy) in _MAGICS.items():
             if head.startswith(magic):
                 raise DataError(f"its first bytes are those of {kind}: leave it out, or {remedy}")
+    if at >= 0:
         line = head.count(b"\n", 0, at) + 1
         raise DataError(
             f"line {line}: byte {at} is NUL, so it is binary, not text: leave it out, or give the text it was made from"
@@ -181,6 +195,15 @@ def _are_utf8(chunk: Chunk, marked: NDArray[np.int64], picked: NDArray[np.uint64
 def _is_utf8(raw: bytes) -> bool:
     try:
         codecs.utf_8_decode(raw, "strict", True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _is_begin_of_utf8(raw: bytes) -> bool:
+    """Return whether bytes are UTF-8, but for a character that their end cuts."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(raw)
     except UnicodeDecodeError:
         return False
     return True

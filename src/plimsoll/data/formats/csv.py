@@ -29,6 +29,7 @@ from plimsoll.errors import DataError
 
 _QUOTE = ord('"')
 _REMEDY = "correct the row"
+_FEWEST_SWALLOWED = 2  # lines; a text may well hold one that looks like a row
 _HOW_TO_QUOTE = (
     " (a quote in a field is written twice, in a field with quotes around it), or say quotes: false if none of the "
     "file's quotes mean anything"
@@ -185,7 +186,9 @@ def scan(part: Part) -> Found:
 
     raw, offset, digest = read_rows(part, is_whole)
     num_lines = raw.count(b"\n", part.begin - offset, part.end - offset)
-    return found_rows(part, digest, num_lines, _rows(part, raw, offset))
+    spans = _spans(part, raw, offset)
+    found = found_rows(part, digest, num_lines, _rows(part, raw, offset, spans))
+    return found._replace(suspects=tuple(_suspects(part, raw, offset, spans)))
 
 
 def _row_ends(raw: bytes, layout: Layout, begin: int, quoting: int) -> NDArray[np.int64]:
@@ -199,7 +202,8 @@ def _row_ends(raw: bytes, layout: Layout, begin: int, quoting: int) -> NDArray[n
     return newlines
 
 
-def _rows(part: Part, raw: bytes, offset: int) -> Iterator[Row | Fault]:
+def _spans(part: Part, raw: bytes, offset: int) -> list[tuple[int, int]]:
+    """Return where the rows that begin in a part are in what is read of it."""
     ends = _row_ends(raw, part.layout, *_begin(part, offset)).tolist()
     if part.begin <= part.first:
         begins = [part.first - offset, *(end + 1 for end in ends if end >= part.first - offset)]
@@ -208,7 +212,36 @@ def _rows(part: Part, raw: bytes, offset: int) -> Iterator[Row | Fault]:
     last = part.end - offset
     borders = [begin for begin in begins if begin < last]
     spans = list(pairwise([*borders, next((begin for begin in begins if begin >= last), len(raw))])) if borders else []
-    spans = [(begin, end) for begin, end in spans if raw[begin:end].strip(b"\r\n")]
+    return [(begin, end) for begin, end in spans if raw[begin:end].strip(b"\r\n")]
+
+
+def _suspects(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]]) -> Iterator[Fault]:
+    """Yield rows that may have swallowed others: each line between their first and their last would be a row itself.
+
+    Of a single column any line would be.
+    """
+    layout = part.layout
+    if layout.num_columns < 2 or raw.count(b"\n") <= len(spans) + 1:
+        return
+    for begin, end in spans:
+        lines = raw[begin:end].rstrip(b"\r\n").split(b"\n")[1:-1]
+        if len(lines) >= _FEWEST_SWALLOWED and all(_is_row(line.removesuffix(b"\r"), layout) for line in lines):
+            why = f"a quoted field takes the {len(lines)} lines behind it, each of which would be a row by itself"
+            remedy = "see whether its quotes are meant" + _HOW_TO_QUOTE
+            yield Fault(offset + begin, why, remedy, raw.count(b"\n", part.begin - offset, begin))
+
+
+def _is_row(line: bytes, layout: Layout) -> bool:
+    if line.count(layout.delimiter.encode()) < layout.num_columns - 1:
+        return False
+    try:
+        (fields,) = fields_of([line.decode("utf-8")], layout)
+    except (ValueError, csv.Error):
+        return False
+    return len(fields) == layout.num_columns
+
+
+def _rows(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]]) -> Iterator[Row | Fault]:
     line = raw.count(b"\n", part.begin - offset, spans[0][0]) if spans else 0
     for number in range(0, len(spans), _ROWS_AT_ONCE):
         some = spans[number : number + _ROWS_AT_ONCE]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data.formats import Fault, Found, Layout, Part, Reading
-from plimsoll.data.formats._columns import NO_LABEL, Row, found_rows, no_column, text_columns
+from plimsoll.data.formats._columns import NO_LABEL, Row, found_rows, listed, no_column, text_columns
 from plimsoll.data.formats._records import HEAD_BYTES, read_rows, too_long
 from plimsoll.data.formats._scanning import fault_in, read_head, text_begin
 from plimsoll.errors import DataError
@@ -34,10 +34,30 @@ def look(path: str, reading: Reading) -> tuple[Layout, int]:
         except (ValueError, RecursionError):
             continue
         if isinstance(first, dict):
-            strings = [name for name, value in first.items() if isinstance(value, str)]
-            columns = text_columns(reading, list(first), strings)
+            columns = columns_of(first, reading)
             break
     return Layout("jsonl", columns=columns or ("text",), label=reading.label), begin
+
+
+def columns_of(record: dict[str, Any], reading: Reading) -> tuple[str, ...]:
+    """Return the fields that make up the text of an object, and of those like it.
+
+    Raises:
+        DataError: if one asked for is missing, or none was asked for and it cannot be told which is the text; the only
+            string is not, where the object has a list of others.
+    """
+    holding = [name for name, value in record.items() if _holds_objects(value)]
+    if holding and reading.columns is None and "text" not in record:
+        raise DataError(
+            f"none of its columns {listed(list(record))} is called text, and {listed(holding)} holds objects, in which "
+            "the texts may be; give the column with text: <column>, or write these objects as JSON lines"
+        )
+    strings = [name for name, value in record.items() if isinstance(value, str)]
+    return text_columns(reading, list(record), strings)
+
+
+def _holds_objects(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(one, dict) for one in value)
 
 
 def scan(part: Part) -> Found:
@@ -100,11 +120,11 @@ def text_of(record: Any, layout: Layout) -> str:
         if isinstance(text, str):
             return text
     if not isinstance(record, dict):
-        raise DataError(f"it is {_kind(record)} and not an object: write {{...}}")
+        raise DataError(f"it is {kind_of(record)} and not an object: write {{...}}")
     values = [_field(record, str(name)) for name in layout.columns]
     for name, value in zip(layout.columns, values, strict=True):
         if not isinstance(value, str):
-            raise DataError(f"its column {name!r} holds {_kind(value)} and no string: write a string")
+            raise DataError(f"its column {name!r} holds {kind_of(value)} and no string: write a string")
     return values[0] if len(values) == 1 else "\n".join(values)
 
 
@@ -113,7 +133,7 @@ def _label(record: dict[str, Any], layout: Layout) -> str | int | None:
         return None
     value = _field(record, str(layout.label))
     if not isinstance(value, str | int):
-        raise DataError(f"its label {layout.label!r} is {_kind(value)}: write a string or a whole number")
+        raise DataError(f"its label {layout.label!r} is {kind_of(value)}: write a string or a whole number")
     if str(value) == NO_LABEL:
         raise DataError(
             f"its label {layout.label!r} is {NO_LABEL}, which means none: give it one, or leave the line out"
@@ -127,7 +147,8 @@ def _field(record: dict[str, Any], name: str) -> Any:
     return record[name]
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Return what a value is, in words."""
     kinds = {type(None): "null", bool: "a truth value", int: "a number", float: "a number", list: "a list", str: "text"}
     return kinds.get(type(value), "an object")
 

@@ -77,7 +77,9 @@ def growth_facts(evidence: Evidence) -> list[Fact]:
 
 def _facts(kept: Kept) -> list[Fact]:
     before = "" if kept.num_items_before is None else f", {kept.num_items_before:,} when it was first looked at"
-    items = f"`{kept.name}` ({kept.kind}) has {kept.num_items:,} item{'s' * (kept.num_items != 1)}{before}"
+    item = "tensor" if kept.copy_of else "item"
+    more = " that the training does not use" if kept.copy_of else before
+    items = f"`{kept.name}` ({kept.kind}) has {kept.num_items:,} {item}{'s' * (kept.num_items != 1)}{more}"
     parts = {"tensors": kept.tensor_bytes, "what their graphs save": kept.graph_bytes, "other objects": kept.host_bytes}
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     known = "from a sample of its items: " if kept.is_estimated else ""

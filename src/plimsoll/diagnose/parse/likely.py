@@ -2,11 +2,12 @@
 
 - More was asked for than the device has: an absurd request, mostly a wrong shape.
 - As much as was asked for was free: the numbers do not explain it, and the cause is unknown.
-- torch's allocator held as much as was asked for and could not use it: fragmentation.
+- torch's allocator held as much as was asked for and could not use it: fragmentation, where that is more than the
+  `_ORDINARY_SHARE` of the device that any allocator holds.
 - Without what other processes hold it would have fitted: another process. Where the text names none, it is what the
   device lacks beyond this process's allocator and `_CONTEXT_BYTES`.
 - Else what there is, is used: true capacity; fragmentation as well where the free bytes and the unused ones of the
-  allocator would have been enough together.
+  allocator would have been enough together: a little less or more of anything else decides it then.
 
 Errors of libraries and of the driver state no numbers: unknown. Those of the host are host memory, or shared memory.
 """
@@ -17,6 +18,9 @@ from plimsoll.records.oom_text import Bytes, LikelyCause, OomText
 
 _CONTEXT_BYTES = 3 << 29
 """What a context, its kernels and the libraries' workspaces take at most in common trainings: 0.3 to 1.5 GiB."""
+
+_ORDINARY_SHARE = 0.02
+"""What rounding to blocks of 512 bytes in segments of 2 and 20 MiB leaves in any training: assumed."""
 
 _HOST = {
     "cpu_allocator_linux",
@@ -64,7 +68,7 @@ def _on_device(event: OomText, tried: Bytes, num_processes: int) -> Causes:
     if free is not None and free >= tried and event.allowed_limit is None:
         return "unknown", "fragmentation" if unused >= tried else None
     others_explain = _elsewhere(event, num_processes) + (free or 0) >= tried
-    if unused >= tried:
+    if unused >= tried and unused >= _ORDINARY_SHARE * min(limits):
         return "fragmentation", "other_process" if others_explain else "true_capacity"
     if others_explain and _elsewhere(event, num_processes) >= tried:
         return "other_process", "true_capacity"

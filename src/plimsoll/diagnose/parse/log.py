@@ -8,7 +8,7 @@ line ends and UTF-16 are read, what gzip packed, also where the end is missing, 
 
 The user's line is the last one of the Python traceback above a message that is not in an installed package or in
 Python's library; or, below a message that aborts the process, the first such line that `faulthandler` writes of the
-current thread. Does NOT read tracebacks of notebooks and of other languages.
+current thread (see `plimsoll.device.aborts.Dump`). Does NOT read tracebacks of notebooks and of other languages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, cast
 
-from plimsoll.device.texts import family_of_text
+from plimsoll.device.aborts import Dump
+from plimsoll.device.texts import family_of_text, is_users
 from plimsoll.diagnose.parse.event import event_of, has_numbers
 from plimsoll.records.oom_text import OomText
 
@@ -64,10 +65,6 @@ _PREFIX = re.compile(
 )
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'^\s*File "([^"]{1,4096})", line (\d+), in ')
-# What `faulthandler` writes below an abort: of each thread the last line first, without its code.
-_DUMPED_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .{0,80}\(most recent call first\)")
-_DUMPED_FRAME = re.compile(r'^  File "([^"]{1,4096})", line (\d+) in ')
-_NOT_THE_USERS = re.compile(r"site-packages|dist-packages|[/\\]lib(?:64)?[/\\]python\d|^<frozen|^/pytorch/")
 
 
 @dataclass
@@ -90,21 +87,12 @@ class _Message:
     code: str
     lines: list[str]
     above: str = ""
-    is_in_dump: bool = False
-
-    def takes_of_dump(self, line: str) -> bool:
-        """Whether a line is of the threads that `faulthandler` writes; the user's in the current one is the place."""
-        if (thread := _DUMPED_THREAD.match(line)) is not None:
-            self.is_in_dump = thread[1] == "Current thread"
-        elif (frame := _DUMPED_FRAME.match(line)) is None:
-            return False
-        elif self.is_in_dump and not self.place and is_users(frame[1]):
-            self.place = f"{frame[1]}:{frame[2]}"
-        return True
+    dump: Dump = field(default_factory=Dump)
 
     def event(self) -> OomText:
         event = event_of("\n".join(self.lines), self.family)
-        where = {"line_number": self.line_number, "place": self.place, "code": self.code, "above": self.above}
+        place = self.place or self.dump.place
+        where = {"line_number": self.line_number, "place": place, "code": self.code, "above": self.above}
         return event.model_copy(update=where)
 
 
@@ -120,7 +108,7 @@ class _Reader:
 
     def read(self, number: int, line: str) -> OomText | None:
         """Take one line; return the message that ended with the line before it."""
-        if self.message is not None and self.message.takes_of_dump(line):
+        if self.message is not None and self.message.dump.takes(line):
             self.tail.append(line)
             return None
         ended = self._ended_by(line)
@@ -167,11 +155,6 @@ class _Reader:
             self.place = self.code = ""
         elif (frame := _FRAME.match(line)) is not None and is_users(frame[1]):
             self.place, self.code, self.is_code_next = f"{frame[1]}:{frame[2]}", "", True
-
-
-def is_users(path: str) -> bool:
-    """Whether a source file is the user's own: in no installed package and not in Python's library."""
-    return not _NOT_THE_USERS.search(path)
 
 
 def read_log(file: BinaryIO, report: Callable[[int], None] = lambda _: None) -> Log:

@@ -39,27 +39,30 @@ _MOST_MAPPINGS = 65536  # M_MMAP_MAX
 
 
 Handles = tuple[int, ...]
-"""Of a storage, its data's first; or of a node of autograd's."""
+"""Of a storage and what lies beside it, or of a node of autograd's, in the order in which they are freed."""
 
-TENSOR_OBJECTS_BYTES = (24, 96, 176)
-"""What torch takes of the heap for as long as a tensor's data live: the storage, the tensor, and a small one beside.
+TENSOR_OBJECTS_BYTES = (96, 176, 24)
+"""What torch takes of the heap while a tensor's data live: the storage's block before the data, the tensor's and its
+sizes' behind; they go sizes first, then the data, the storage and the tensor.
 
-Counted by wrapping malloc around a BERT step (torch 2.13): where 152 more tensors were alive than at its start, so were
-151 or 152 blocks of each of these sizes, and 5 others. That was between two passes; at the end of a forward pass there
-were more of them (1.6 of 176, 4.9 of 24 and 7 of 16 bytes for each tensor, and autograd's nodes), which is left out:
-with them three BERT trainings were predicted no better.
+Counted, with their order, by wrapping malloc around GPT-2, BERT and GRU steps (torch 2.13). The order decides: behind a
+tensor that goes lie the two blocks of one that stays. With all three behind the data (as it was until then) the heap of
+a GPT-2 of 6 layers that keeps what is freed came out 7 % smaller than that of the recorded calls.
 """
 
-NODE_OBJECTS_BYTES = ((16, 16, 184, 552), (16, 32, 176, 552), (16, 16, 312, 552), (16, 64, 176, 552))
+NODE_OBJECTS_BYTES = (
+    (16, 16, 24, 32, 488),
+    (16, 16, 24, 184, 552),
+    (16, 16, 24, 32, 176, 464),
+    (16, 16, 24, 24, 312, 64, 640),
+)
 """What autograd keeps of an op until its graph is gone: the blocks of each node, in turn.
 
-Counted by wrapping malloc around the forward pass of an RNN, a GRU (8 x 256 tokens, width 256) and a GPT-2 (6 layers),
-torch 2.13, less `TENSOR_OBJECTS_BYTES`: for each of 1,037, 4,109 and 241 nodes there were 1.5, 0.9 and 1.0 blocks of
-16 bytes, 0, 0.1 and 0.2 of 24, 0.25, 0.4 and 0.4 of 32, 0.25, 0.1 and 0.3 of 64, 0.5, 0.3 and 0.2 of 176, 0.3 of 184,
-0.25, 0.1 and 0.2 of 312, and one of 464 to 888. It matters how many are small: a block of 16 bytes lies in what an
-aligned tensor leaves beside it, and keeps that from being joined when the tensor goes. With one block of 816 bytes a
-node, the peak of a GPT-2 of 12 layers came out 45 MiB too low, and with twice as many small ones that of an RNN that is
-unrolled 65 MiB too high.
+Counted by wrapping malloc around a step of a GPT-2 (6 layers, 361 nodes) and of a GRU that is unrolled (4,374 nodes),
+torch 2.13, when most were alive, less `TENSOR_OBJECTS_BYTES`: for each node 2.2 and 1.8 blocks of 16 bytes, 1.4 and 0.9
+of 24, 0.4 and 0.4 of 32, 0.2 and 0.3 of 184, 0.1 and 0.2 of 176, 0.1 of 64 and of 312, and one of 464 to 888. How many
+are small matters: a block of 16 bytes lies in what an aligned tensor leaves beside it, and keeps that from being joined
+when the tensor goes.
 """
 
 
@@ -348,14 +351,21 @@ def replay(  # noqa: PLR0917 -- what happens to one heap
             for handle in handles.pop(storage):
                 heap.free(handle)
         else:
-            data = heap.allocate(num_bytes)
-            handles[storage] = (data, *map(heap.allocate_small, beside_bytes))
+            handles[storage] = _allocate_tensor(heap, num_bytes, beside_bytes)
         now_bytes = heap.resident_bytes
         resident_bytes.append(now_bytes)
         address_bytes.append(heap.address_bytes)
         if now_bytes > peak_bytes:
             peak_bytes, index_of_highest = now_bytes, index
     return HeapReplay(resident_bytes, address_bytes, peak_bytes, index_of_highest, handles)
+
+
+def _allocate_tensor(heap: GlibcHeap, num_bytes: int, beside_bytes: tuple[int, ...]) -> Handles:
+    """Take a tensor's data and what lies beside; return the handles in the order in which they are freed."""
+    before = tuple(map(heap.allocate_small, beside_bytes[:1]))
+    data = heap.allocate(num_bytes)
+    behind = tuple(map(heap.allocate_small, beside_bytes[1:]))
+    return (*behind[1:], data, *before, *behind[:1])
 
 
 def _change_nodes(heap: GlibcHeap, nodes: list[Handles], change: int) -> None:

@@ -217,3 +217,25 @@ def test_ag_news():
         assert corpus.label_names == ("1", "2", "3", "4")
         assert corpus.labels is not None
         assert [corpus.label_names[number] for number in corpus.labels] == [label for label, _, _ in rows]
+
+
+@pytest.mark.parametrize("num_before", [0, 3, 160_000])  # in a later part of the file, too
+def test_two_stray_quotes_that_swallow_rows_are_warned_of(tmp_path: Path, num_before: int):
+    before = "".join(f"text {number},0\n" for number in range(num_before))
+    rows = "".join(f"row {number},1\n" for number in range(30))
+    path = written(tmp_path / "a.csv", f'text,label\n{before}"one,1\n{rows}x",1\nlast,0\n')
+    said = rf"a row may have swallowed others, .*a\.csv: line {num_before + 2}: a quoted field takes the 30 lines"
+    with pytest.warns(RuntimeWarning, match=said):
+        corpus = opened(path)
+    assert len(corpus) == num_before + 2
+    with pytest.warns(RuntimeWarning, match=said):  # from the cache
+        opened(path)
+    assert len(opened(path, quotes=False)) == num_before + 33
+
+
+@pytest.mark.parametrize(
+    "text", ["one\ntwo\nthree\nfour", "Dear all,\nthanks, and so,\nor, well,\nbye", "a,b\none, of all\nc", "\n\n\n,"]
+)  # fmt: skip
+def test_text_over_several_lines_is_not(tmp_path: Path, text: str):
+    assert list(opened(written(tmp_path / "a.csv", f'text,label\n"{text}",1\n'))) == [text]
+    assert list(opened(written(tmp_path / "b.csv", f'text\n"{text}"\n'))) == [text]

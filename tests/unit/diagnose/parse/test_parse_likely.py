@@ -23,6 +23,11 @@ def event(kind="cuda_allocator_new_format", **gib):
             event(tried_to_allocate=1, capacity=24, free=0.5, this_process=23, derived_reserved_unallocated=2),
             ("fragmentation", "true_capacity"),
         ),
+        # 0.1 of 12 is no more than rounding leaves: another 20 MiB of anything would not have fitted either.
+        (
+            event(tried_to_allocate=0.02, capacity=12, free=0, this_process=11.7, derived_reserved_unallocated=0.1),
+            ("true_capacity", "fragmentation"),
+        ),
         (
             event(tried_to_allocate=1, capacity=24, free=0.5, this_process=3, other_process=20),
             ("other_process", "true_capacity"),

@@ -164,7 +164,7 @@ TRAININGS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="simulates glibc")
 @pytest.mark.parametrize(("model", "rules", "threshold_bytes", "tolerance"), TRAININGS)
 def test_the_peak_of_a_training_is_predicted(model, rules, threshold_bytes, tolerance):
@@ -265,6 +265,7 @@ print(json.dumps(resident))
 """
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="simulates glibc")
 @pytest.mark.parametrize("sequence", ["lifo", "steps", "random", "other"])
 def test_with_small_mapped_blocks_it_holds_inside_a_python_process(sequence, tmp_path):

@@ -58,6 +58,7 @@ def test_rows_that_would_be_a_multiple_of_256_are_a_cache_line_longer():
     assert workspace_bytes(1024, 1, 64, 64, 4) == gates + hidden + 5 * (states + 4096 - states % 4096)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_layer_and_direction_takes_what_onednn_takes(shape: tuple[int, ...], dtype: torch.dtype):

@@ -1,0 +1,52 @@
+"""A variable keeps weights or states a second time: a checkpoint that was loaded from, the best weights, an average.
+
+Found in a live process where a variable or an attribute holds a copy (see `plimsoll.diagnose.copies`) that is at least
+a twentieth of what the training uses, and only the part of it that neither the model nor an optimizer has taken over.
+"""
+
+from __future__ import annotations
+
+from plimsoll.diagnose.causes._kept import finding_of_kept, much
+from plimsoll.diagnose.evidence import Evidence
+from plimsoll.diagnose.seen import Kept
+from plimsoll.records.diagnosis import Finding
+from plimsoll.records.units import format_bytes
+
+_CAUSE = "checkpoint_kept"
+_LEAST_SHARE = 0.05
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """Find copies that stay alive."""
+    return tuple(_of_kept(evidence, kept) for kept in much(evidence, _LEAST_SHARE) if kept.copy_of)
+
+
+def _of_kept(evidence: Evidence, kept: Kept) -> Finding:
+    size, name = format_bytes(kept.num_bytes), kept.name
+    if kept.copy_of == "checkpoint":
+        title = f"`{name}` keeps a loaded checkpoint alive: {size} that neither the model nor the optimizer uses"
+        letting_go, code = _letting_go(name)
+        remedy = (
+            f"{letting_go} once all is loaded from it; or load it with `torch.load(..., mmap=True)` and "
+            "`model.load_state_dict(..., assign=True)`, before the optimizer is made"
+        )
+    elif kept.copy_of == "weights":
+        title, code = f"`{name}` keeps a copy of the weights: {size}", ""
+        remedy = f"write it to a file with `torch.save`, if it is for later{_elsewhere(evidence)}"
+    else:
+        title, code = f"`{name}` is a second model of the same shape, which is not trained: {size}", ""
+        remedy = f"write its weights to a file with `torch.save` while no step needs them{_elsewhere(evidence)}"
+    finding = finding_of_kept(evidence, kept, _CAUSE, title=title, remedy=remedy, code=code)
+    return finding.model_copy(update={"is_unused": kept.copy_of != "model"})
+
+
+def _letting_go(name: str) -> tuple[str, str]:
+    """What lets go of a variable or an attribute, in words and to type."""
+    code = f"{name} = None" if "." in name else f"del {name}"
+    return f"write `{code}`", code
+
+
+def _elsewhere(evidence: Evidence) -> str:
+    """Where else it may be, where that is not the memory that ran out."""
+    on_host = "keep it in half precision" if evidence.kind == "cpu" else "keep it on the CPU, or in half precision"
+    return f"; else {on_host}"

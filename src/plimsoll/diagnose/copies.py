@@ -1,0 +1,215 @@
+"""What the user's variables keep of a training a second time: a loaded checkpoint, the best weights, an average.
+
+A container's tensors are such a copy where they have the names of weights (those of a live module, or with a dot in
+them, as ``state_dict`` writes them), where they are the ``state`` of an optimizer's ``state_dict``, or where four or
+more of them have the shapes of at least half of a live module's weights. What modules, optimizers, gradients and graphs
+use does not count, so of a checkpoint whose states the optimizer has taken over only the rest does. A module is a copy
+where another one of the same shapes is trained and it is not.
+
+Does NOT see what `plimsoll.diagnose.holders` does not see, a copy that is one long vector, and the states of an
+optimizer that is not torch's: they have the shapes of weights, and are taken for a copy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from plimsoll.diagnose.holders import CONTAINERS, Found, stored, variables_of
+from plimsoll.diagnose.seen import Kept
+from plimsoll.memory.graph import has_graph, storage_bytes, storage_key
+from plimsoll.memory.inventory import Inventory
+
+_FEWEST, _LEAST_SHARE, _LEAST_NAMED_SHARE = 4, 0.5, 0.9
+_LOADS = re.compile(r"load\w*\(")
+_MOST_ITEMS = 200_000
+_OF_OPTIMIZER = {"state", "param_groups"}
+
+Shapes = Counter[tuple[int, ...]]
+
+
+class Copy(NamedTuple):
+    """A variable or attribute, the tensors of the copy, and what it is a copy of (see `Kept.copy_of`)."""
+
+    root: Found
+    tensors: list[Tensor]
+    of: str
+
+    def kept(self) -> Kept:
+        """Size it."""
+        store = stored(self.root)
+        is_loaded = self.of == "weights" and _LOADS.search(store.code) is not None
+        return Kept(
+            name=self.root.name,
+            kind=f"{type(self.root.value).__name__}, {_whose(self.root)}",
+            num_items=len(self.tensors),
+            is_made_at_once=True,
+            tensor_bytes=storage_bytes(self.tensors),
+            place=store.place,
+            code=store.code,
+            copy_of="checkpoint" if is_loaded else self.of,
+        )
+
+
+def _whose(root: Found) -> str:
+    """What kind of variable it is, with the function that has it."""
+    owner = root.owners[0]
+    if not isinstance(owner, CodeType):
+        return f"an attribute of a {type(owner).__name__}"
+    is_global = len(root.owners) > 1 or owner.co_name == "<module>"
+    return "a global variable" if is_global else f"a variable of {owner.co_name}()"
+
+
+def copies_in(found: Iterable[Found], frames: Sequence[FrameType], stock: Inventory) -> list[Copy]:
+    """Find the copies among what variables keep.
+
+    Args:
+        found: what `plimsoll.diagnose.holders.found_in` found.
+        frames: what it looked at: of several that have the same container, the variable of the last is named, which is
+            where it comes from and must be let go.
+        stock: the inventory of the device, before its rest is claimed.
+    """
+    used = stock.claimed() | stock.saved_by_graphs()
+    models = _models_of(stock)
+    copies: list[Copy] = []
+    seen: set[int] = set()
+    for one in found:
+        if id(one.root_value) in seen:
+            continue
+        seen.add(id(one.root_value))
+        root = _outermost(one, frames)
+        if isinstance(root.value, nn.Module):
+            copies += _of_module(root, models)
+        elif isinstance(root.value, CONTAINERS):
+            copies += _of_container(root, stock.kind, models, used)
+            used |= {key for copy in copies[-1:] for tensor in copy.tensors if (key := storage_key(tensor)) is not None}
+    return copies
+
+
+def _outermost(one: Found, frames: Sequence[FrameType]) -> Found:
+    """The variable or attribute that something is an item of; of an argument, the variable that was given."""
+    root, seen = one._replace(name=one.root_name, value=one.root_value), set[int]()
+    if "." in root.name:
+        return root
+    for frame in frames:
+        for name, value, owners in variables_of(frame, seen):
+            if value is root.value:
+                root = root._replace(name=name, variable=name, owners=owners)
+    return root
+
+
+class _Model(NamedTuple):
+    """A module that is in no other: the names and shapes of its weights, and whether they are trained."""
+
+    module: nn.Module
+    names: set[str]
+    shapes: Shapes
+    is_trained: bool
+
+
+def _models_of(stock: Inventory) -> list[_Model]:
+    inner = {id(child) for module in stock.modules for child in module.children()}
+    trained = {id(one) for optimizer in stock.optimizers for group in optimizer.param_groups for one in group["params"]}
+    return [
+        _model(module, trained)
+        for module in stock.modules
+        if id(module) not in inner and any(one.device.type == stock.kind for one in module.parameters())
+    ]
+
+
+def _model(module: nn.Module, trained: set[int]) -> _Model:
+    parameters = dict(module.named_parameters())
+    own = [one for one in parameters.values() if one.requires_grad] or list(parameters.values())
+    names = {*parameters, *(name for name, _ in module.named_buffers())}
+    is_trained = any(id(one) in trained or one.grad is not None for one in own)
+    return _Model(module, names, _shapes_of(own), is_trained)
+
+
+def _shapes_of(tensors: Iterable[Tensor]) -> Shapes:
+    return Counter(tuple(one.shape) for one in tensors)
+
+
+def _of_module(root: Found, models: list[_Model]) -> Iterator[Copy]:
+    own = next((one for one in models if one.module is root.value), None)
+    if own is None or own.is_trained:
+        return
+    weights = list(own.module.parameters())
+    keys = {storage_key(one) for one in weights}
+    for other in models:
+        shapes = _shapes_of(other.module.parameters())
+        if other.is_trained and shapes == _shapes_of(weights) and keys.isdisjoint(_keys(other.module)):
+            yield Copy(root, [one.data for one in weights], "model")
+            return
+
+
+def _keys(module: nn.Module) -> set[int | None]:
+    return {storage_key(one) for one in module.parameters()}
+
+
+def _of_container(root: Found, kind: str, models: list[_Model], used: set[int]) -> Iterator[Copy]:
+    names = {name for model in models for name in model.names}
+    named: list[Tensor] = []
+    others: list[Tensor] = []
+    has_states = False
+    for table, is_of_optimizer in _tables_in(root.value):
+        has_states |= is_of_optimizer
+        free = {name: one for name, one in table.items() if _is_free(one, kind, used)}
+        (named if is_of_optimizer or _are_names(table, names) else others).extend(free.values())
+    if any(_covers(_shapes_of(named + others), model.shapes) for model in models):
+        named += others
+    if named:
+        yield Copy(root, named, "checkpoint" if has_states else "weights")
+
+
+def _is_free(tensor: Tensor, kind: str, used: set[int]) -> bool:
+    """Whether a tensor is on the device, and no part of the training."""
+    if tensor.device.type != kind or tensor.requires_grad or has_graph(tensor):
+        return False
+    key = storage_key(tensor)
+    return key is not None and key not in used
+
+
+def _tables_in(value: Any) -> Iterator[tuple[dict[Any, Tensor], bool]]:
+    """The tensors of each container in a value by their keys, and whether they are states of an optimizer."""
+    waiting, seen, num_items = [(value, False)], set(), 0
+    while waiting and num_items < _MOST_ITEMS:
+        container, is_of_optimizer = waiting.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        num_items += len(container)
+        is_of_optimizer |= isinstance(container, dict) and container.keys() >= _OF_OPTIMIZER
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        table = {}
+        for key, item in items:
+            if isinstance(item, Tensor):
+                table[key] = item
+            elif isinstance(item, CONTAINERS):
+                waiting.append((item, is_of_optimizer))
+        if table:
+            yield table, is_of_optimizer
+
+
+def _are_names(table: dict[Any, Tensor], names: set[str]) -> bool:
+    """Whether nearly all keys are names of weights: a batch can have one, such as ``mask``."""
+    known = sum(isinstance(key, str) and ("." in key or key in names) for key in table)
+    return known >= _LEAST_NAMED_SHARE * len(table)
+
+
+def _covers(shapes: Shapes, of_model: Shapes) -> bool:
+    """Whether tensors have most of a model's shapes, and few others."""
+    if shapes.total() < _FEWEST:
+        return False
+    common = sum(prod(shape) * number for shape, number in (shapes & of_model).items())
+    alike = sum(prod(shape) * number for shape, number in shapes.items() if shape in of_model)
+    return common >= _LEAST_SHARE * _num_elements(of_model) and alike >= _LEAST_SHARE * _num_elements(shapes)
+
+
+def _num_elements(shapes: Shapes) -> int:
+    return sum(prod(shape) * number for shape, number in shapes.items())
