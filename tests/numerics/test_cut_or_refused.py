@@ -217,8 +217,8 @@ class Trainer(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def fit_trainer(loss, folder, failures=(1, 2), **options):
-    kind = type("Own", (Trainer,), {"loss_of": staticmethod(loss)})
+def fit_trainer(loss, folder, failures=(1, 2), more=None, **options):
+    kind = type("Own", (Trainer,), {"loss_of": staticmethod(loss), **(more or {})})
     arguments = transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=12, max_steps=1, learning_rate=1e-3, report_to=[], save_strategy="no",
         disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
@@ -244,6 +244,21 @@ def test_rungs_of_a_trainer_that_cut_from_the_first_step_on(tmp_path):
     with pytest.raises(InputError, match=r"would cut the batch of 12 samples, but the loss of a batch is not the sum"):
         fit_trainer(contrastive, tmp_path, **options)
     fit_trainer(weighted, tmp_path, units=of_weights, **options)
+
+
+def balanced_step(self, model, inputs, num_items_in_batch=None):
+    """A step whose loss is another one than that of ``compute_loss``."""
+    loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+    loss = loss + 0.1 * outputs["logits"].softmax(-1).mean(0).square().sum()
+    self.accelerator.backward(loss)
+    return loss.detach()
+
+
+def test_what_a_trainers_own_step_adds_to_the_loss_is_compared(tmp_path):
+    options = {"failures": (), "rungs": CUTS[1]["rungs"], "units": of_weights}
+    fit_trainer(weighted, tmp_path, **options)
+    with pytest.raises(InputError, match="would cut the batch of 12 samples"):
+        fit_trainer(weighted, tmp_path, more={"training_step": balanced_step}, **options)
 
 
 MOE = {

@@ -51,7 +51,6 @@ from plimsoll.integrations._accumulated import (
     adds_nothing,
     is_known_for,
     loss_check_of_trainer,
-    loss_of_piece,
     warn_if_undivided,
 )
 from plimsoll.integrations._attributes import attributes
@@ -376,6 +375,7 @@ class _Training:
         self._model: nn.Module = trainer.model
         self._compute_loss: Callable[[nn.Module, Any], Any] = trainer.compute_loss
         self._share, self._num_backward = 1.0, 0
+        self._looked_at: list[Tensor] | None = None  # losses of a pass that is only looked at
         self._wrapped = ExitStack()
         self._wrapped.callback(self.transaction.close)
         self._wrapped.enter_context(attributes(optimizer, {"step": self._wrapped_update(optimizer.step)}))
@@ -397,7 +397,7 @@ class _Training:
         try:
             is_known = is_known_for(self._known, self._guard.units, inputs, self._model)
             self.transaction.additivity.is_known = is_known
-            loss_of = partial(loss_of_piece, self._trainer, model, items)
+            loss_of = partial(self._loss_of, self._trainer, model, items)
             self.transaction.run(inputs, partial(self._one_pass, model, items), None, loss_of)
         finally:
             self.is_idle, self._share = True, 1.0
@@ -417,11 +417,26 @@ class _Training:
         self._share, self._num_backward, self.is_idle = share, 0, False
         loss = self._original(model, copy.copy(piece), items)  # a trainer may take fields out of it
         if share != 1 and not self._num_backward:
-            raise InputError(
-                f"{type(self._trainer).__name__}.training_step does not call self.accelerator.backward, so that the "
-                "pieces of a batch cannot be weighted: use that in place of loss.backward()"
-            )
+            raise self._no_backward()
         return loss
+
+    def _loss_of(self, _: transformers.Trainer, model: nn.Module, items: Any, piece: Any, share: float) -> Tensor:
+        """What the trainer's step of a piece goes backward from; of what it changes, the trainer's is put back."""
+        self._looked_at = []
+        try:
+            self._original(model, copy.copy(piece), None if items is None else items * share)
+            losses = self._looked_at
+        finally:
+            self._looked_at = None
+        if not losses:
+            raise self._no_backward()
+        return torch.stack(losses).sum()
+
+    def _no_backward(self) -> InputError:
+        return InputError(
+            f"{type(self._trainer).__name__}.training_step does not call self.accelerator.backward, so that the "
+            "pieces of a batch cannot be weighted: use that in place of loss.backward()"
+        )
 
     def loss(self, computed: Callable[[nn.Module, Any], Any], model: nn.Module, inputs: Any) -> Any:
         """A loss that the trainer computes, with the techniques that are around it."""
@@ -433,6 +448,9 @@ class _Training:
 
     def _wrapped_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def backward(loss: Tensor, **options: Any) -> None:
+            if self._looked_at is not None:
+                self._looked_at.append(loss)
+                return
             self._num_backward += 1
             self.transaction.position.phase = "backward"
             original(loss if self._share == 1 else loss * self._share, **options)
