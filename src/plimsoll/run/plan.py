@@ -319,7 +319,7 @@ class Planner:
         return Problem(self.subject.workload, setting, limit_bytes, self._decided, margin_bytes)
 
     def _found(self) -> tuple[Found, Look]:
-        """Search, check at full length, and search again with less room where that does not hold."""
+        """Search, check at full length, search again with less room where that does not hold, or take a fallback."""
         limit_bytes = int(self._target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
         for _ in range(_MOST_ROUNDS):
             found = search(self.problem(limit_bytes), lambda choices: self.look(choices, is_short=True))
@@ -328,6 +328,11 @@ class Planner:
             if not found.fits or over_bytes <= 0:
                 break
             limit_bytes -= over_bytes
+        else:  # each time another mix was over by a little; the fallbacks need less
+            for number, look in enumerate(found.fallbacks, 1):
+                smaller = self.look_at_length(look.choices)
+                if smaller.fits and smaller.need_bytes <= self._target.limit_bytes:
+                    return replace(found, fallbacks=found.fallbacks[number:]), smaller
         return replace(found, fits=chosen.fits and over_bytes <= 0), chosen
 
     def _smallest_bytes(self, need_bytes: int) -> int:

@@ -4,6 +4,7 @@ On the CPU it looks at a model of a program of one's own, whose baseline is this
 """
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice, parse_pin
 from plimsoll.run.plan import Planner, plan_job, planner_of, reasons_against, require_same, require_that_fits
+from plimsoll.run.rungs import samples_of
 from plimsoll.run.subjects import JobSubject, StepSubject
 
 MIB = 1 << 20
@@ -98,6 +100,24 @@ def test_what_an_evaluation_needs_more_is_seen_and_another_mix_chosen():
     assert plan.fits
     assert plan.choices != alone
     assert plan.rungs[0].peak.high_bytes <= limit_bytes
+
+
+def test_where_what_is_found_never_holds_at_length_a_fallback_that_does_is_taken(monkeypatch):
+    with planner() as looking:
+        at_length, looks = looking.look_at_length, []
+
+        def needs_more(choices):
+            looks.append(at_length(choices))
+            more = looks[-1].peak.model_copy(update={"high_bytes": looking.limit_bytes + 1})
+            return looks[-1] if looks[-1].micro_batch < 16 else replace(looks[-1], peak=more)
+
+        monkeypatch.setattr(looking, "look_at_length", needs_more)
+        plan = looking.plan()
+    assert looks[0].micro_batch == 16
+    assert plan.fits
+    assert samples_of(plan.choices) == looks[-1].micro_batch < 16
+    sizes = [samples_of(rung.choices) for rung in plan.rungs]
+    assert sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
