@@ -7,6 +7,7 @@
     |   |-- EmbeddingError                     word vectors that are missing, of no known format, or fit nothing
     |   |-- WeightsError                       a checkpoint folder that is damaged, incomplete, or of another model
     |   |-- BudgetError                        a budget that cannot hold even the weights
+    |   |   `-- TokenizerRoomError             a budget or limit without room to train the tokenizer
     |   |-- DeviceError                        a device or a limit this machine does not have
     |   |-- RecordError                        a record file of an unknown kind or schema version
     |   |-- OutputError                        an output that exists or cannot be written

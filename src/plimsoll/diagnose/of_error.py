@@ -5,7 +5,6 @@ Nothing is kept of the process: what is returned is numbers and text. Does NOT s
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -129,7 +128,6 @@ def evidence_of_error(error: BaseException, backend: Backend, before: Before, ca
     lines = [*users_lines(frames), *users_callers(caller)]
     scene = _Scene(frames, lines, found_in(line.frame for line in lines))
     event = _event(error, lines)
-    gc.unfreeze()  # what was frozen before a fork is not among the objects that the collector lists
     stock = inventory_begun(backend.kind)
     kept = _kept(scene, stock, before)
     stock.claim_rest()

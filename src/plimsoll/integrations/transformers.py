@@ -426,6 +426,10 @@ class _Training:
         try:
             self._original(model, copy.copy(piece), None if items is None else items * share)
             losses = self._looked_at
+        except RuntimeError as error:  # of torch, in ``loss.backward()`` while gradients are off
+            if "does not require grad" not in str(error):
+                raise
+            raise self._no_backward() from error
         finally:
             self._looked_at = None
         if not losses:

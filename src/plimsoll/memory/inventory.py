@@ -63,6 +63,8 @@ class Inventory:
                 continue
             self._seen.add(key)
             storage = tensor.untyped_storage()
+            if storage.device.type != self.kind:  # a fake tensor, which has no memory
+                continue
             op = _op_of(tensor)
             shape = tuple(tensor.shape)
             self.pieces.append(Piece(category, storage.nbytes(), shape, tensor.dtype, op, storage.data_ptr()))

@@ -120,6 +120,7 @@ class Additivity:
         self.found: LossCheck | None = _said(workload, recut_loss, never_cut, self.is_known)
         self._kinds = Kinds()
         self._new: frozenset[tuple[Any, ...]] = frozenset()  # kinds of the batch in hand
+        self.most_samples = _NUM_ROWS[0]  # to compute at once; less where the process was killed for memory
         self._has_own_rows = True  # whether those that are compared are of this rank
         self._num_cuts = self._num_checks = 0
         self._told: LossCheck | None = None
@@ -191,7 +192,7 @@ class Additivity:
         """Compare as many samples as there is room for, with gradients where that can be; or say how it fails."""
         precision = self._workload.precision
         has_gradients = torch.is_grad_enabled() and self._workload.sharded is None and not _is_watched(self._workload)
-        most = batch_size_of(rows)
+        most = min(batch_size_of(rows), max(self.most_samples, 2))
         counts = list(dict.fromkeys(min(count, most) for count in _NUM_ROWS))
         ways = [(count, True, False) for count in counts if has_gradients]
         ways += [(count, False, False) for count in (counts[0], counts[-1])]

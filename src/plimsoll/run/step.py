@@ -263,6 +263,7 @@ class TrainStep:
         size = self._rungs.sizes[rung]
         self.ladder, self._learned = None, state_after_death(self._learned, size, too_large_rung)
         self._evaluator.begin_at(size.samples)
+        self.additivity.most_samples = size.samples
 
     def close(self) -> None:
         """Take the techniques back: the model is as it was given, but for what it has learned.
