@@ -41,8 +41,8 @@ class Training:
         return sum(one.nbytes for one in self.model.parameters())
 
 
-@pytest.fixture(scope="module")
-def training():
+@pytest.fixture
+def training():  # anew for each test: what is there before one is frozen, which the collector does not list
     return Training()
 
 
