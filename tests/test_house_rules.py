@@ -223,6 +223,7 @@ LIST_MODULES = (
 SHOW_HELP = "from plimsoll.cli.main import main; sys.argv = ['plimsoll', '--help']; main()"
 
 
+@pytest.mark.long
 def test_what_needs_no_torch_does_not_load_it(repository: Repository):
     """`import plimsoll`, `plimsoll --help`, records and reports start at once, also through what they import."""
     parts = {*TORCH_FREE, "cli", "__init__"}

@@ -64,7 +64,7 @@ def require_the_contract(training: str, choices: tuple[Choice, ...]) -> None:
     require_the_same(found, expected_with(setup, choices), numerics, is_lossy=bool(lossy))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("training", PAIRED)
 @pytest.mark.parametrize(("one", "other"), list(combinations(TECHNIQUES, 2)))
 def test_two_that_do_not_conflict_keep_it_together(one, other, training):

@@ -66,7 +66,7 @@ def _small_storages_leave(monkeypatch):
     monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1 << 10)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @every_technique
 @every_training
 def test_the_exit_restores_everything_and_gradients_are_those_of_plain_pytorch(name, training):
@@ -76,7 +76,7 @@ def test_the_exit_restores_everything_and_gradients_are_those_of_plain_pytorch(n
         require_the_same_gradients(found, expected, numerics_of((choice,)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @every_technique
 @every_training
 def test_the_training_is_that_of_plain_pytorch(name, training):
@@ -107,7 +107,7 @@ def training_for(name: str) -> str:
     return next((training for training in cut if not isinstance(menu_of(name, training), str)), cut[0])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "phase"), list(product(TECHNIQUES, PHASES)))
 def test_memory_that_runs_out_in_any_phase_loses_nothing(name, phase):
     """Twice in step 2, so that the next rung is taken; where the update is done in pieces, it goes on with these."""
@@ -163,7 +163,7 @@ def live_peak_bytes(setup: Setup, rung: tuple[Choice, ...], is_real: bool) -> in
     return live_bytes(recorder.trace("measured", "cpu")).peak_bytes
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @every_technique
 @every_training
 def test_a_rehearsal_with_it_needs_what_a_run_with_it_needs(name, training):

@@ -313,7 +313,7 @@ def test_what_the_first_rank_refuses_is_said_once_and_all_end_with_it(job: Path,
     assert "error" not in ends[1].stderr
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize(("rank", "whom"), [("0", "waiting for clients"), ("1", "")])
 def test_a_rank_that_nobody_meets_says_where_it_waited(rank: str, whom: str):
     alone_of_two = environment(

@@ -76,7 +76,7 @@ def test_a_second_interrupt_ends_at_once(cache, tmp_path):
     assert steps_of(run) == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.cold
 @pytest.mark.parametrize("stage", ["prepare-worker", "train-worker"])
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ with backend.limited(backend.use().used_bytes + (500 << 20)):
 """
 
 
+@pytest.mark.long
 def test_states_that_come_in_pieces_are_kept_apart_from_gradients():
     """These leave holes in the heap as they go, which an aligned block of their size does not fit into."""
     done = run_program(PLACES)

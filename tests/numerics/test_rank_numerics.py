@@ -49,6 +49,7 @@ def check(folder: Path, world_size: int, seeds: range, alone: dict[float | None,
     assert num_events >= len(seeds) // 2  # most cases do run out of memory
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_ranks_train_what_one_process_trains_whatever_runs_out_of_memory_where(tmp_path, alone, world_size):
     check(tmp_path, world_size, range(CASES_IN_CI[world_size]), alone)

@@ -68,6 +68,7 @@ def ask(process: subprocess.Popen[str], folder: Path, kind: str, *numbers: int) 
 MARKED = [pytest.param(name, marks=[pytest.mark.slow] if name != "gpt2" else []) for name in CASES]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MARKED)
 def test_under_a_real_limit_training_is_the_plain_loop_cut_the_same_way(name, tmp_path):
     phases: list[list[str]] = []

@@ -63,7 +63,7 @@ def test_shards_train_what_one_process_trains_whatever_runs_out_of_memory_where(
     check(tmp_path, world_size, range(CASES_IN_CI[world_size]), alone)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("options", [TWICE, DISK], ids=["ram", "disk"])
 def test_a_limit_on_one_rank_cuts_the_step_of_all_in_shards(tmp_path, options):
     """Memory that really runs out, between the exchanges of two blocks."""

@@ -71,6 +71,7 @@ def test_torchao_says_nothing_when_it_is_imported_after():
     assert (done.stdout, done.stderr) == ("", "")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "needs_torch"), [("Job", False), ("RunRecord", False), ("explain", False), ("TrainStep", True)]
 )

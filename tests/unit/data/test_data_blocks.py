@@ -84,6 +84,7 @@ def test_blocks_that_would_not_fit_are_not_read_whole(watched: Watched, lines: l
     assert watched.read == [(3, 4), (901, 902), (4, 5)]
 
 
+@pytest.mark.long
 def test_texts_of_a_pool_are_read_once_however_short_they_are_as_strings(tmp_path: Path):
     """A pool of the default order is 16 MiB of files; as strings, texts this short take five times as much."""
     lines = [f"{number % 10}\U0001f600" for number in range(1_500_000)]

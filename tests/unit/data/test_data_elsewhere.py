@@ -50,6 +50,7 @@ def memory() -> Iterator[fsspec.AbstractFileSystem]:
     opened.store.clear()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", list(contents()))
 @pytest.mark.parametrize("where", ["file", "memory", "http"])
 def test_texts_are_those_of_the_files_here(tmp_path: Path, memory, name: str, where: str):
@@ -129,7 +130,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("way", list(WAYS))
 def test_any_number_of_ranks_trains_each_sample_once_in_the_same_batches(tmp_path: Path, way: str):
     """Also where an epoch goes on with another number of them."""

@@ -86,6 +86,7 @@ def test_pieces_have_the_tokens_of_the_whole_text(tmp_path: Path, split: str):
     assert store.tokens.tolist() == [*backend.encode(text, add_special_tokens=False).ids, 0]
 
 
+@pytest.mark.long
 def test_batches_change_nothing(tmp_path: Path):
     generator = np.random.default_rng(0)
     texts = [" ".join(generator.choice(["a", "b"], size)) for size in generator.integers(1, 60_000, 50)]

@@ -325,6 +325,7 @@ print("|".join(said))
 """
 
 
+@pytest.mark.long
 def test_shared_memory_that_overflows_later_is_survived():
     in_a_small_one = "mount -t tmpfs -o size=6m tmpfs /dev/shm"
     if subprocess.run(["unshare", "-m", "sh", "-c", in_a_small_one], capture_output=True, check=False).returncode:

@@ -142,6 +142,7 @@ answer(first=first, in_thread=in_thread, family=family)
 )
 
 
+@pytest.mark.long
 def test_forked_workers_have_room_of_their_own_and_a_greedy_one_reports_it():
     result, _ = _run(_FEED)
     assert result == {"first": 799 * 400, "in_thread": [799 * 400], "family": "cpu-allocator"}

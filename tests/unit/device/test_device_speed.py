@@ -55,6 +55,7 @@ def test_a_measurement_is_kept(here, folder):
     assert len(list(folder.glob("speed-*.json"))) == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("content", ["", '{"record": "speed", "sch', "[]"])
 def test_a_torn_file_is_measured_again(here, folder, content):
     (path,) = folder.glob("speed-*.json")

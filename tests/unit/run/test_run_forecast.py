@@ -33,6 +33,7 @@ def test_a_small_job_fits_a_gpu_that_is_not_here():
     assert prediction.answers == ()
 
 
+@pytest.mark.long
 def test_where_it_does_not_fit_the_largest_micro_batch_that_does_is_found_and_is_right():
     whole = predict_job(job(batch_size=256), device="rtx3060")
     limit_bytes = (whole.peak.likely_bytes + whole.context.likely_bytes) // 2

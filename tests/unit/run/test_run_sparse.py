@@ -108,7 +108,7 @@ def test_micro_batches_add_up(kind, on_host):
     assert difference(by_hand(kind, cut=2), state_of(model, optimizer)) < 1e-5
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @kinds
 @placed
 @pytest.mark.parametrize("phase", PHASES)

@@ -70,6 +70,7 @@ def test_the_model_is_not_changed_and_may_have_no_memory():
     assert plan.fits
 
 
+@pytest.mark.long
 def test_too_little_is_said_with_what_would_do():
     plan = planned(100 * MIB)
     assert not plan.fits

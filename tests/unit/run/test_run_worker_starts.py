@@ -42,6 +42,7 @@ print(number.value)
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells of the death of a parent")
 @pytest.mark.parametrize(
     ("variables", "is_told"),

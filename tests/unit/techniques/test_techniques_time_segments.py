@@ -343,7 +343,7 @@ def test_on_cuda_too():
     assert segmented < 0.35 * plain
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("choice", "num_steps", "num_samples"),
     [

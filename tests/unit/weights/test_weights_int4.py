@@ -42,6 +42,7 @@ def test_what_is_packed_in_blocks_of_rows_is_what_is_packed_at_once(rows, monkey
     assert torch.equal(packed_of(plain_of(packed)).qdata, packed.qdata)
 
 
+@pytest.mark.long
 def test_packing_takes_little_more_than_what_is_packed():
     plain = plain_of(packed_int4(torch.randn(2048, 1024), 32))
     with SizesMade() as made:
