@@ -23,8 +23,12 @@ CASES = [
 
 @pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="predicts glibc's heap")
-@pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.slow), CASES[1]], ids=lambda case: case.name)
-def test_the_private_memory_of_a_training_is_predicted(case: Case):
-    predicted = Predictor().counted(case, is_limited=True).peak
-    measured_bytes = measured_peak_bytes(case, is_limited=True)
+@pytest.mark.parametrize(
+    ("case", "is_limited"),
+    [pytest.param(CASES[0], True, marks=pytest.mark.slow), (CASES[0], False), (CASES[1], True)],
+    ids=["gpt2 inside a budget", "gpt2 with glibc's own malloc", "lstm inside a budget"],
+)
+def test_the_private_memory_of_a_training_is_predicted(case: Case, is_limited: bool):
+    predicted = Predictor().counted(case, is_limited).peak
+    measured_bytes = measured_peak_bytes(case, is_limited)
     assert predicted.likely_bytes == pytest.approx(measured_bytes, rel=TOLERANCE)

@@ -175,7 +175,7 @@ class Batches(ABC):
 
     @abstractmethod
     def _is_place(self, cursor: Cursor) -> bool:
-        """Return whether a cursor whose position is in the data is that of a batch."""
+        """Return whether a batch begins at the position of a cursor."""
 
     def _require_same_order(self, state: dict[str, int]) -> None:
         own = self.state(Cursor())

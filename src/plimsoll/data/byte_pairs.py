@@ -74,7 +74,7 @@ def train(
     """Train a tokenizer whose pre-tokenizer is ``ByteLevel``.
 
     Raises:
-        TokenizerRoomError: if the budget for private memory, or a limit on this process's, has no room for it.
+        TokenizerRoomError: if it does not fit the budget for private memory, or a limit on this process.
     """
     from tokenizers import pre_tokenizers
 

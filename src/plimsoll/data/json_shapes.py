@@ -58,7 +58,7 @@ def _ambiguous(fields: dict[str, Field], lists: list[str], is_row: bool) -> str:
 
 
 def _require_row(fields: dict[str, Field], reading: Reading, is_row: bool) -> None:
-    """Refuse an object that is no row, for its fields are columns, or the text in it would be guessed."""
+    """Refuse an object whose fields are columns, or in which the text would have to be guessed."""
     columns = [name for name in reading.columns or ("text",) if is_row and fields[name].is_nested]
     nested = [name for name, field in fields.items() if field.is_nested]
     if columns:

@@ -92,7 +92,7 @@ class TextDataset(Samples):
 
     @property
     def fingerprint(self) -> str:
-        """What tells these samples from others without reading one, which counts what is truncated."""
+        """A name that differs where the samples do. To read one would count what is truncated."""
         return f"{self._corpus.key} {self._tokenizer_folder.name} {self.sequence_length}"
 
     @property

@@ -78,7 +78,7 @@ class PackedDataset(Samples):
 
     @property
     def fingerprint(self) -> str:
-        """What tells these samples from others without reading one."""
+        """A name that differs where the samples do."""
         return f"{self.packs.spans.folder.name} {self.packs.folder.name} {self.mask} {self._pad_id}"
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:

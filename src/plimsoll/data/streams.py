@@ -44,7 +44,7 @@ class StreamDataset(Samples):
 
     @property
     def fingerprint(self) -> str | None:
-        """What tells these samples from others without reading one; ``None`` of tokens that are in no store."""
+        """A name that differs where the samples do; ``None`` where the tokens are in no store."""
         folder = getattr(self._store, "folder", None)
         return None if folder is None else f"{folder.name} {self.lanes} {self._resets}"
 

@@ -74,7 +74,7 @@ class DocumentDataset(Samples):
 
     @property
     def fingerprint(self) -> str:
-        """What tells these samples from others without reading one."""
+        """A name that differs where the samples do."""
         names = self._token_labels and self._token_labels.names
         labels = names if self._labels is None else zlib.crc32(np.ascontiguousarray(self._labels).data)
         config = self._augmentation and self._augmentation.config

@@ -147,7 +147,7 @@ class WindowDataset(Samples):
 
     @property
     def fingerprint(self) -> str | None:
-        """What tells these samples from others without reading one; ``None`` of tokens that are in no store."""
+        """A name that differs where the samples do; ``None`` where the tokens are in no store."""
         folder = getattr(self._store, "folder", None)
         return None if folder is None else f"{folder.name} {self.sequence_length} {self.stride}"
 
@@ -205,7 +205,7 @@ class Subset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     @property
     def fingerprint(self) -> str | None:
-        """What tells these samples from others without reading one; ``None`` if the dataset does not know it."""
+        """A name that differs where the samples do; ``None`` if the dataset does not know it."""
         of_all, some = getattr(self._dataset, "fingerprint", None), self._ids
         chosen = some.identity if isinstance(some, Selection) else zlib.crc32(np.ascontiguousarray(some).data)
         return None if of_all is None else f"{of_all} {chosen}"

@@ -7,8 +7,8 @@ more, and nothing can be undone: a limit cannot be made safe for such code, only
 into a pipe, at whose other end a shell waits: it prints what came, and has this module, run as a program, say what it
 means. The shell takes a millisecond to start (10 beside other work) and 1 MiB, and ends with the block.
 
-Where there is no shell, and in the first process of a container, with which all others end at once, `faulthandler`
-writes to standard error as it always does, without the explanation; and so it does in a forked child. A fault handler
+Without a shell, in a forked child, and as process 1 of a container (all others end with it at once), `faulthandler`
+writes to standard error as it always does, without the explanation. A fault handler
 that is enabled already, by the user, ``python -X faulthandler`` or pytest, stays as it is, and nothing is explained.
 Under ``plimsoll train`` the supervisor reads what the training process wrote (`tell_supervisor`). What the native code
 itself printed is not read: that it was memory is likely inside a limit, and not certain. Needs no torch.

@@ -383,7 +383,7 @@ class Transaction:
         return self._ladder
 
     def _keep_whole(self, ladder: Ladder, batch: Any, loss_of: LossOf, shape: Shape) -> bool:
-        """Take only rungs that leave batches whole if this one must not be cut; returns whether that is known."""
+        """Use only fallbacks that keep batches whole if this one must not be cut; return whether that is known yet."""
         reason = partial(self.additivity.before_cut, batch, loss_of)
         return not _can_differ(shape) or self._rungs.keep_whole(ladder, self._whole, reason, shape)
 

@@ -490,7 +490,7 @@ class TrainStep:
         return rung
 
     def _keep_whole(self, ladder: Ladder, batch: Any, shape: Shape) -> bool:
-        """Take only rungs that leave batches whole if this one must not be cut; returns whether that is known."""
+        """Use only fallbacks that keep batches whole if this one must not be cut; return whether that is known yet."""
         return self._rungs.keep_whole(ladder, self._whole, partial(self.additivity.before_cut, batch), shape)
 
     def _after_oom(self, event: OomEvent, rung: int, shape: Shape) -> tuple[OomEvent, int | None]:
