@@ -11,13 +11,15 @@ buffer instead.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from plimsoll.device import cudnn_dropout
+from plimsoll.device import cudnn_dropout, onednn
 from plimsoll.device.base import Backend
+from plimsoll.run.boundary import fitting
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class Undo:
         self._buffers: dict[tuple[int, str], _Saved] = {}
         self._random_state: dict[str, Any] = {}
         cudnn_dropout.find_for(model)
+        fitting(partial(onednn.prepare_for, model), backend, "preparing what every LSTM of a process needs")
 
     def remember(self) -> None:
         """Take the state as it is now for the one to go back to."""
