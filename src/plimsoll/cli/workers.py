@@ -26,8 +26,8 @@ def prepare_worker(  # noqa: PLR0917 -- typer calls it by name
 ) -> None:
     """Prepare the data of a run directory.
 
-    Torch is loaded first, to check the job. If the budget then has no room to train the tokenizer, the process starts
-    anew and trains the tokenizer before it loads torch.
+    Checking the job loads torch. If that leaves too little of the budget to train the tokenizer, the process restarts
+    and trains the tokenizer before it loads torch.
     """
     from plimsoll.errors import TokenizerRoomError
     from plimsoll.run.worker import prepare_run

@@ -13,9 +13,9 @@ primitive", however much memory is free, so that smaller micro-batches fail as w
 a symbol: `clear_error` finds it in the library's symbol table and sets it to zero.
 
 Its own matrix product in float32, which an LSTM uses, compiles its kernels in its first call and never again
-(``std::call_once`` in oneDNN's ``src/cpu/x64/gemm/gemm_info.cpp``). If memory is short in that call, the LSTMs of the
-process fail for ever after with "could not execute a primitive", or compute other bits. `prepare_for` makes that call
-early; it takes 4 MiB, which the first step of an LSTM would take as well.
+(``std::call_once`` in oneDNN's ``src/cpu/x64/gemm/gemm_info.cpp``). If memory is short in that call, every LSTM of the
+process fails from then on with "could not execute a primitive", or computes other bits, or the process dies.
+`prepare_for` makes that call early; it takes 4 MiB, which the first step of an LSTM would take as well.
 
 Not covered: other systems than Linux on x86-64, a library without a symbol table; nothing is done there. Other threads
 than the one that calls. Source: elf(5), dl_iterate_phdr(3).
@@ -107,7 +107,7 @@ def _compile_products() -> None:
 
     keep_few_kernels()
     size, num_gates = 8, 4  # with one unit a product is one of vectors, which compiles less
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         shapes = (num_gates * size, size), (num_gates * size, size), (num_gates * size,), (num_gates * size,)
         weights = [torch.zeros(shape, requires_grad=True) for shape in shapes]
         state = torch.zeros(1, 1, size), torch.zeros(1, 1, size)

@@ -26,6 +26,7 @@ from torch import nn
 from plimsoll.data.formats import Reading
 from plimsoll.data.input_rows import InputRow, InputRows, open_rows
 from plimsoll.data.model_tokens import ModelTokenizer, Tokens
+from plimsoll.device import onednn
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import DataError, InputError, Interrupted, PlimsollError
 from plimsoll.models.hugging_face import MODEL_FAULTS
@@ -211,7 +212,7 @@ class _Applying:
         options = self._options
         if self._plan is not None:
             return placed.enter_context(placed_model(self._folder.path, self._plan, self._loading, options.device))
-        return load_for_inference(
+        model = load_for_inference(
             self._folder.path,
             self._task.head,
             DTYPES[options.dtype],
@@ -220,6 +221,8 @@ class _Applying:
             options.adapters,
             self._loading,
         )
+        onednn.prepare_for(model)
+        return model
 
     def _passes(self, model: nn.Module) -> Passes[dict[str, Any]]:
         generation = self._options.generation

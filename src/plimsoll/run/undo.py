@@ -48,7 +48,7 @@ class Undo:
         self._buffers: dict[tuple[int, str], _Saved] = {}
         self._random_state: dict[str, Any] = {}
         cudnn_dropout.find_for(model)
-        fitting(partial(onednn.prepare_for, model), backend, "preparing what every LSTM of a process needs")
+        fitting(partial(onednn.prepare_for, model), backend, "oneDNN was prepared for an LSTM", " to a new process")
 
     def remember(self) -> None:
         """Take the state as it is now for the one to go back to."""

@@ -148,9 +148,11 @@ def test_only_for_an_lstm_in_float32_something_is_compiled(name, monkeypatch):
     assert len(calls) == num_calls
 
 
-def test_preparing_draws_no_random_numbers():
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_preparing_goes_backwards_in_any_mode_and_draws_no_random_numbers(mode):
     state = torch.get_rng_state()
-    onednn._compile_products.__wrapped__()
+    with mode():
+        onednn._compile_products.__wrapped__()
     assert torch.equal(state, torch.get_rng_state())
 
 

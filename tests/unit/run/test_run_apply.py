@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from model_folders import model_folder, read_rows, some_texts, tokenizer, write_rows
 from placement_records import streamed_plan
 from plimsoll.data.model_tokens import ModelTokenizer
+from plimsoll.device import onednn
 from plimsoll.errors import BudgetError, DataError, InputError, Interrupted, JobError, OutputError
 from plimsoll.models.generation import Generation
 from plimsoll.models.recurrent import build_recurrent, save_recurrent
@@ -234,7 +235,9 @@ def test_a_plan_is_made_for_the_first_rows_and_only_of_what_can_be_planned(
     (tmp_path / "lstm").mkdir()
     save_recurrent(build_recurrent(fields), tmp_path / "lstm")
     tokenizer().save_pretrained(tmp_path / "lstm")
+    onednn._compile_products.cache_clear()
     assert "label" in applied(tmp_path / "lstm", data, limit_bytes=9 << 30)[0]
+    assert onednn._compile_products.cache_info().currsize == 1
     apply_model(folder, data, tmp_path / "z.jsonl", ApplyOptions())
     assert len(asked) == 2
 
