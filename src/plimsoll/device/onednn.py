@@ -12,6 +12,11 @@ in August 2026; the oneDNN of torch 2.13 has it). Every shape that it has not se
 primitive", however much memory is free, so that smaller micro-batches fail as well. The variable has no interface, only
 a symbol: `clear_error` finds it in the library's symbol table and sets it to zero.
 
+Its own matrix product in float32, which an LSTM uses, compiles its kernels in its first call and never again
+(``std::call_once`` in oneDNN's ``src/cpu/x64/gemm/gemm_info.cpp``). If memory is short in that call, the LSTMs of the
+process fail for ever after with "could not execute a primitive", or compute other bits. `prepare_for` makes that call
+early; it takes 4 MiB, which the first step of an LSTM would take as well.
+
 Not covered: other systems than Linux on x86-64, a library without a symbol table; nothing is done there. Other threads
 than the one that calls. Source: elf(5), dl_iterate_phdr(3).
 """
@@ -25,6 +30,10 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _KEPT = "32"
 _CAPACITY, _OLD_CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"
@@ -73,6 +82,37 @@ def keep_few_kernels() -> None:
     if _OLD_CAPACITY not in os.environ:
         os.environ.setdefault(_CAPACITY, _KEPT)
     os.environ.setdefault(_CAPACITY_ABOVE, _KEPT)
+
+
+def prepare_for(model: nn.Module) -> None:
+    """Compile now what oneDNN compiles once for all LSTMs, if the model has one in float32 on the CPU."""
+    from torch import nn
+
+    layers = (module for module in model.modules() if isinstance(module, nn.LSTM))
+    if any(_is_real(weight) for layer in layers for weight in layer.parameters()):
+        _compile_products()
+
+
+def _is_real(weight: Tensor) -> bool:
+    from torch import float32
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return weight.dtype == float32 and weight.is_cpu and not isinstance(weight, FakeTensor)
+
+
+@functools.cache
+def _compile_products() -> None:
+    """Run a small LSTM forwards and backwards; it draws no random numbers."""
+    import torch
+
+    keep_few_kernels()
+    size, num_gates = 8, 4  # with one unit a product is one of vectors, which compiles less
+    with torch.enable_grad():
+        shapes = (num_gates * size, size), (num_gates * size, size), (num_gates * size,), (num_gates * size,)
+        weights = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+        state = torch.zeros(1, 1, size), torch.zeros(1, 1, size)
+        outputs = torch.lstm(torch.zeros(1, 4, size), state, weights, True, 1, 0.0, True, False, True)
+        outputs[0].sum().backward()  # type: ignore[no-untyped-call]
 
 
 def clear_error() -> bool:

@@ -1,10 +1,14 @@
 """Everything that a step can change before its update, besides the gradients, remembered so that it can be put back.
 
-What is written is observed, not guessed. In the first step a dispatch mode sees which tensors of before are written, and
-copies them first (`plimsoll.run.written`); from then on the same ones are copied before each step. What Python keeps is
-copied one level deep wherever training code can keep something (`plimsoll.run.reachable`), and so are generators of
-random numbers. A tensor that is first written in a later step is noticed by its version counter: after passes that went
-through it is one of those that are copied; passes that are undone cannot put it back, and say so (`Undo.lost`).
+What is written is observed, not guessed. In the first step, and again when modules switch between training and
+evaluation or a batch has other fields, a dispatch mode sees which tensors of before are written and copies them first
+(`plimsoll.run.written`); from then on the same ones are copied before each step. What Python keeps is copied one level
+deep wherever training code can keep something (`plimsoll.run.reachable`); so are generators of random numbers. A tensor
+that is first written in a later step is noticed by its version counter: after passes that went through it is one of
+those that are copied; in a step that is undone it cannot be put back, and is named in ``lost``.
+
+Values that only failures change (a list of errors, a counter of them) are told from state by failing again: what
+changes the same way in two tries, and never did in passes that went through, stays changed (`Undo.restore`).
 
 Does NOT see a first write in a later step that counts no version (through ``.data``), and what `reachable` and
 `written` do not see: give such state as ``extra_state``.
@@ -13,24 +17,27 @@ Does NOT see a first write in a later step that counts no version (through ``.da
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
 from typing import Any, Protocol
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from plimsoll.device import cudnn_dropout
+from plimsoll.device import cudnn_dropout, onednn
 from plimsoll.device.base import Backend
-from plimsoll.run.reachable import Items, Reached, may_hold_state, reached_from
-from plimsoll.run.written import Writes, key_of
+from plimsoll.run.boundary import fitting
+from plimsoll.run.reachable import Place, Reached, may_hold_state, reached_from
+from plimsoll.run.written import Writes, bytes_of, key_of
 
-_SMALL_BYTES = 1 << 16
-"""What is no parameter and so small is copied before every step, whether or not a write of it was seen."""
+_MOST_ARRAY_BYTES = 1 << 20
+"""Arrays of numpy up to this size are copied before each step: no counter says whether they were written."""
 _LONGEST_PAUSE_STEPS = 200
 
 
@@ -49,10 +56,16 @@ class _Before:
     """What was reached, and how it was before the step."""
 
     reached: Reached
-    contents: list[Any] = field(default_factory=list)
+    contents: list[Any]
     copies: list[tuple[Any, Any]] = field(default_factory=list)
     versions: list[tuple[str, Tensor, int]] = field(default_factory=list)
     generators: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def changed(self) -> Iterator[tuple[str, Place, Any]]:
+        """The places that have other things in them now: name, place, and what was in it."""
+        for (name, place), content in zip(self.reached.places, self.contents, strict=True):
+            if not _is_same(place.content(), content):
+                yield name, place, content
 
 
 class Undo:
@@ -61,28 +74,30 @@ class Undo:
     Args:
         roots: where training code can keep something, by name: the model, the loss, hooks.
         backend: of the device, whose random numbers are remembered too.
-        extra_state: objects of the user's, remembered by their state_dict.
+        extra_state: objects of the user's, remembered by their ``state_dict``.
 
     Attributes:
         lost: names of what the last `restore` could not put back.
     """
 
-    def __init__(self, roots: dict[str, Any], backend: Backend, extra_state: Sequence[Stateful] = ()) -> None:
+    def __init__(self, roots: Mapping[str, Any], backend: Backend, extra_state: Sequence[Stateful] = ()) -> None:
         self.lost: tuple[str, ...] = ()
-        self._roots, self._backend, self._extra_state = roots, backend, extra_state
+        self._roots, self._backend, self._extra_state = dict(roots), backend, extra_state
         self._reached: Reached | None = None
-        self._moving: set[int] = set()  # places that some step has changed
-        self._written: set[str] = set()  # names of tensors that some step has written
         self._before: list[_Before] = []
+        self._moving: set[str] = set()  # names of places that passes have changed
+        self._written: set[str] = set()  # names of tensors that passes have written
+        self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
+        self._writes: Writes | None = None
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
         self._num_steps, self._next_look = 0, 1
-        for one in roots.values():
-            if isinstance(one, nn.Module):
-                cudnn_dropout.find_for(one)
+        for model in (one for one in roots.values() if isinstance(one, nn.Module)):
+            cudnn_dropout.find_for(model)
+            fitting(partial(onednn.prepare_for, model), backend, "preparing what every LSTM of a process needs")
 
     def remember(self, batch: Any = None) -> None:
-        """Take the state as it is now for the one to go back to; ``batch`` is part of it."""
+        """Take the state as it is now for the one to go back to; ``batch`` is a part of it."""
         self.lost = ()
         self._random_state = self._backend.random_state()
         if self._reached is None:
@@ -93,66 +108,131 @@ class Undo:
         self._extra = [copy.deepcopy(one.state_dict()) for one in self._extra_state]
 
     def forget(self) -> None:
-        """Let go of what was remembered, and look for everything anew: techniques are about to change."""
+        """Let go of what was remembered, and look for everything anew: techniques are about to change the modules."""
         self._reached, self._before, self._extra = None, [], []
-        self._moving.clear()
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """See which tensors of before the block writes: they are put back with the rest, now and in later steps."""
-        with Writes() as writes:  # type: ignore[no-untyped-call]
-            yield
-        self._take(writes)
+        """See what the block writes that was there before it; it can be put back, in the block and after it."""
+        try:
+            with Writes() as self._writes:  # type: ignore[no-untyped-call]
+                yield
+        finally:
+            self._take_writes()
+            self._writes = None
 
     def passed(self) -> None:
-        """Learn, after passes that went through and before the update, which tensors they wrote."""
+        """Learn, after passes that went through and before the update, what they wrote."""
+        self._take_writes()
         self._written.update(self._newly_written())
         for before in self._before:
-            before.versions = []  # an update changes what is trained
+            before.versions = []  # the update writes what is trained
+        self._num_steps += 1
+        if self._num_steps >= self._next_look:
+            self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
+            self._moving.update(name for before in self._before for name, _, _ in before.changed())
 
     def done(self) -> None:
-        """Let go of the state of before; which places change is looked for after ever fewer steps."""
-        self._num_steps += 1
-        if self._before and self._num_steps >= self._next_look:
-            self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
-            self._moving.update(number for number, _ in self._changed(self._before[0]))
+        """Let go of the state of before the step."""
         self._before, self._extra = [], []
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Go back to the remembered state; what cannot be put back is named in ``lost``. It can be done twice."""
+        """Go back to the remembered state, and name in ``lost`` what cannot be put back. It may be done again."""
+        self._take_writes()
         self.lost = tuple(self._newly_written())
         for before in self._before:
-            for number, content in self._changed(before):
-                before.reached.places[number][1].fill(content)
+            for _, place, content in before.changed():
+                place.fill(content)
             for value, content in before.copies:
                 value.copy_(content) if isinstance(value, Tensor) else numpy.copyto(value, content)
             for generator, state in before.generators:
-                put_state(generator, state)
-        for one, state in zip(self._extra_state, self._extra, strict=False):
+                _put_state(generator, state)
+        for one, state in zip(self._extra_state, self._extra, strict=bool(self._extra)):
             one.load_state_dict(copy.deepcopy(state))
-        self._backend.restore_random_state(self._random_state)
+        if self._random_state:
+            self._backend.restore_random_state(self._random_state)
 
+    # -- before a step -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
     def _remembered(self, reached: Reached) -> _Before:
         before = _Before(reached, [place.content() for _, place in reached.places])
-        ...
+        for name, tensor in reached.tensors.values():
+            if self._is_copied(name, tensor):
+                before.copies.append(self._copied(name, tensor))
+            elif not tensor.is_inference():  # which counts no versions
+                before.versions.append((name, tensor, tensor._version))
+        for name, array in reached.arrays:
+            if array.flags.writeable and (array.nbytes <= _MOST_ARRAY_BYTES or name in self._written):
+                before.copies.append((array, array.copy()))
+        before.generators = [(generator, _state_of(generator)) for _, generator in reached.generators]
+        return before
+
+    def _is_copied(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor is copied before the step: what was seen to be written is, and what cannot be seen."""
+        is_unseen = isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+        is_buffer = not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        return name in self._written or (is_unseen and is_buffer and not name.startswith("batch"))
+
+    def _copied(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """What to write to, and what it holds, in the memory of the last copy where that is as large."""
+        whole = bytes_of(tensor)
+        spare = self._spare.get(name)
+        if spare is None or spare.shape != whole.shape or spare.device != whole.device:
+            spare = self._spare[name] = torch.empty_like(whole)
+        return whole, spare.copy_(whole)
 
     def _news(self, before: _Before) -> Iterator[tuple[str, Any]]:
         """What has come, since everything was looked for, into places that change."""
-        seen = before.reached.seen
-        for number in self._moving:
-            name, content = before.reached.places[number][0], before.contents[number]
-            values = content.items() if isinstance(content, dict) else enumerate(content)
-            for key, value in values:
-                if may_hold_state(value) and id(value) not in seen:
-                    yield f"{name}[{key!r}]", value
+        for (name, _), content in zip(before.reached.places, before.contents, strict=True):
+            if name in self._moving:
+                pairs = content.items() if isinstance(content, dict) else enumerate(content)
+                for key, value in pairs:
+                    if may_hold_state(value) and id(value) not in before.reached.seen:
+                        yield (f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]"), value
 
-    def _changed(self, before: _Before) -> Iterator[tuple[int, Any]]:
-        for number, ((_, place), content) in enumerate(zip(before.reached.places, before.contents, strict=True)):
-            if not _is_same(place.content(), content):
-                yield number, content
+    # -- after a pass --------------------------------------------------------------------------------------------------
+
+    def _take_writes(self) -> None:
+        """Note whose tensors were seen to be written, and keep what they held."""
+        if self._writes is None or not self._before:
+            return
+        reached = [one for before in self._before for one in before.reached.tensors.values()]
+        names = {key_of(tensor): name for name, tensor in reversed(reached) if bytes_of(tensor) is not tensor}
+        for key, (tensor, held) in self._writes.written.items():
+            self._written.add(names.get(key, f"a tensor of shape {tuple(tensor.shape)}"))
+            self._before[0].copies.append((bytes_of(tensor), held))
+        self._writes.written.clear()
 
     def _newly_written(self) -> list[str]:
-        return [
-            name for before in self._before for name, tensor, version in before.versions if tensor._version != version
-        ]
+        versions = (one for before in self._before for one in before.versions)
+        return [name for name, tensor, version in versions if tensor._version != version and name not in self._written]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two contents have the same things in them: the very same, in the same order."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(name is key and value is kept for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True))
+    return all(value is kept for value, kept in zip(one, other, strict=True))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, numpy.random.RandomState):
+        return generator.get_state()
+    return copy.deepcopy(generator.bit_generator.state)
+
+
+def _put_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator | numpy.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -27,12 +28,13 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes, while it is in force, the tensors through which storages of before are written.
 
     Attributes:
-        written: such a tensor of each storage, and what the storage held before the first write.
+        written: such a tensor of each storage, and the bytes that the storage held before the first write.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.written: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}
+        self._seen: set[int] = set()
         self._new: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -47,8 +49,9 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, tensor: Tensor) -> None:
         key = key_of(tensor)
-        if key not in self._new and key not in self.written:
-            self.written[key] = tensor, tensor.untyped_storage().clone()
+        if key not in self._new and key not in self._seen:
+            self._seen.add(key)
+            self.written[key] = tensor, bytes_of(tensor).clone()
 
 
 def key_of(tensor: Tensor) -> int:
@@ -80,3 +83,11 @@ def _written_by(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> It
     for place, name in _places_of_writes(func):
         value = args[place] if place < len(args) else options.get(name)
         yield from (leaf for leaf in tree_leaves(value) if _has_storage(leaf))
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The whole storage of a tensor as bytes; of one that has no plain storage the tensor itself, detached."""
+    if isinstance(tensor, FakeTensor) or not _has_storage(tensor):
+        return tensor.detach()
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload,no-any-return]

@@ -9,6 +9,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plimsoll.device import onednn
 from processor import INSTRUCTION_SETS
@@ -66,6 +68,90 @@ def test_a_library_without_the_variable_has_nothing_to_clear(tmp_path):
     script.write_text("not a library")
     assert onednn._offset_in_thread(script) is None
     assert onednn._offset_in_thread(tmp_path / "absent.so") is None
+
+
+# Each case in a fork of its own: what oneDNN compiles once, it compiles once.
+LSTM_IN_LITTLE_MEMORY = """
+import hashlib, json, os, resource, torch
+from plimsoll.device import onednn, process
+
+torch.set_num_threads(1)
+layer, inputs = torch.nn.LSTM(48, 64, batch_first=True), torch.randn(1, 30, 48)
+
+def passes():
+    layer.zero_grad()
+    try:
+        layer(inputs)[0].square().sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return hashlib.sha256(b"".join(weight.grad.numpy().tobytes() for weight in layer.parameters())).hexdigest()
+
+def passes_in(room_bytes):
+    limits, hog = resource.getrlimit(resource.RLIMIT_DATA), []
+    resource.setrlimit(resource.RLIMIT_DATA, (process.data_bytes() + (8 << 20), limits[1]))
+    try:
+        while True:
+            hog.append(torch.empty(1 << 14))
+    except RuntimeError:
+        del hog[-room_bytes >> 16 :]
+        passes()
+    hog.clear()
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
+    onednn.clear_error()
+
+def said(room_bytes, prepared):
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        if prepared:
+            onednn.prepare_for(layer)
+        if room_bytes:
+            passes_in(room_bytes)
+        os.write(writer, passes().encode())
+        os._exit(0)
+    os.close(writer)
+    return os.fdopen(reader).read() or "died"
+
+rooms = [half << 19 for half in range(1, 12)]
+print(json.dumps([[said(room, prepared) for room in (0, *rooms)] for prepared in (False, True)]))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN compiles with Xbyak on x86-64 only")
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+def test_an_lstm_that_had_no_memory_runs_later_with_the_same_bits(instructions):
+    variables = dict(os.environ) | instructions
+    command = [sys.executable, "-c", LSTM_IN_LITTLE_MEMORY]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    (usual, *unprepared), prepared = json.loads(done.stdout)
+    assert set(prepared) == {usual}
+    if set(unprepared) == {usual}:
+        pytest.skip("the oneDNN of this torch forgets what it could not compile, or compiles nothing here")
+
+
+MODELS = {
+    "lstm": (lambda: torch.nn.LSTM(2, 2), 1),
+    "an lstm in a model": (lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LSTM(2, 2)), 1),
+    "bfloat16, which has kernels for each shape": (lambda: torch.nn.LSTM(2, 2, dtype=torch.bfloat16), 0),
+    "no memory": (lambda: torch.nn.LSTM(2, 2, device="meta"), 0),
+    "gru": (lambda: torch.nn.GRU(2, 2), 0),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_for_an_lstm_in_float32_something_is_compiled(name, monkeypatch):
+    calls = []
+    monkeypatch.setattr(onednn, "_compile_products", lambda: calls.append(name))
+    make, num_calls = MODELS[name]
+    onednn.prepare_for(make())
+    with FakeTensorMode():
+        onednn.prepare_for(torch.nn.LSTM(2, 2))
+    assert len(calls) == num_calls
+
+
+def test_preparing_draws_no_random_numbers():
+    state = torch.get_rng_state()
+    onednn._compile_products.__wrapped__()
+    assert torch.equal(state, torch.get_rng_state())
 
 
 CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
