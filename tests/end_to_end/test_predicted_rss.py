@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -24,11 +25,16 @@ CASES = [
 @pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="predicts glibc's heap")
 @pytest.mark.parametrize(
-    ("case", "is_limited"),
-    [pytest.param(CASES[0], True, marks=pytest.mark.slow), (CASES[0], False), (CASES[1], True)],
+    ("case", "is_limited", "num_runs"),
+    [
+        pytest.param(CASES[0], True, 1, marks=pytest.mark.slow),
+        (CASES[0], False, 5),  # where blocks come to lie is chance there: single runs took 504 to 601 MiB
+        (CASES[1], True, 1),
+    ],
     ids=["gpt2 inside a budget", "gpt2 with glibc's own malloc", "lstm inside a budget"],
 )
-def test_the_private_memory_of_a_training_is_predicted(case: Case, is_limited: bool):
+@pytest.mark.timeout(600)  # a busy machine takes long to start a training five times
+def test_the_private_memory_of_a_training_is_predicted(case: Case, is_limited: bool, num_runs: int):
     predicted = Predictor().counted(case, is_limited).peak
-    measured_bytes = measured_peak_bytes(case, is_limited)
+    measured_bytes = median(measured_peak_bytes(case, is_limited) for _ in range(num_runs))
     assert predicted.likely_bytes == pytest.approx(measured_bytes, rel=TOLERANCE)
