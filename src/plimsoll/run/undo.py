@@ -38,6 +38,7 @@ from plimsoll.run.written import Writes, bytes_of, key_of
 
 _MOST_ARRAY_BYTES = 1 << 20
 """Arrays of numpy up to this size are copied before each step: no counter says whether they were written."""
+_SMALL_BYTES = 1 << 20
 _LONGEST_PAUSE_STEPS = 200
 
 
@@ -89,6 +90,7 @@ class Undo:
         self._written: set[str] = set()  # names of tensors that passes have written
         self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
         self._writes: Writes | None = None
+        self._has_observed = False
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
         self._num_steps, self._next_look = 0, 1
@@ -123,6 +125,7 @@ class Undo:
 
     def passed(self) -> None:
         """Learn, after passes that went through and before the update, what they wrote."""
+        self._has_observed |= self._writes is not None
         self._take_writes()
         self._written.update(self._newly_written())
         for before in self._before:
@@ -170,10 +173,17 @@ class Undo:
         return before
 
     def _is_copied(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor is copied before the step: what was seen to be written is, and what cannot be seen."""
-        is_unseen = isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
-        is_buffer = not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        return name in self._written or (is_unseen and is_buffer and not name.startswith("batch"))
+        """Whether a tensor is copied before the step: one that some step has written is.
+
+        As long as no step was observed, and of what cannot be, all are copied that are small, or buffers of floats
+        (BatchNorm's, whose kernels count no versions), but for parameters and the batch.
+        """
+        if name in self._written:
+            return True
+        is_seen = self._has_observed and not isinstance(tensor, FakeTensor) and not is_traceable_wrapper_subclass(tensor)
+        if is_seen or isinstance(tensor, nn.Parameter) or tensor.requires_grad or name.startswith("batch"):
+            return False
+        return tensor.is_floating_point() or tensor.nbytes <= _SMALL_BYTES
 
     def _copied(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """What to write to, and what it holds, in the memory of the last copy where that is as large."""
