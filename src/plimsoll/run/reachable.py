@@ -172,6 +172,7 @@ class Reached:
         places: what has a content.
         tensors: parameters, buffers and others; of one that is reached twice the first name.
         arrays: of numpy.
+        modules: of torch.
         generators: of random numbers, but for torch's, Python's and numpy's global ones.
         is_whole: whether nothing was left out for its size.
         seen: all that was looked at, by its id, and kept for the id to stay its own.
@@ -180,6 +181,7 @@ class Reached:
     places: list[tuple[str, Place]] = field(default_factory=list)
     tensors: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
     arrays: list[tuple[str, numpy.ndarray[Any, Any]]] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
     is_whole: bool = True
     seen: dict[int, Any] = field(default_factory=dict)
@@ -286,6 +288,7 @@ class _Walk:
 
     def _look_into_module(self, name: str, module: nn.Module) -> None:
         own = vars(module)
+        self.reached.modules.append(module)
         for kinds in _OF_NAMES:
             self.reached.seen[id(own[kinds])] = own[kinds]
             self._put(name, Items(own[kinds]))

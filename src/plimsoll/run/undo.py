@@ -76,12 +76,15 @@ class Undo:
         roots: where training code can keep something, by name: the model, the loss, hooks.
         backend: of the device, whose random numbers are remembered too.
         extra_state: objects of the user's, remembered by their ``state_dict``.
+        observes: whether passes are to be observed at all; not on tensors that are fake.
 
     Attributes:
         lost: names of what the last `restore` could not put back.
     """
 
-    def __init__(self, roots: Mapping[str, Any], backend: Backend, extra_state: Sequence[Stateful] = ()) -> None:
+    def __init__(
+        self, roots: Mapping[str, Any], backend: Backend, extra_state: Sequence[Stateful] = (), observes: bool = True
+    ) -> None:
         self.lost: tuple[str, ...] = ()
         self._roots, self._backend, self._extra_state = dict(roots), backend, extra_state
         self._reached: Reached | None = None
@@ -90,7 +93,9 @@ class Undo:
         self._written: set[str] = set()  # names of tensors that passes have written
         self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
         self._writes: Writes | None = None
-        self._has_observed = False
+        self._observes, self._has_observed = observes, False
+        self._kinds: set[Any] = set()  # modes of the modules and kinds of batches that were observed
+        self._kind: Any = None
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
         self._num_steps, self._next_look = 0, 1
@@ -108,10 +113,21 @@ class Undo:
         roots = [("batch", batch), *self._news(before)]
         self._before = [before, self._remembered(reached_from(roots, self._reached))]
         self._extra = [copy.deepcopy(one.state_dict()) for one in self._extra_state]
+        self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
 
     def forget(self) -> None:
         """Let go of what was remembered, and look for everything anew: techniques are about to change the modules."""
-        self._reached, self._before, self._extra = None, [], []
+        self._reached, self._before, self._extra, self._random_state = None, [], [], {}
+
+    @property
+    def has_remembered(self) -> bool:
+        """Whether there is a state to go back to."""
+        return bool(self._before)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether passes like those that were remembered for have not been observed yet."""
+        return self._observes and self._kind not in self._kinds
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -125,7 +141,9 @@ class Undo:
 
     def passed(self) -> None:
         """Learn, after passes that went through and before the update, what they wrote."""
-        self._has_observed |= self._writes is not None
+        if self._writes is not None:
+            self._has_observed = True
+            self._kinds.add(self._kind)
         self._take_writes()
         self._written.update(self._newly_written())
         for before in self._before:
@@ -218,6 +236,27 @@ class Undo:
     def _newly_written(self) -> list[str]:
         versions = (one for before in self._before for one in before.versions)
         return [name for name, tensor, version in versions if tensor._version != version and name not in self._written]
+
+
+@contextmanager
+def left_alone(roots: Mapping[str, Any], backend: Backend, batch: Any = None) -> Iterator[Undo]:
+    """Put back what a block changes of some roots and a batch, the random numbers included."""
+    undo = Undo(roots, backend)
+    undo.remember(batch)
+    with undo.observing():
+        try:
+            yield undo
+        finally:
+            undo.restore()
+
+
+def _kind_of(batch: Any) -> Any:
+    """What a model may treat otherwise: fields, types and dimensions; not how long texts are."""
+    if isinstance(batch, Tensor):
+        return batch.dtype, batch.dim()
+    if isinstance(batch, Mapping):
+        return tuple((name, _kind_of(value)) for name, value in batch.items())
+    return tuple(map(_kind_of, batch)) if isinstance(batch, list | tuple) else type(batch)
 
 
 def _is_same(one: Any, other: Any) -> bool:
