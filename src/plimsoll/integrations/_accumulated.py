@@ -181,7 +181,7 @@ def _losses(
 @contextmanager
 def _as_before(model: nn.Module, backend: Backend) -> Iterator[None]:
     """Put modes, buffers and random numbers back afterwards."""
-    modes, undo = [(module, module.training) for module in model.modules()], Undo(model, backend)
+    modes, undo = [(module, module.training) for module in model.modules()], Undo({"model": model}, backend)
     undo.remember()
     try:
         yield

@@ -146,7 +146,7 @@ class Transaction:
         self._first_micro_batch, self._grow_after = micro_batch, grow_after
         self._whole = WholeBatch(self.workload, recut_batch_norm)
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
-        self._undo = Undo(model, self.backend)
+        self._undo = Undo({"model": model, "loss": self.workload.loss}, self.backend)
         self._unreached = UnreachedWatch(model)
         self._commit = StepCommit(optimizer, self.backend, self.position)
         self._remember = remember
@@ -253,6 +253,8 @@ class Transaction:
 
     def _try(self, size: Size, finish: Finish | None) -> None:
         self._use(size.level)
+        if not self._undo.has_remembered:
+            self._undo.remember([one.batch for one in self._window])
         self._ask_before_cut(size.samples)
         if finish is None:
             self._gradients(size.samples)
@@ -264,6 +266,7 @@ class Transaction:
         if not self._rungs.is_in_force(level):
             self.position.phase = "copy"
             self._commit.forget()
+            self._undo.forget()
             self._rungs.use(level)
 
     def _ask_before_cut(self, samples: int) -> None:
@@ -339,12 +342,12 @@ class Transaction:
 
     def _begin(self) -> None:
         self._num_done = 0
-        self._undo.remember()
         self._put_back_of_caller = self._remember()
         self._drop_gradients()
 
     def _end(self) -> None:
         self._window = []
+        self._undo.done()
         self._put_back_of_caller = _nothing
         self.position.step += 1
         self._unreached.look(self.position.step)

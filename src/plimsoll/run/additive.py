@@ -8,7 +8,7 @@ which differ where a loss has detached parts. A sample here is one of the batch 
 most are taken (`plimsoll.run.telling_rows`). It costs two passes of at most sixteen samples, is done once more for a
 batch of another kind (fields, labels or padding that were not compared), and at the 2nd, 4th, 8th, ... cut.
 
-Dropout is taken out, and nothing stays of it (`plimsoll.run.undropped`, `plimsoll.run.left_alone`). It is computed
+Dropout is taken out, and nothing stays of it (`plimsoll.run.undropped`, `plimsoll.run.undo`). It is computed
 without autocast where that is possible. The difference that is let through is 8 roundings of the precision that it is
 computed in (fp32: 1e-6 of the loss; models of six layers had 1e-7), or one of bf16 (8e-3) and fp16 (1e-3). Where memory
 runs out, fewer samples are taken, then no gradients are compared. Where a loss cancels (the squared error of a model
@@ -38,10 +38,10 @@ from plimsoll.records.loss_check import LossCheck, Verdict
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, without_fail
 from plimsoll.run.known_losses import is_usual, known_additive, known_reason
-from plimsoll.run.left_alone import left_alone
 from plimsoll.run.pieces import mean_loss, shape_of, weighted_pieces
 from plimsoll.run.telling_rows import Kinds, first_rows, joined_samples, telling_rows
 from plimsoll.run.together import attempt_together
+from plimsoll.run.undo import left_alone
 from plimsoll.run.undropped import undropped
 from plimsoll.techniques._over_time import has_hook
 from plimsoll.workload import Reason, Workload, batch_size_of, count_units, move_batch, pick_samples
@@ -185,7 +185,7 @@ class Additivity:
 
     def _whole(self, batch: Any, loss_of: LossOf) -> None:
         """Compute the loss of a whole batch, so that what fails there too is seen."""
-        with left_alone(self._workload.model, loss_of, self._backend):
+        with left_alone({"model": self._workload.model, "loss": loss_of}, self._backend, batch):
             _loss(loss_of, [], self._backend.random_state(), self._backend, batch, 1.0)
 
     def _compared(self, rows: Any, loss_of: LossOf) -> _Found | OomEvent | str | None:
@@ -224,10 +224,10 @@ class Additivity:
         with (
             warnings.catch_warnings(action="ignore"),
             undropped(workload.model) as mode,
-            left_alone(workload.model, function, self._backend) as before,
+            left_alone({"model": workload.model, "loss": function}, self._backend, rows) as before,
         ):
             whole = one(rows, 1.0)
-            before.put_back()  # a state that a loss keeps from pass to pass is then another one in the parts
+            before.restore()  # a state that a loss keeps from pass to pass is then another one in the parts
             pieces = weighted_pieces(rows, samples_of_part, shape, workload)
             losses = [one(piece, share) for piece, share, _ in pieces]
             dtypes = mode.dtypes | {one.dtype for one in workload.model.parameters() if one.is_floating_point()}
@@ -236,12 +236,12 @@ class Additivity:
                 return found
             if found.is_loss_equal() and found.is_gradient_equal():
                 return found
-            before.put_back()
+            before.restore()
             if not _is_again(whole, one(rows, 1.0), found.most_difference):
                 return found  # a state that nobody sees changes it, and more than a rounding does
             changed = list[_Loss]()
             for number in range(_NUM_CHANGES):
-                before.put_back()
+                before.restore()
                 with _changed_by_a_rounding(_smallest(workload), number):
                     changed.append(one(rows, 1.0))
         return _with_roundings(found, whole, losses, changed)

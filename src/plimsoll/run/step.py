@@ -142,7 +142,7 @@ class TrainStep:
         self._first_micro_batch, self._grow_after = micro_batch, grow_after
         self._whole = WholeBatch(self.workload, recut_batch_norm)
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
-        self._undo = Undo(model, self.backend)
+        self._undo = Undo({"model": model, "loss": loss}, self.backend, observes=backend is None)
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
         self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
         self._early: EarlyUpdate | None = None
@@ -195,7 +195,6 @@ class TrainStep:
         ladder = self._ladder_for(shape.num_samples)
         rung = self._allowed(batch, ladder, ladder.choose(shape.elements_per_sample), shape)
         events: list[OomEvent] = []
-        self._undo.remember()
         self._drop_gradients()
         outcome: Outcome | OomEvent | None = None
         try:
@@ -332,6 +331,7 @@ class TrainStep:
 
     def _after_update(self, updated: bool) -> None:
         self._early = None
+        self._undo.done()
         self.position.step += 1
         self.graphs.look(self.num_steps)
         self.unreached.look(self.num_steps)
@@ -359,7 +359,11 @@ class TrainStep:
         """Gradients with the techniques of a level, which are installed first if others were in force."""
         self.position.phase = "copy"
         self._use(size.level)
-        loss = self._gradients(batch, size.samples, own, shape)
+        self._undo.remember(batch)
+        is_due = self._undo.is_due and self.workload.sharded is None
+        with self._undo.observing() if is_due else nullcontext():
+            loss = self._gradients(batch, size.samples, own, shape)
+            self._undo.passed()
         if self.workload.sharded is not None:
             self.workload.sharded.hand_over()
         if self._reduction is not None:
@@ -379,6 +383,7 @@ class TrainStep:
     def _use(self, level: int) -> None:
         if not self._rungs.is_in_force(level):
             self._commit.forget()  # techniques may move what it has views of
+            self._undo.forget()
             self._rungs.use(level)
 
     def _put_to_work(self) -> list[OomEvent]:

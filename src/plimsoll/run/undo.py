@@ -1,79 +1,287 @@
-"""What a step can change before the optimizer runs, besides the gradients, remembered so that it can be put back.
+"""Everything that a step can change before its update, besides the gradients, remembered so that it can be put back.
 
-Covers the random number generators of the host and the device (and of cuDNN's dropout), and the buffers of the model
-(BatchNorm's running statistics, spectral norm's vectors, any registered buffer). On the fast path a buffer of integers
-or truth values (masks, positions) is copied only if its version counter moved since it was last copied.
+What is written is observed, not guessed. In the first step, and again when modules switch between training and
+evaluation or a batch has other fields, a dispatch mode sees which tensors of before are written and copies them first
+(`plimsoll.run.written`); from then on the same ones are copied before each step. What Python keeps is copied one level
+deep wherever training code can keep something (`plimsoll.run.reachable`); so are generators of random numbers. A tensor
+that is first written in a later step is noticed by its version counter: after passes that went through it is one of
+those that are copied; in a step that is undone it cannot be put back, and is named in ``lost``.
 
-Does NOT cover Python attributes that a module changes in ``forward`` (a cached hidden state, a counter): register a
-buffer instead.
+Values that only failures change (a list of errors, a counter of them) are told from state by failing again: what
+changes the same way in two tries, and never did in passes that went through, stays changed (`Undo.restore`).
+
+Does NOT see a first write in a later step that counts no version (through ``.data``), and what `reachable` and
+`written` do not see: give such state as ``extra_state``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from plimsoll.device import cudnn_dropout, onednn
 from plimsoll.device.base import Backend
 from plimsoll.run.boundary import fitting
+from plimsoll.run.reachable import Place, Reached, may_hold_state, reached_from
+from plimsoll.run.written import Writes, bytes_of, key_of
+
+_MOST_ARRAY_BYTES = 1 << 20
+"""Arrays of numpy up to this size are copied before each step: no counter says whether they were written."""
+_SMALL_BYTES = 1 << 20
+_LONGEST_PAUSE_STEPS = 200
+
+
+class Stateful(Protocol):
+    """What can say its state and take it back, as torch's and accelerate's checkpoints have it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take a state back."""
 
 
 @dataclass(slots=True)
-class _Saved:
-    """A buffer as it was: the tensor that was registered (or none), its value, and its version counter then."""
+class _Before:
+    """What was reached, and how it was before the step."""
 
-    module: nn.Module
-    name: str
-    tensor: torch.Tensor | None
-    copy: torch.Tensor | None
-    version: int | None
+    reached: Reached
+    contents: list[Any]
+    copies: list[tuple[Any, Any]] = field(default_factory=list)
+    versions: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    generators: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def is_current(self) -> bool:
-        # Batch-norm kernels and changes through `.data` do not count a new version, and what they change are floats.
-        is_float = self.tensor is not None and self.tensor.is_floating_point()
-        unchanged = self.module._buffers.get(self.name) is self.tensor and _version(self.tensor) == self.version
-        return unchanged and not is_float
+    def changed(self) -> Iterator[tuple[str, Place, Any]]:
+        """The places that have other things in them now: name, place, and what was in it."""
+        for (name, place), content in zip(self.reached.places, self.contents, strict=True):
+            if not _is_same(place.content(), content):
+                yield name, place, content
 
 
 class Undo:
-    """Remembers the state before a step and puts it back."""
+    """Remembers the state before a step and puts it back.
 
-    def __init__(self, model: nn.Module, backend: Backend) -> None:
-        self._backend = backend
-        self._owners = [(module, name) for module in model.modules() for name in module._buffers]
-        self._buffers: dict[tuple[int, str], _Saved] = {}
+    Args:
+        roots: where training code can keep something, by name: the model, the loss, hooks.
+        backend: of the device, whose random numbers are remembered too.
+        extra_state: objects of the user's, remembered by their ``state_dict``.
+        observes: whether passes are to be observed at all; not on tensors that are fake.
+
+    Attributes:
+        lost: names of what the last `restore` could not put back.
+    """
+
+    def __init__(
+        self, roots: Mapping[str, Any], backend: Backend, extra_state: Sequence[Stateful] = (), observes: bool = True
+    ) -> None:
+        self.lost: tuple[str, ...] = ()
+        self._roots, self._backend, self._extra_state = dict(roots), backend, extra_state
+        self._reached: Reached | None = None
+        self._before: list[_Before] = []
+        self._moving: set[str] = set()  # names of places that passes have changed
+        self._written: set[str] = set()  # names of tensors that passes have written
+        self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
+        self._writes: Writes | None = None
+        self._observes, self._has_observed = observes, False
+        self._kinds: set[Any] = set()  # modes of the modules and kinds of batches that were observed
+        self._kind: Any = None
+        self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
-        cudnn_dropout.find_for(model)
-        fitting(partial(onednn.prepare_for, model), backend, "oneDNN was prepared for an LSTM", " to a new process")
+        self._num_steps, self._next_look = 0, 1
+        for model in (one for one in roots.values() if isinstance(one, nn.Module)):
+            cudnn_dropout.find_for(model)
+            fitting(partial(onednn.prepare_for, model), backend, "oneDNN was prepared for an LSTM", " to a new process")
 
-    def remember(self) -> None:
-        """Take the state as it is now for the one to go back to."""
+    def remember(self, batch: Any = None) -> None:
+        """Take the state as it is now for the one to go back to; ``batch`` is a part of it."""
+        self.lost = ()
         self._random_state = self._backend.random_state()
-        for module, name in self._owners:
-            key = (id(module), name)
-            saved = self._buffers.get(key)
-            if saved is not None and saved.is_current():
-                continue
-            tensor = module._buffers.get(name)  # a module may delete one
-            copy = None if tensor is None else tensor.detach().clone()
-            self._buffers[key] = _Saved(module, name, tensor, copy, _version(tensor))
+        if self._reached is None:
+            self._reached = reached_from(self._roots.items())
+        before = self._remembered(self._reached)
+        roots = [("batch", batch), *self._news(before)]
+        self._before = [before, self._remembered(reached_from(roots, self._reached))]
+        self._extra = [copy.deepcopy(one.state_dict()) for one in self._extra_state]
+        self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
+
+    def forget(self) -> None:
+        """Let go of what was remembered, and look for everything anew: techniques are about to change the modules."""
+        self._reached, self._before, self._extra, self._random_state = None, [], [], {}
+
+    @property
+    def has_remembered(self) -> bool:
+        """Whether there is a state to go back to."""
+        return bool(self._before)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether passes like those that were remembered for have not been observed yet."""
+        return self._observes and self._kind not in self._kinds
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """See what the block writes that was there before it; it can be put back, in the block and after it."""
+        try:
+            with Writes() as self._writes:  # type: ignore[no-untyped-call]
+                yield
+        finally:
+            self._take_writes()
+            self._writes = None
+
+    def passed(self) -> None:
+        """Learn, after passes that went through and before the update, what they wrote."""
+        if self._writes is not None:
+            self._has_observed = True
+            self._kinds.add(self._kind)
+        self._take_writes()
+        self._written.update(self._newly_written())
+        for before in self._before:
+            before.versions = []  # the update writes what is trained
+        self._num_steps += 1
+        if self._num_steps >= self._next_look:
+            self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
+            self._moving.update(name for before in self._before for name, _, _ in before.changed())
+
+    def done(self) -> None:
+        """Let go of the state of before the step."""
+        self._before, self._extra = [], []
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Go back to the remembered state."""
-        for saved in self._buffers.values():
-            if saved.is_current():
-                continue
-            saved.module._buffers[saved.name] = saved.tensor
-            if saved.tensor is not None and saved.copy is not None:
-                saved.tensor.copy_(saved.copy)
-                saved.version = _version(saved.tensor)
-        self._backend.restore_random_state(self._random_state)
+        """Go back to the remembered state, and name in ``lost`` what cannot be put back. It may be done again."""
+        self._take_writes()
+        self.lost = tuple(self._newly_written())
+        for before in self._before:
+            for _, place, content in before.changed():
+                place.fill(content)
+            for value, content in before.copies:
+                value.copy_(content) if isinstance(value, Tensor) else numpy.copyto(value, content)
+            for generator, state in before.generators:
+                _put_state(generator, state)
+        for one, state in zip(self._extra_state, self._extra, strict=bool(self._extra)):
+            one.load_state_dict(copy.deepcopy(state))
+        if self._random_state:
+            self._backend.restore_random_state(self._random_state)
+
+    # -- before a step -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _remembered(self, reached: Reached) -> _Before:
+        before = _Before(reached, [place.content() for _, place in reached.places])
+        for name, tensor in reached.tensors.values():
+            if self._is_copied(name, tensor):
+                before.copies.append(self._copied(name, tensor))
+            elif not tensor.is_inference():  # which counts no versions
+                before.versions.append((name, tensor, tensor._version))
+        for name, array in reached.arrays:
+            if array.flags.writeable and (array.nbytes <= _MOST_ARRAY_BYTES or name in self._written):
+                before.copies.append((array, array.copy()))
+        before.generators = [(generator, _state_of(generator)) for _, generator in reached.generators]
+        return before
+
+    def _is_copied(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor is copied before the step: one that some step has written is.
+
+        As long as no step was observed, and of what cannot be, all are copied that are small, or buffers of floats
+        (BatchNorm's, whose kernels count no versions), but for parameters and the batch.
+        """
+        if name in self._written:
+            return True
+        is_seen = self._has_observed and not isinstance(tensor, FakeTensor) and not is_traceable_wrapper_subclass(tensor)
+        if is_seen or isinstance(tensor, nn.Parameter) or tensor.requires_grad or name.startswith("batch"):
+            return False
+        return tensor.is_floating_point() or tensor.nbytes <= _SMALL_BYTES
+
+    def _copied(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """What to write to, and what it holds, in the memory of the last copy where that is as large."""
+        whole = bytes_of(tensor)
+        spare = self._spare.get(name)
+        if spare is None or spare.shape != whole.shape or spare.device != whole.device:
+            spare = self._spare[name] = torch.empty_like(whole)
+        return whole, spare.copy_(whole)
+
+    def _news(self, before: _Before) -> Iterator[tuple[str, Any]]:
+        """What has come, since everything was looked for, into places that change."""
+        for (name, _), content in zip(before.reached.places, before.contents, strict=True):
+            if name in self._moving:
+                pairs = content.items() if isinstance(content, dict) else enumerate(content)
+                for key, value in pairs:
+                    if may_hold_state(value) and id(value) not in before.reached.seen:
+                        yield (f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]"), value
+
+    # -- after a pass --------------------------------------------------------------------------------------------------
+
+    def _take_writes(self) -> None:
+        """Note whose tensors were seen to be written, and keep what they held."""
+        if self._writes is None or not self._before:
+            return
+        reached = [one for before in self._before for one in before.reached.tensors.values()]
+        names = {key_of(tensor): name for name, tensor in reversed(reached) if bytes_of(tensor) is not tensor}
+        for key, (tensor, held) in self._writes.written.items():
+            self._written.add(names.get(key, f"a tensor of shape {tuple(tensor.shape)}"))
+            self._before[0].copies.append((bytes_of(tensor), held))
+        self._writes.written.clear()
+
+    def _newly_written(self) -> list[str]:
+        versions = (one for before in self._before for one in before.versions)
+        return [name for name, tensor, version in versions if tensor._version != version and name not in self._written]
 
 
-def _version(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor._version
+@contextmanager
+def left_alone(roots: Mapping[str, Any], backend: Backend, batch: Any = None) -> Iterator[Undo]:
+    """Put back what a block changes of some roots and a batch, the random numbers included."""
+    undo = Undo(roots, backend)
+    undo.remember(batch)
+    with undo.observing():
+        try:
+            yield undo
+        finally:
+            undo.restore()
+
+
+def _kind_of(batch: Any) -> Any:
+    """What a model may treat otherwise: fields, types and dimensions; not how long texts are."""
+    if isinstance(batch, Tensor):
+        return batch.dtype, batch.dim()
+    if isinstance(batch, Mapping):
+        return tuple((name, _kind_of(value)) for name, value in batch.items())
+    return tuple(map(_kind_of, batch)) if isinstance(batch, list | tuple) else type(batch)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two contents have the same things in them: the very same, in the same order."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(name is key and value is kept for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True))
+    return all(value is kept for value, kept in zip(one, other, strict=True))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, numpy.random.RandomState):
+        return generator.get_state()
+    return copy.deepcopy(generator.bit_generator.state)
+
+
+def _put_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator | numpy.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state

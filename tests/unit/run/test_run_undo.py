@@ -1,15 +1,15 @@
 """Random numbers and buffers go back to what they were."""
 
+import functools
 import random
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.device.base import backend_for
-from plimsoll.run.undo import Undo
+from plimsoll.run.undo import Undo, left_alone
 
 
 class Counting(nn.Module):
@@ -23,7 +23,7 @@ class Counting(nn.Module):
 
 
 def undo_of(module):
-    return Undo(module, backend_for("cpu"))
+    return Undo({"model": module}, backend_for("cpu"))
 
 
 def test_a_buffer_changed_in_place_is_put_back():
@@ -98,35 +98,176 @@ def test_the_same_random_numbers_are_drawn_again():
     assert draws() == first
 
 
-class Clones(TorchDispatchMode):
-    """Counts the tensors that are copied."""
+class Teaching(nn.Module):
+    """A model with everything that a pass may write and that is not a buffer."""
 
-    num_clones = 0
+    def __init__(self):
+        super().__init__()
+        self.trained = nn.Parameter(torch.ones(3))
+        self.teacher = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.register_buffer("scale", torch.full((1,), 0.5).expand(3))
+        self.table, self.generator, self.calls = np.zeros(2), torch.Generator().manual_seed(1), 0
+        self.is_late = False
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.num_clones += function is torch.ops.aten.clone.default
-        return function(*args, **(kwargs or {}))
+    def forward(self, batch):
+        self.calls += 1
+        self.table += 1
+        batch["x"][0] = 7
+        with torch.no_grad():
+            self.teacher.lerp_(self.trained, 0.5)
+            if self.is_late:
+                self.trained.clamp_(max=0.5)
+        return (self.trained * batch["x"] * self.scale + torch.rand(3, generator=self.generator)).sum()
 
 
-def test_a_buffer_of_integers_that_did_not_change_is_copied_once():
-    module = nn.Sequential(Counting(), nn.BatchNorm1d(2).eval())
-    undo = undo_of(module)
-    with Clones() as clones:
+def state_of(model, batch, queue):
+    tensors = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    return tensors, model.table.tolist(), model.calls, batch["x"].tolist(), queue.tolist(), model.generator.get_state()
+
+
+def same(one, other):
+    return one[:-1] == other[:-1] and torch.equal(one[-1], other[-1])
+
+
+@pytest.fixture
+def training():
+    """A model, a loss that writes a tensor of its own, that tensor, and an undo of both."""
+    model, queue = Teaching(), torch.zeros(2)
+
+    def loss(model, batch):
+        queue.add_(1)
+        return model(batch)
+
+    return model, loss, queue, Undo({"model": model, "loss": loss}, backend_for("cpu"))
+
+
+def batch_of(number):
+    return {"x": torch.arange(3.0) + number}
+
+
+def test_what_the_first_passes_write_is_put_back_whoever_holds_it(training):
+    model, loss, queue, undo = training
+    batch = batch_of(1)
+    before = state_of(model, batch, queue)
+    undo.remember(batch)
+    with undo.observing():
+        loss(model, batch).backward()
+    assert not same(state_of(model, batch, queue), before)
+    undo.restore()
+    assert same(state_of(model, batch, queue), before)
+    assert not undo.lost
+
+
+def test_what_was_seen_to_be_written_is_put_back_in_later_steps(training):
+    model, loss, queue, undo = training
+    undo.remember(batch := batch_of(1))
+    with undo.observing():
+        loss(model, batch).backward()
+        undo.passed()
+    undo.done()
+    batch = batch_of(2)
+    before = state_of(model, batch, queue)
+    undo.remember(batch)
+    loss(model, batch)
+    undo.restore()
+    assert same(state_of(model, batch, queue), before)
+    assert not undo.lost
+
+
+def test_a_first_write_in_a_later_step_is_named_and_then_known(training):
+    model, loss, _, undo = training
+    undo.remember(batch := batch_of(1))
+    with undo.observing():
+        loss(model, batch)
+        undo.passed()
+    undo.done()
+    model.is_late = True
+    undo.remember(batch)
+    loss(model, batch)
+    undo.restore()
+    assert undo.lost == ("model.trained",)
+    for _ in range(2):
+        model.trained.data.fill_(1)
+        undo.remember(batch)
+        loss(model, batch)
+        undo.passed()
+        undo.restore()
+    assert model.trained.tolist() == [1, 1, 1]
+
+
+def test_what_is_only_read_is_not_copied_once_a_step_was_seen():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval(), Counting())
+    undo = undo_of(model)
+    undo.remember()
+    with undo.observing():
+        model[0](torch.ones(1, 2)).sum().backward()
+        undo.passed()
+    undo.done()
+    undo.remember()
+    assert not undo._before[0].copies
+
+
+def test_passes_can_be_undone_in_the_middle_and_observed_on(training):
+    model, loss, queue, undo = training
+    batch = batch_of(1)
+    before = state_of(model, batch, queue)
+    undo.remember(batch)
+    with undo.observing():
+        for _ in range(2):
+            loss(model, batch)
+            undo.restore()
+            assert same(state_of(model, batch, queue), before)
+
+
+def test_what_came_into_a_place_that_changes_is_put_back_too():
+    """A hidden state that is a new tensor after each pass, and is written in place besides."""
+    model = nn.Module()
+    model.states = [torch.zeros(2)]
+
+    def carry():
+        model.states[0].add_(1)
+        model.states = [model.states[0].clone()]
+
+    undo = undo_of(model)
+    for number in range(4):
         undo.remember()
-    assert clones.num_clones == 5  # count, cache; running_mean, running_var, num_batches_tracked
-    with Clones() as clones:
-        undo.remember()
-    assert clones.num_clones == 4  # the floats, whose version counters cannot be trusted
-    module[1].num_batches_tracked.add_(1)
-    with Clones() as clones:
-        undo.remember()
-    assert clones.num_clones == 5
+        with undo.observing():
+            carry()
+            undo.passed()
+        undo.done()
+    before = model.states[0].tolist()
+    undo.remember()
+    carry()
+    undo.restore()
+    assert model.states[0].tolist() == before
+
+
+class Counter:
+    """State of a user's that is nowhere to be found from the model."""
+
+    def __init__(self):
+        self.number = 0
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+def test_state_that_says_itself_is_put_back():
+    counter = Counter()
+    undo = Undo({"model": nn.Linear(1, 1)}, backend_for("cpu"), extra_state=[counter])
+    undo.remember()
+    counter.number += 1
+    undo.restore()
+    assert counter.number == 0
 
 
 def test_a_buffer_that_a_module_deleted_comes_back_and_may_stay_away():
     model = nn.Module()
     model.register_buffer("seen", torch.ones(2))
-    undo = Undo(model, backend_for("cpu"))
+    undo = undo_of(model)
     undo.remember()
     del model.seen
     undo.restore()
@@ -135,3 +276,84 @@ def test_a_buffer_that_a_module_deleted_comes_back_and_may_stay_away():
     undo.remember()
     undo.restore()
     assert not hasattr(model, "seen") or model.seen is None
+
+
+CALLS = [0]
+NUM_CALLS = 0
+
+
+class Keeping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.calls, self.kept, self.cache = 0, [], {"a": 1}
+
+    def forward(self, x):
+        self.calls += 1
+        self.kept.append(x)
+        self.cache["b"], self.last = 2, x
+        self.mean.add_(1)
+        return x * torch.rand(2)
+
+
+class Centred(nn.Module):
+    """A loss with a state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(1))
+        self.queue = torch.zeros(3)
+
+    def forward(self, model, batch):
+        self.centre += 1
+        self.queue.add_(1)
+        return model(batch).sum() - self.centre
+
+
+class Holder:
+    """Has a loss, and a call that is bound to itself, as what wraps calls of others has."""
+
+    def __init__(self):
+        self.calls = 0
+        self.wrapped = functools.partial(self.loss)
+
+    def loss(self, model, batch):
+        self.calls += 1
+        return model(batch).sum()
+
+
+def test_a_loss_may_hold_what_it_is_bound_to():
+    model, holder = Keeping(), Holder()
+    with left_alone({"model": model, "loss": functools.partial(holder.wrapped)}, backend_for("cpu")):
+        holder.loss(model, torch.ones(2))
+    assert (holder.calls, model.calls) == (0, 0)
+
+
+def test_nothing_stays_of_a_pass():
+    model, centred, seen, number = Keeping(), Centred(), [], 0
+
+    def loss(model, batch, scale):
+        nonlocal number
+        global NUM_CALLS
+        number, NUM_CALLS = number + 1, NUM_CALLS + 1
+        seen.append(batch)
+        CALLS[0] += 1
+        return centred(model, batch) * scale
+
+    state, before = torch.get_rng_state(), dict(vars(model))
+    with left_alone({"model": model, "loss": functools.partial(loss, scale=2)}, backend_for("cpu")):
+        for _ in range(2):
+            loss(model, torch.ones(2), 2)
+        assert (model.calls, number, NUM_CALLS, CALLS, len(seen)) == (2, 2, 2, [2], 2)
+    assert (model.calls, model.kept, model.cache, number, NUM_CALLS, CALLS, seen) == (0, [], {"a": 1}, 0, 0, [0], [])
+    assert vars(model).keys() == before.keys()
+    assert float(model.mean.sum() + centred.centre + centred.queue.sum()) == 0
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_loss_that_is_a_module_or_a_method_is_left_alone_too():
+    model, centred = Keeping(), Centred()
+    for loss in (centred, centred.forward):
+        with left_alone({"model": model, "loss": loss}, backend_for("cpu")):
+            loss(model, torch.ones(2))
+        assert float(centred.centre + centred.queue.sum()) == 0

@@ -1,0 +1,328 @@
+"""Everything in which training code can keep something: what is reached from a model, its loss and its optimizer.
+
+Followed are attributes, lists, dicts, sets and deques, variables that a function closes over, globals that it names (of
+the modules that it names, too), what methods and partials are bound to, hooks of modules, tensors and optimizers, and
+class attributes. Each of these is a `Place`, whose content can be copied (one level, not what is in it) and put back.
+
+Not followed: objects of the libraries in `_LIBRARIES` other than modules, optimizers and schedules (of a trainer its own
+attributes are, and the containers in them), data loaders and data sets, whose position is not a step's, and what only
+C code, an iterator or a running function holds. A container of more than `_MOST_ITEMS` items is copied but not looked
+through, and after `_MOST_PLACES` places nothing more is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+_LIBRARIES = frozenset(
+    {"accelerate", "datasets", "lightning", "lightning_fabric", "lightning_utilities", "numpy", "peft", "plimsoll",
+     "pytorch_lightning", "sentence_transformers", "tokenizers", "torch", "torchao", "torchmetrics", "transformers",
+     "trl", "tqdm", "rich"}
+) | sys.stdlib_module_names  # fmt: skip
+_FOLLOWED = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, SimpleNamespace)
+_NEVER = (
+    str, bytes, bytearray, int, float, complex, type(None), CodeType, ModuleType, torch.dtype, torch.device, torch.Size,
+    torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler, torch.amp.GradScaler,
+)  # fmt: skip
+_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_NAMES = ("_parameters", "_buffers", "_modules")
+"""Dicts of every module whose items are named as its attributes."""
+_HOOKS_OF_MODULES = frozenset(vars(nn.Module())) - {*_OF_NAMES, "training"}
+"""The others: what is in them is looked through, and they are not put back."""
+_MOST_ITEMS = 10_000
+_MOST_PLACES = 50_000
+
+
+class Place(ABC):
+    """Something whose content can be exchanged."""
+
+    @abstractmethod
+    def content(self) -> Any:
+        """Copy the content, not what is in it."""
+
+    @abstractmethod
+    def fill(self, content: Any) -> None:
+        """Have this content again."""
+
+
+@dataclass(slots=True)
+class Items(Place):
+    """A list, a deque, a set or a dict."""
+
+    container: Any
+
+    def content(self) -> Any:
+        """Copy the items."""
+        return dict(self.container) if isinstance(self.container, dict) else list(self.container)
+
+    def fill(self, content: Any) -> None:
+        """Have these items again."""
+        container = self.container
+        container.clear()
+        (container.extend if isinstance(container, list | deque) else container.update)(content)
+
+
+@dataclass(slots=True)
+class Attributes(Place):
+    """The attributes of an object or a class, but for those to be left out."""
+
+    owner: Any
+    left_out: frozenset[str] = frozenset()
+
+    def content(self) -> dict[str, Any]:
+        """Copy the attributes."""
+        own = vars(self.owner)
+        if isinstance(own, MappingProxyType):  # of a class: what a program may set, not its methods
+            return {name: value for name, value in own.items() if not _is_of_class(name, value)}
+        return {name: value for name, value in own.items() if name not in self.left_out} if self.left_out else own.copy()
+
+    def fill(self, content: dict[str, Any]) -> None:
+        """Have these attributes again."""
+        if isinstance(vars(self.owner), MappingProxyType):
+            for name in self.content().keys() - content.keys():
+                delattr(self.owner, name)
+            for name, value in content.items():
+                setattr(self.owner, name, value)
+        else:
+            own = vars(self.owner)
+            for name in own.keys() - content.keys() - self.left_out:
+                del own[name]
+            own.update(content)
+
+
+@dataclass(slots=True)
+class Slots(Place):
+    """The attributes of an object that has slots for them."""
+
+    owner: Any
+    names: tuple[str, ...]
+
+    def content(self) -> dict[str, Any]:
+        """Copy the attributes that are set."""
+        return {name: getattr(self.owner, name) for name in self.names if hasattr(self.owner, name)}
+
+    def fill(self, content: dict[str, Any]) -> None:
+        """Have these attributes again."""
+        for name in self.content().keys() - content.keys():
+            object.__delattr__(self.owner, name)
+        for name, value in content.items():
+            object.__setattr__(self.owner, name, value)
+
+
+@dataclass(slots=True)
+class Globals(Place):
+    """Some of the global variables of a module."""
+
+    namespace: dict[str, Any]
+    names: tuple[str, ...]
+
+    def content(self) -> dict[str, Any]:
+        """Copy the variables that are set."""
+        return {name: self.namespace[name] for name in self.names if name in self.namespace}
+
+    def fill(self, content: dict[str, Any]) -> None:
+        """Have these variables again."""
+        for name in self.content().keys() - content.keys():
+            del self.namespace[name]
+        self.namespace.update(content)
+
+
+@dataclass(slots=True)
+class Closure(Place):
+    """The variables of its surroundings that a function names."""
+
+    function: FunctionType
+
+    def content(self) -> dict[str, Any]:
+        """Copy the variables that are set."""
+        found = {}
+        for name, cell in zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True):
+            try:
+                found[name] = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+        return found
+
+    def fill(self, content: dict[str, Any]) -> None:
+        """Have these variables again."""
+        for name, cell in zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True):
+            if name in content:
+                cell.cell_contents = content[name]
+
+
+@dataclass(slots=True)
+class Reached:
+    """What is reached from some roots, each with its name as a program would write it.
+
+    Attributes:
+        places: what has a content.
+        tensors: parameters, buffers and others; of one that is reached twice the first name.
+        arrays: of numpy.
+        modules: of torch.
+        generators: of random numbers, but for torch's, Python's and numpy's global ones.
+        is_whole: whether nothing was left out for its size.
+        seen: all that was looked at, by its id, and kept for the id to stay its own.
+    """
+
+    places: list[tuple[str, Place]] = field(default_factory=list)
+    tensors: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+    arrays: list[tuple[str, numpy.ndarray[Any, Any]]] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    generators: list[tuple[str, Any]] = field(default_factory=list)
+    is_whole: bool = True
+    seen: dict[int, Any] = field(default_factory=dict)
+
+
+def reached_from(roots: Iterable[tuple[str, Any]], before: Reached | None = None) -> Reached:
+    """Follow what is kept in the roots, a model and a loss function for example, but for what was reached before."""
+    return _Walk({} if before is None else before.seen).follow(roots)
+
+
+def may_hold_state(value: Any) -> bool:
+    """Whether a value can be changed in place, or have something in it that can."""
+    return not isinstance(value, (*_NEVER, type, FunctionType, BuiltinFunctionType))
+
+
+class _Walk:
+    """One walk, first what is near: a name is then the shortest."""
+
+    def __init__(self, before: dict[int, Any]) -> None:
+        self.reached = Reached()
+        self._before = before
+        self._waiting: deque[tuple[str, Any]] = deque()
+
+    def follow(self, roots: Iterable[tuple[str, Any]]) -> Reached:
+        self._waiting.extend(roots)
+        seen = self.reached.seen
+        while self._waiting:
+            name, value = self._waiting.popleft()
+            if isinstance(value, _NEVER) or id(value) in seen or id(value) in self._before:
+                continue
+            if len(self.reached.places) >= _MOST_PLACES:
+                self.reached.is_whole = False
+                break
+            seen[id(value)] = value
+            self._look_into(name, value)
+        return self.reached
+
+    def _look_into(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.reached.tensors[id(value)] = name, value
+            for hooks in _HOOKS_OF_TENSORS:
+                self._waiting.extend((f"a hook of {name}", hook) for hook in (getattr(value, hooks, None) or {}).values())
+        elif isinstance(value, numpy.ndarray):
+            self.reached.arrays.append((name, value))
+        elif isinstance(value, _GENERATORS):
+            self.reached.generators.append((name, value))
+        elif isinstance(value, partial):
+            self._wait(name, {"func": value.func, "args": value.args, "keywords": value.keywords})
+        elif isinstance(value, MethodType):
+            self._waiting.extend([(name, value.__func__), (name, value.__self__)])
+        elif isinstance(value, FunctionType):
+            self._look_into_function(name, value)
+        elif isinstance(value, list | deque | set | dict | tuple | frozenset):
+            self._look_into_items(name, value)
+        elif isinstance(value, type):
+            self._look_into_class(name, value)
+        else:
+            self._look_into_object(name, value)
+
+    def _look_into_items(self, name: str, value: Any) -> None:
+        if not isinstance(value, tuple | frozenset):
+            self.reached.places.append((name, Items(value)))
+        if len(value) > _MOST_ITEMS:
+            self.reached.is_whole = False
+            return
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        self._waiting.extend((f"{name}[{key!r}]" if isinstance(key, int | str) else name, item) for key, item in pairs)
+
+    def _look_into_function(self, name: str, function: FunctionType) -> None:
+        if _is_of_library(function.__module__):
+            return
+        self._put(name, Closure(function))
+        self._put(name, Attributes(function))
+        names, space = _names_in(function.__code__), function.__globals__
+        own = [one for one in names if one in space]
+        self._put("", Globals(space, tuple(own)))
+        for module in (space[one] for one in own if isinstance(space[one], ModuleType)):
+            if not _is_of_library(module.__name__):
+                self._put(module.__name__, Globals(vars(module), tuple(one for one in names if one in vars(module))))
+
+    def _look_into_class(self, name: str, kind: type) -> None:
+        """Its attributes, and what its methods name."""
+        if _is_of_library(kind.__module__):
+            return
+        self._put(name, Attributes(kind))
+        for base in kind.__bases__:
+            self._waiting.append((base.__name__, base))
+        for method in vars(kind).values():
+            function = inspect.unwrap(getattr(method, "__func__", getattr(method, "fget", method)))
+            if isinstance(function, FunctionType):
+                self._waiting.append((f"{kind.__name__}.{function.__name__}", function))
+
+    def _look_into_object(self, name: str, value: Any) -> None:
+        kind = type(value)
+        if not isinstance(value, _FOLLOWED) and _is_of_library(kind.__module__):
+            return
+        self._waiting.append((kind.__name__, kind))
+        if isinstance(value, nn.Module):
+            self._look_into_module(name, value)
+        elif isinstance(getattr(value, "__dict__", None), dict):
+            self._put(name, Attributes(value))
+        if names := [one for base in kind.__mro__ for one in _slots_of(base)]:
+            self._put(name, Slots(value, tuple(names)))
+
+    def _look_into_module(self, name: str, module: nn.Module) -> None:
+        own = vars(module)
+        self.reached.modules.append(module)
+        for kinds in _OF_NAMES:
+            self.reached.seen[id(own[kinds])] = own[kinds]
+            self._put(name, Items(own[kinds]))
+        self._put(name, Attributes(module, _HOOKS_OF_MODULES))
+        kept = [own[hooks] for hooks in _HOOKS_OF_MODULES & own.keys() if isinstance(own[hooks], dict)]
+        self._waiting.extend((f"a hook of {name}", hook) for hooks in kept for hook in hooks.values())
+
+    def _put(self, name: str, place: Place) -> None:
+        """Note a place, and look into what is in it."""
+        content = place.content()
+        if not content and isinstance(place, Closure | Globals):
+            return
+        self.reached.places.append((name, place))
+        self._wait(name, content)
+
+    def _wait(self, name: str, content: dict[str, Any]) -> None:
+        self._waiting.extend((f"{name}.{key}" if name else key, value) for key, value in content.items())
+
+
+def _is_of_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES and module != "__main__"
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """The names of globals and attributes in a function, and in those that are made in it."""
+    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names_in(one)]
+    return [*code.co_names, *inner]
+
+
+def _slots_of(kind: type) -> Iterable[str]:
+    slots = vars(kind).get("__slots__", ())
+    return (slot for slot in ((slots,) if isinstance(slots, str) else slots) if slot not in {"__dict__", "__weakref__"})
+
+
+def _is_of_class(name: str, value: Any) -> bool:
+    """Whether an attribute of a class was written in its definition and is not for values."""
+    return name.startswith("__") or callable(value) or hasattr(type(value), "__get__")
