@@ -76,7 +76,8 @@ def test_a_model_whose_state_is_seen_is_retried_without_a_word():
     with warnings.catch_warnings(action="error"):
         step = step_of(model, fails={0})
         step(batch_of())
-    assert step._retry.is_exact and step._retry.hidden is None
+    assert step._retry.is_exact
+    assert step._retry.hidden is None
 
 
 def test_the_check_leaves_nothing_behind():
@@ -128,7 +129,8 @@ def test_what_is_given_as_extra_state_is_put_back():
 
     with warnings.catch_warnings(action="error"):
         (weights, count), (others, again) = trained({1}), trained(())
-    assert all(map(torch.equal, weights, others)) and count == again == {"count": 3}
+    assert all(map(torch.equal, weights, others))
+    assert count == again == {"count": 3}
 
 
 def test_extra_state_is_saved_with_the_step():
@@ -173,7 +175,8 @@ def test_what_only_failures_change_is_left_where_nothing_else_is_left_to_try():
 
     model = Net()
     step = plimsoll.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, units="samples")
-    assert step(batch_of()).micro_batch == 4 and not left
+    assert step(batch_of()).micro_batch == 4
+    assert not left
 
 
 def test_state_that_passes_change_is_put_back_although_failures_changed_it():
@@ -188,7 +191,8 @@ def test_state_that_passes_change_is_put_back_although_failures_changed_it():
 
     model = Net()
     step = plimsoll.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, units="samples")
-    assert step(batch_of()).micro_batch == 4 and seen == [4, 4]
+    assert step(batch_of()).micro_batch == 4
+    assert seen == [4, 4]
 
 
 def test_a_failed_undo_is_tried_again_and_then_says_that_the_step_is_torn():
