@@ -234,7 +234,7 @@ class Undo:
         for before in self._before:
             for _, place, content in before.changed():
                 place.fill(content)
-            for _, saved in (*before.places, *before.copies):
+            for _, saved in (*before.places, *reversed(before.copies)):  # the oldest copy of a storage is the last
                 saved.restore()
             for generator in before.generators:
                 generator.restore()
