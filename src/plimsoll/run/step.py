@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from plimsoll.device.base import Backend, backend_for
-from plimsoll.errors import InputError, OutOfMemoryError
+from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning
 from plimsoll.mapped import MappedPool
 from plimsoll.ranks import Ranks
 from plimsoll.records.plan import Choice
@@ -303,6 +303,7 @@ class TrainStep:
             warnings.warn(
                 f"memory ran out while the techniques of the plan were taken back ({event.shortage}): parameters or "
                 "optimizer states stay in a file or in the host's memory, where they can be used and saved",
+                PlimsollWarning,
                 stacklevel=2,
             )
 

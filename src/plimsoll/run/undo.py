@@ -211,13 +211,12 @@ class Undo:
         """Names of iterators that are kept where training code may go on with them."""
         return [name for before in self._before for name in before.reached.iterators]
 
-    def settle(self, *, all_of_it: bool = False) -> bool:
-        """Put back what was left but is changed by passes that go through, too, or all; returns whether any was."""
-        settled = [one for one in self._left if all_of_it or one[0] in self._moving]
-        for _, place, content in settled:
-            place.fill(content)
-        self._left = [one for one in self._left if one not in settled]
-        return bool(settled)
+    def settle(self, *, all_of_it: bool = False) -> None:
+        """Put back what was left but is changed by passes that go through, too, or all."""
+        for name, place, content in self._left:
+            if all_of_it or name in self._moving:
+                place.fill(content)
+        self._left = [] if all_of_it else [one for one in self._left if one[0] not in self._moving]
 
     @torch.no_grad()
     def restore(self) -> None:
