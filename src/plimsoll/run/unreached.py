@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from plimsoll.errors import PlimsollWarning
+
 _FEW_STEPS, _MANY_STEPS = 5, 100
 _MOST_NAMES = 3
 

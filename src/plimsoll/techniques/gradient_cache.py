@@ -102,9 +102,8 @@ class GradientCache:
         with _sliced(workload, part, slicing):
             yield
         if slicing.num_whole and not slicing.num_sliced:
-            warnings.warn(
-                f"{choice} saved nothing: {_no_rows(workload)}: leave gradient_cache out", PlimsollWarning, stacklevel=3
-            )
+            text = f"{choice} saved nothing: {_no_rows(workload)}: leave gradient_cache out"
+            warnings.warn(text, PlimsollWarning, stacklevel=3)
 
 
 @contextmanager
