@@ -62,6 +62,7 @@ class _Before:
     copies: list[tuple[str, SavedTensor | SavedArray]] = field(default_factory=list)
     generators: list[SavedGenerator] = field(default_factory=list)
     versions: list[tuple[str, Tensor, int, int]] = field(default_factory=list)
+    leaves: list[tuple[Tensor, bool]] = field(default_factory=list)
 
     def changed(self) -> Iterator[tuple[str, Place, Any]]:
         """The places that have other things in them now: name, place, and what was in it."""
@@ -243,6 +244,9 @@ class Undo:
                 place.fill(content)
             for _, saved in (*before.places, *reversed(before.copies)):  # the oldest copy of a storage is the last
                 saved.restore()
+            for tensor, requires_grad in before.leaves:
+                if tensor.requires_grad != requires_grad:
+                    tensor.requires_grad_(requires_grad)
             for generator in before.generators:
                 generator.restore()
         for one, state in zip(self._extra_state, self._extra, strict=bool(self._extra)):
@@ -268,6 +272,8 @@ class Undo:
                 before.copies.append((name, self._copied(name, tensor)))
             if (self.is_due or name in self._placed) and has_storage(tensor) and not is_marked(tensor):
                 before.places.append((name, SavedPlace.of(tensor)))
+            if tensor.is_leaf:
+                before.leaves.append((tensor, tensor.requires_grad))
             if not tensor.is_inference():  # which counts no versions
                 before.versions.append((name, tensor, tensor._version, _address(tensor)))
         most_bytes = _MOST_ARRAY_BYTES if self.is_due else _SMALL_BYTES
