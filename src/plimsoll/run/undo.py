@@ -239,7 +239,7 @@ class Undo:
         self._written.update(self._newly_written())
         self._num_steps += 1
         if self._writes is not None:
-            copies = [one for before in self._before for one in before.copies]
+            copies = [one for before in self._before for one in before.copies if one[0]]
             self._written.update(name for name, saved in copies if name not in self._written and saved.is_changed())
             places = [one for before in self._before for one in before.places]
             self._placed.update(name for name, saved in places if name not in self._placed and saved.is_changed())
@@ -427,11 +427,11 @@ class Undo:
         reached += [(name, saved.before) for before in self._before for name, saved in before.places]
         names = {key_of(tensor): name for name, tensor in reversed(reached) if has_storage(tensor)}
         for key, (storage, content, shape, line) in self._writes.written.items():
-            name = names.get(key, f"a tensor of shape {shape} that {line} writes")
-            self._before[0].copies.append((name, SavedTensor(storage, content)))
+            self._before[0].copies.append((names.get(key, ""), SavedTensor(storage, content)))
             if key in names:
-                self._written.add(name)
+                self._written.add(names[key])
             elif line is not None:
+                name = f"a tensor of shape {shape} that {line} writes"
                 self._new_strangers.append((name, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
         self._writes.written.clear()
 
