@@ -12,6 +12,7 @@ through, and after `_MOST_PLACES` places nothing more is.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 import sys
@@ -195,6 +196,39 @@ def reached_from(roots: Iterable[tuple[str, Any]], before: Reached | None = None
 def may_hold_state(value: Any) -> bool:
     """Whether a value can be changed in place, or have something in it that can."""
     return not isinstance(value, (*_NEVER, type, FunctionType, BuiltinFunctionType))
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two contents have the very same things in them, in the same order."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(
+            name is key and value is kept
+            for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True)
+        )
+    return all(value is kept for value, kept in zip(one, other, strict=True))
+
+
+def state_of(generator: Any) -> Any:
+    """Copy the state of a generator of random numbers, of torch, numpy or Python."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, numpy.random.RandomState):
+        return generator.get_state()
+    return copy.deepcopy(generator.bit_generator.state)
+
+
+def put_state(generator: Any, state: Any) -> None:
+    """Put back a state that `state_of` returned."""
+    if isinstance(generator, torch.Generator | numpy.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
 
 
 class _Walk:

@@ -17,7 +17,6 @@ Does NOT see a first write in a later step that counts no version (through ``.da
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from plimsoll.device import cudnn_dropout, onednn
 from plimsoll.device.base import Backend
 from plimsoll.run.boundary import fitting
-from plimsoll.run.reachable import Place, Reached, may_hold_state, reached_from
+from plimsoll.run.reachable import Place, Reached, is_same, may_hold_state, put_state, reached_from, state_of
 from plimsoll.run.written import Writes, bytes_of, key_of
 
 _MOST_ARRAY_BYTES = 1 << 20
@@ -65,7 +64,7 @@ class _Before:
     def changed(self) -> Iterator[tuple[str, Place, Any]]:
         """The places that have other things in them now: name, place, and what was in it."""
         for (name, place), content in zip(self.reached.places, self.contents, strict=True):
-            if not _is_same(place.content(), content):
+            if not is_same(place.content(), content):
                 yield name, place, content
 
 
@@ -168,7 +167,7 @@ class Undo:
             for value, content in before.copies:
                 value.copy_(content) if isinstance(value, Tensor) else numpy.copyto(value, content)
             for generator, state in before.generators:
-                _put_state(generator, state)
+                put_state(generator, state)
         for one, state in zip(self._extra_state, self._extra, strict=bool(self._extra)):
             one.load_state_dict(copy.deepcopy(state))
         if self._random_state:
@@ -187,7 +186,7 @@ class Undo:
         for name, array in reached.arrays:
             if array.flags.writeable and (array.nbytes <= _MOST_ARRAY_BYTES or name in self._written):
                 before.copies.append((array, array.copy()))
-        before.generators = [(generator, _state_of(generator)) for _, generator in reached.generators]
+        before.generators = [(generator, state_of(generator)) for _, generator in reached.generators]
         return before
 
     def _is_copied(self, name: str, tensor: Tensor) -> bool:
@@ -257,31 +256,3 @@ def _kind_of(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return tuple((name, _kind_of(value)) for name, value in batch.items())
     return tuple(map(_kind_of, batch)) if isinstance(batch, list | tuple) else type(batch)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two contents have the same things in them: the very same, in the same order."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(name is key and value is kept for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True))
-    return all(value is kept for value, kept in zip(one, other, strict=True))
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, numpy.random.RandomState):
-        return generator.get_state()
-    return copy.deepcopy(generator.bit_generator.state)
-
-
-def _put_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator | numpy.random.RandomState):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.bit_generator.state = state

@@ -10,7 +10,7 @@ hand, and operators whose schema does not say that they write (BatchNorm's, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -27,15 +27,23 @@ _WRITTEN_IN_TRAINING = ("running_mean", "running_var")
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes, while it is in force, the tensors through which storages of before are written.
 
+    Args:
+        copied: keys of storages (see `key_of`) that are not to be copied: their writes are not noted.
+
     Attributes:
         written: such a tensor of each storage, and the bytes that the storage held before the first write.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copied: Iterable[int] = ()) -> None:
         super().__init__()
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
-        self._seen: set[int] = set()
+        self._seen: set[int] = set(copied)
         self._new: set[int] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions run as compiled: what they write is not seen, but they compute the same as without."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Copy what ``func`` writes, then run it."""
@@ -44,14 +52,14 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(tensor)
         result = func(*args, **options)
         if _makes_new(func):
-            self._new.update(key_of(leaf) for leaf in tree_leaves(result) if _has_storage(leaf))
+            self._new.update(key_of(leaf) for leaf in tree_leaves(result) if has_storage(leaf))
         return result
 
     def _note(self, tensor: Tensor) -> None:
         key = key_of(tensor)
         if key not in self._new and key not in self._seen:
             self._seen.add(key)
-            self.written[key] = tensor, bytes_of(tensor).clone()
+            self.written[key] = tensor.detach(), bytes_of(tensor).clone()  # `.data` of the tensor may be exchanged
 
 
 def key_of(tensor: Tensor) -> int:
@@ -59,7 +67,8 @@ def key_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _has_storage(leaf: Any) -> bool:
+def has_storage(leaf: Any) -> bool:
+    """Whether this is a tensor with a storage of its own kind, which sparse ones and wrappers of others have not."""
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not is_traceable_wrapper_subclass(leaf)
 
 
@@ -82,12 +91,12 @@ def _places_of_writes(func: Any) -> tuple[tuple[int, str], ...]:
 def _written_by(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Tensor]:
     for place, name in _places_of_writes(func):
         value = args[place] if place < len(args) else options.get(name)
-        yield from (leaf for leaf in tree_leaves(value) if _has_storage(leaf))
+        yield from (leaf for leaf in tree_leaves(value) if has_storage(leaf))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The whole storage of a tensor as bytes; of one that has no plain storage the tensor itself, detached."""
-    if isinstance(tensor, FakeTensor) or not _has_storage(tensor):
+    if isinstance(tensor, FakeTensor) or not has_storage(tensor):
         return tensor.detach()
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload,no-any-return]
