@@ -74,6 +74,8 @@ _PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # of its heap back to the system and take it again, which costs up to twice as much as the copying. CUDA's allocator
 # keeps it.
 _KEPT_BYTES = {"cpu": 8 << 20, "cuda": 0}
+_MOST_TRIES = 8
+"""Of an update that goes further from try to try, by what its failures leave changed (`plimsoll.run.snapshot`)."""
 _LOST = (
     "memory ran out inside optimizer.step() of step {step}, and {names} cannot be put back, which a hook had never "
     "written in an update that was observed: reload the last checkpoint"
@@ -118,9 +120,10 @@ class _Piece:
         return self.is_separable and len(self.parameters) > 1
 
     def may_be_tried_again(self) -> bool:
-        """Whether it can be cut further, has failed only once, or twice and left something changed (`Snapshot`)."""
+        """Whether it can be cut further, has failed only once, or may go on from what its failures change."""
         self.num_failures += 1
-        return self.can_be_cut() or self.num_failures == 1 or (self.num_failures == 2 and bool(self.left))
+        goes_on = bool(self.left) and self.num_failures < _MOST_TRIES
+        return self.can_be_cut() or self.num_failures == 1 or goes_on
 
     def halves(self) -> list[_Piece]:
         """The piece as two, or itself if it cannot be cut."""
@@ -321,7 +324,7 @@ class StepCommit:
     def _run(self, piece: _Piece, copy: PieceCopy | WholeCopy) -> None:
         work = partial(self._step_on, piece)
         if isinstance(copy, WholeCopy):
-            copy.run(work, piece.left if piece.num_failures == 2 else [])
+            copy.run(work, piece.left if piece.num_failures > 1 else [])
         else:
             copy.run(work)
             piece.changes_gradients = bool(copy.changes_gradients)
@@ -341,8 +344,11 @@ class StepCommit:
         if isinstance(copy, WholeCopy):
             if copy.lost:
                 raise TornStepError(_LOST.format(step=self._position.step + 1, names=", ".join(copy.lost)))
-            piece.left = copy.changes if self._ranks.is_alone else []  # all ranks try as often
-            piece.num_failures += 2 * copy.has_lost_gradients  # what is to be done again is the whole step
+            # All ranks try as often; and where gradients are lost, what is to be done again is the whole step.
+            is_further = piece.num_failures < 2 or copy.changes != piece.left
+            may_go_on = is_further and self._ranks.is_alone and not copy.has_lost_gradients
+            piece.left = copy.changes if may_go_on else []
+            piece.num_failures += copy.has_lost_gradients
 
     def _copy_of(self, piece: _Piece) -> PieceCopy | WholeCopy | None:
         """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
