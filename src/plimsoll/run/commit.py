@@ -175,7 +175,8 @@ class StepCommit:
         self._plain: list[nn.Parameter] = []  # found to be so: looking again in every step would cost more
         self._pieces: list[_Piece] = []
         self._made_for: object = None
-        optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
+        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # one around another may have no hooks
+            optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
         self._goes_at_once = piece_bytes is None and (ranks is None or ranks.is_alone)
         self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
         self._ranks = ranks or Ranks()
