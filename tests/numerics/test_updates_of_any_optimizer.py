@@ -309,7 +309,9 @@ class Training:
             parameter.grad = None
 
     def state(self):
-        attributes = {name: value for name, value in vars(self.optimizer).items() if "hook" not in name and name != "step"}
+        attributes = {
+            name: value for name, value in vars(self.optimizer).items() if "hook" not in name and name != "step"
+        }
         return [*bits([list(self.model), attributes, Slow.num_updates, torch.get_rng_state()])]
 
 

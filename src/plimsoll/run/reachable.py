@@ -89,7 +89,9 @@ class Attributes(Place):
         own = vars(self.owner)
         if isinstance(own, MappingProxyType):  # of a class: what a program may set, not its methods
             return {name: value for name, value in own.items() if not _is_of_class(name, value)}
-        return {name: value for name, value in own.items() if name not in self.left_out} if self.left_out else own.copy()
+        return (
+            {name: value for name, value in own.items() if name not in self.left_out} if self.left_out else own.copy()
+        )
 
     def fill(self, content: dict[str, Any]) -> None:
         """Have these attributes again."""
@@ -204,8 +206,7 @@ def is_same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, dict):
         return all(
-            name is key and value is kept
-            for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True)
+            name is key and value is kept for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True)
         )
     return all(value is kept for value, kept in zip(one, other, strict=True))
 
@@ -257,7 +258,9 @@ class _Walk:
         if isinstance(value, Tensor):
             self.reached.tensors[id(value)] = name, value
             for hooks in _HOOKS_OF_TENSORS:
-                self._waiting.extend((f"a hook of {name}", hook) for hook in (getattr(value, hooks, None) or {}).values())
+                self._waiting.extend(
+                    (f"a hook of {name}", hook) for hook in (getattr(value, hooks, None) or {}).values()
+                )
         elif isinstance(value, numpy.ndarray):
             self.reached.arrays.append((name, value))
         elif isinstance(value, _GENERATORS):

@@ -59,7 +59,11 @@ class Change:
     def is_left(self) -> bool:
         """Whether the value is still that one."""
         content = self.place.content()
-        return _are_equal(content, self.value) if self.key is _WHOLE else _is_equal(content.get(self.key, _NOTHING), self.value)
+        return (
+            _are_equal(content, self.value)
+            if self.key is _WHOLE
+            else _is_equal(content.get(self.key, _NOTHING), self.value)
+        )
 
 
 class Snapshot:

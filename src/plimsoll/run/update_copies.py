@@ -205,7 +205,9 @@ class WholeCopy:
         own, hooked = _reached_from(optimizer)
         self._learned, self._backend, self._random_state = learned, backend, backend.random_state()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._is_observed = (is_again or learned.num_updates >= learned.next_look) and not any(map(_is_fake, parameters))
+        self._is_observed = (is_again or learned.num_updates >= learned.next_look) and not any(
+            map(_is_fake, parameters)
+        )
         tensors = [tensor for _, tensor in own.tensors.values()]
         self._versions: list[tuple[str, Tensor, int]] = []
         for name, tensor in hooked.tensors.values():

@@ -47,7 +47,6 @@ def trained(failures=(), precision="fp32", **arguments):
         yield step, {"x": torch.randn(8, 6, generator=generator), "y": torch.randint(3, (8,), generator=generator)}
 
 
-
 def loss(model, batch):
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
@@ -83,7 +82,9 @@ def test_an_error_says_that_the_update_is_done_and_nothing_else_is_half_done():
             schedule.step = exhaust_memory
             step.workload.after_step = (lambda: done.append(True),)
             weights = [parameter.tolist() for parameter in step.workload.model.parameters()]
-            with pytest.raises(AfterUpdateError, match=r"schedule\.step\(\) after the update of step 2 .*do not repeat"):
+            with pytest.raises(
+                AfterUpdateError, match=r"schedule\.step\(\) after the update of step 2 .*do not repeat"
+            ):
                 step(batch)
             assert (schedule.count, schedule.rates, schedule.total.item(), schedule.get_last_lr()) == before
             assert [parameter.tolist() for parameter in step.workload.model.parameters()] != weights
