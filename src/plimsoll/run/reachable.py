@@ -4,21 +4,21 @@ Followed are attributes, lists, dicts, sets and deques, variables that a functio
 the modules that it names, too), what methods and partials are bound to, hooks of modules, tensors and optimizers, and
 class attributes. Each of these is a `Place`, whose content can be copied (one level, not what is in it) and put back.
 
-Not followed: objects of the libraries in `_LIBRARIES` other than modules, optimizers and schedules (of a trainer its own
-attributes are, and the containers in them), data loaders and data sets, whose position is not a step's, and what only
-C code, an iterator or a running function holds. A container of more than `_MOST_ITEMS` items is copied but not looked
-through, and after `_MOST_PLACES` places nothing more is.
+Not followed: objects of the libraries in `_LIBRARIES` other than modules, optimizers and schedules (of a trainer its
+own attributes are, and the containers in them), data loaders and data sets, whose position is not a step's, and what
+only C code, an iterator or a running function holds; iterators are named. A container of more than `_MOST_ITEMS` items
+is copied but not looked through, and after `_MOST_PLACES` places nothing more is.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
+import io
 import random
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
@@ -27,6 +27,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _LIBRARIES = frozenset(
     {"accelerate", "datasets", "lightning", "lightning_fabric", "lightning_utilities", "numpy", "peft", "plimsoll",
@@ -38,6 +39,7 @@ _NEVER = (
     str, bytes, bytearray, int, float, complex, type(None), CodeType, ModuleType, torch.dtype, torch.device, torch.Size,
     torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler, torch.amp.GradScaler,
 )  # fmt: skip
+_POSITIONS_OF_NO_STEP = (io.IOBase, _BaseDataLoaderIter)
 _GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_NAMES = ("_parameters", "_buffers", "_modules")
@@ -177,6 +179,7 @@ class Reached:
         arrays: of numpy.
         modules: of torch.
         generators: of random numbers, but for torch's, Python's and numpy's global ones.
+        iterators: names of what has a position that cannot be put back.
         is_whole: whether nothing was left out for its size.
         seen: all that was looked at, by its id, and kept for the id to stay its own.
     """
@@ -186,6 +189,7 @@ class Reached:
     arrays: list[tuple[str, numpy.ndarray[Any, Any]]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
+    iterators: list[str] = field(default_factory=list)
     is_whole: bool = True
     seen: dict[int, Any] = field(default_factory=dict)
 
@@ -209,27 +213,6 @@ def is_same(one: Any, other: Any) -> bool:
             name is key and value is kept for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True)
         )
     return all(value is kept for value, kept in zip(one, other, strict=True))
-
-
-def state_of(generator: Any) -> Any:
-    """Copy the state of a generator of random numbers, of torch, numpy or Python."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, numpy.random.RandomState):
-        return generator.get_state()
-    return copy.deepcopy(generator.bit_generator.state)
-
-
-def put_state(generator: Any, state: Any) -> None:
-    """Put back a state that `state_of` returned."""
-    if isinstance(generator, torch.Generator | numpy.random.RandomState):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.bit_generator.state = state
 
 
 class _Walk:
@@ -257,6 +240,7 @@ class _Walk:
     def _look_into(self, name: str, value: Any) -> None:
         if isinstance(value, Tensor):
             self.reached.tensors[id(value)] = name, value
+            self._put(name, Attributes(value))
             for hooks in _HOOKS_OF_TENSORS:
                 self._waiting.extend(
                     (f"a hook of {name}", hook) for hook in (getattr(value, hooks, None) or {}).values()
@@ -275,6 +259,8 @@ class _Walk:
             self._look_into_items(name, value)
         elif isinstance(value, type):
             self._look_into_class(name, value)
+        elif isinstance(value, Iterator) and not isinstance(value, _POSITIONS_OF_NO_STEP):
+            self.reached.iterators.append(name)
         else:
             self._look_into_object(name, value)
 
@@ -288,20 +274,20 @@ class _Walk:
         self._waiting.extend((f"{name}[{key!r}]" if isinstance(key, int | str) else name, item) for key, item in pairs)
 
     def _look_into_function(self, name: str, function: FunctionType) -> None:
-        if _is_of_library(function.__module__):
+        if is_of_library(function.__module__):
             return
         self._put(name, Closure(function))
         self._put(name, Attributes(function))
         names, space = _names_in(function.__code__), function.__globals__
         own = [one for one in names if one in space]
-        self._put("", Globals(space, tuple(own)))
+        self._put("", Globals(space, tuple(own)), f"globals of {function.__qualname__}")
         for module in (space[one] for one in own if isinstance(space[one], ModuleType)):
-            if not _is_of_library(module.__name__):
+            if not is_of_library(module.__name__):
                 self._put(module.__name__, Globals(vars(module), tuple(one for one in names if one in vars(module))))
 
     def _look_into_class(self, name: str, kind: type) -> None:
         """Its attributes, and what its methods name."""
-        if _is_of_library(kind.__module__):
+        if is_of_library(kind.__module__):
             return
         self._put(name, Attributes(kind))
         for base in kind.__bases__:
@@ -313,7 +299,7 @@ class _Walk:
 
     def _look_into_object(self, name: str, value: Any) -> None:
         kind = type(value)
-        if not isinstance(value, _FOLLOWED) and _is_of_library(kind.__module__):
+        if not isinstance(value, _FOLLOWED) and is_of_library(kind.__module__):
             return
         self._waiting.append((kind.__name__, kind))
         if isinstance(value, nn.Module):
@@ -333,19 +319,20 @@ class _Walk:
         kept = [own[hooks] for hooks in _HOOKS_OF_MODULES & own.keys() if isinstance(own[hooks], dict)]
         self._waiting.extend((f"a hook of {name}", hook) for hooks in kept for hook in hooks.values())
 
-    def _put(self, name: str, place: Place) -> None:
-        """Note a place, and look into what is in it."""
+    def _put(self, name: str, place: Place, own_name: str = "") -> None:
+        """Note a place, and look into what is in it, each by its name after ``name``."""
         content = place.content()
         if not content and isinstance(place, Closure | Globals):
             return
-        self.reached.places.append((name, place))
+        self.reached.places.append((own_name or name, place))
         self._wait(name, content)
 
     def _wait(self, name: str, content: dict[str, Any]) -> None:
         self._waiting.extend((f"{name}.{key}" if name else key, value) for key, value in content.items())
 
 
-def _is_of_library(module: str | None) -> bool:
+def is_of_library(module: str | None) -> bool:
+    """Whether a module is of a library whose objects are not looked into."""
     return (module or "").partition(".")[0] in _LIBRARIES and module != "__main__"
 
 

@@ -17,11 +17,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 
-from plimsoll.run.reachable import Place, Reached, is_same, put_state, state_of
-from plimsoll.run.written import Writes, bytes_of
+from plimsoll.run.reachable import Place, Reached, is_same
+from plimsoll.run.saved import SavedArray, SavedGenerator
+from plimsoll.run.written import Writes, bytes_in
 
 Moving = set[tuple[str, Any]]
 """Items of places that work has changed which went through, by the name of the place and their own."""
@@ -92,8 +92,10 @@ class Snapshot:
         self._moving, self._also, self._is_state = moving, also, is_state
         self.writes = Writes(copied) if is_observed else None
         self._contents = [(name, place, place.content()) for name, place in reached.places]
-        self._arrays = [(array, array.copy()) for _, array in reached.arrays if array.flags.writeable]
-        self._generators = [(generator, state_of(generator)) for _, generator in reached.generators]
+        self._saved: list[SavedArray | SavedGenerator] = [
+            *(SavedArray(array, array.copy()) for _, array in reached.arrays if array.flags.writeable),
+            *(SavedGenerator.of(generator) for _, generator in reached.generators),
+        ]
 
     def run(self, work: Callable[[], object], left: Sequence[Change] = ()) -> None:
         """Run the work, ``left`` being as an earlier failure left it."""
@@ -112,15 +114,13 @@ class Snapshot:
         """Bring everything back, and note in ``changes`` what may be left as it is. It may be called again."""
         changes = [change for change in self._changed() if change.alone and not self._is_state(change.name)]
         self.changes = self.changes or [one for one in changes if (one.name, one.key) not in self._moving]
-        for tensor, held in self.writes.written.values() if self.writes else ():
-            bytes_of(tensor).copy_(held)
+        for write in self.writes.written.values() if self.writes else ():
+            bytes_in(write.storage).copy_(write.content)
         for _, place, content in self._contents:
             if not is_same(place.content(), content):
                 place.fill(content)
-        for array, values in self._arrays:
-            numpy.copyto(array, values)
-        for generator, state in self._generators:
-            put_state(generator, state)
+        for saved in self._saved:
+            saved.restore()
         for put_back in self._also:
             put_back()
 

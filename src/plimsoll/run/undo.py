@@ -7,8 +7,8 @@ deep wherever training code can keep something (`plimsoll.run.reachable`); so ar
 that is first written in a later step is noticed by its version counter: after passes that went through it is one of
 those that are copied; in a step that is undone it cannot be put back, and is named in ``lost``.
 
-Values that only failures change (a list of errors, a counter of them) are told from state by failing again: what
-changes the same way in two tries, and never did in passes that went through, stays changed (`Undo.restore`).
+Python values that change only in tries that fail are put back as well. If nothing is left to try, they may be what
+makes the tries fail (a list of failures to come, in a test), so `leave` lets the next tries go on from their change.
 
 Does NOT see a first write in a later step that counts no version (through ``.data``), and what `reachable` and
 `written` do not see: give such state as ``extra_state``.
@@ -23,17 +23,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-import numpy
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from plimsoll.device import cudnn_dropout, onednn
 from plimsoll.device.base import Backend
+from plimsoll.outside import is_marked
 from plimsoll.run.boundary import fitting
-from plimsoll.run.reachable import Place, Reached, is_same, may_hold_state, put_state, reached_from, state_of
-from plimsoll.run.written import Writes, bytes_of, key_of
+from plimsoll.run.reachable import Place, Reached, is_same, may_hold_state, reached_from
+from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
+from plimsoll.run.written import Writes, has_storage, key_of
 
 _MOST_ARRAY_BYTES = 1 << 20
 """Arrays of numpy up to this size are copied before each step: no counter says whether they were written."""
@@ -57,9 +57,10 @@ class _Before:
 
     reached: Reached
     contents: list[Any]
-    copies: list[tuple[Any, Any]] = field(default_factory=list)
-    versions: list[tuple[str, Tensor, int]] = field(default_factory=list)
-    generators: list[tuple[Any, Any]] = field(default_factory=list)
+    places: list[tuple[str, SavedPlace]] = field(default_factory=list)
+    copies: list[tuple[str, SavedTensor | SavedArray]] = field(default_factory=list)
+    generators: list[SavedGenerator] = field(default_factory=list)
+    versions: list[tuple[str, Tensor, int, int]] = field(default_factory=list)
 
     def changed(self) -> Iterator[tuple[str, Place, Any]]:
         """The places that have other things in them now: name, place, and what was in it."""
@@ -89,7 +90,10 @@ class Undo:
         self._reached: Reached | None = None
         self._before: list[_Before] = []
         self._moving: set[str] = set()  # names of places that passes have changed
-        self._written: set[str] = set()  # names of tensors that passes have written
+        self._failed: list[tuple[str, Place, Any, Any]] = []  # other places: contents before a failed try and after it
+        self._left: list[tuple[str, Place, Any]] = []  # those of them that were left as they were after it
+        self._written: set[str] = set()  # names of tensors and arrays that passes have written
+        self._placed: set[str] = set()  # names of tensors that passes have put into another storage
         self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
         self._writes: Writes | None = None
         self._observes, self._has_observed = observes, False
@@ -97,6 +101,8 @@ class Undo:
         self._kind: Any = None
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
+        self._strangers: list[tuple[str, StorageWeakRef]] = []  # written by earlier steps, and reached from nowhere
+        self._new_strangers: list[tuple[str, StorageWeakRef]] = []  # by this one, which has copies of them
         self._num_steps, self._next_look = 0, 1
         for model in (one for one in roots.values() if isinstance(one, nn.Module)):
             cudnn_dropout.find_for(model)
@@ -108,11 +114,15 @@ class Undo:
         self._random_state = self._backend.random_state()
         if self._reached is None:
             self._reached = reached_from(self._roots.items())
-        before = self._remembered(self._reached)
-        roots = [("batch", batch), *self._news(before)]
-        self._before = [before, self._remembered(reached_from(roots, self._reached))]
-        self._extra = [copy.deepcopy(one.state_dict()) for one in self._extra_state]
         self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
+        before = self._remembered(self._reached, is_new=False)
+        roots = [("batch", batch), *self._news(before)]
+        self._before = [before, self._remembered(reached_from(roots, self._reached), is_new=True)]
+        self._extra = [copy.deepcopy(one.state_dict()) for one in self._extra_state]
+
+    def remember_also(self, batch: Any) -> None:
+        """Take one more batch as it is now; the rest is as it was when the first was remembered."""
+        self._before.append(self._remembered(reached_from([("batch", batch)], self._reached), is_new=True))
 
     def forget(self) -> None:
         """Let go of what was remembered, and look for everything anew: techniques are about to change the modules."""
@@ -132,7 +142,7 @@ class Undo:
     def observing(self) -> Iterator[None]:
         """See what the block writes that was there before it; it can be put back, in the block and after it."""
         try:
-            with Writes() as self._writes:  # type: ignore[no-untyped-call]
+            with Writes() as self._writes:
                 yield
         finally:
             self._take_writes()
@@ -140,34 +150,94 @@ class Undo:
 
     def passed(self) -> None:
         """Learn, after passes that went through and before the update, what they wrote."""
-        if self._writes is not None:
-            self._has_observed = True
-            self._kinds.add(self._kind)
         self._take_writes()
         self._written.update(self._newly_written())
-        for before in self._before:
-            before.versions = []  # the update writes what is trained
         self._num_steps += 1
-        if self._num_steps >= self._next_look:
+        if self._writes is not None:
+            copies = [one for before in self._before for one in before.copies]
+            self._written.update(name for name, saved in copies if name not in self._written and saved.is_changed())
+            places = [one for before in self._before for one in before.places]
+            self._placed.update(name for name, saved in places if name not in self._placed and saved.is_changed())
+        if self._writes is not None or self._num_steps >= self._next_look:
             self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
             self._moving.update(name for before in self._before for name, _, _ in before.changed())
 
+    def observed(self) -> None:
+        """Take the passes since `remember` for all that there are of their kind, and for those of a step."""
+        if self.is_due:
+            self._has_observed = True
+            self._kinds.add(self._kind)
+            self._spare = {name: content for name, content in self._spare.items() if name in self._written}
+        for before in self._before:
+            before.versions = []  # the update writes what is trained
+
     def done(self) -> None:
         """Let go of the state of before the step."""
-        self._before, self._extra = [], []
+        self._before, self._extra, self._failed, self._left = [], [], [], []
+        self._strangers += self._new_strangers
+        self._new_strangers = []
+
+    def leave(self) -> bool:
+        """Leave what only failed tries change as the last one left it; returns whether there is any, once in a step."""
+        if self._left or not self._failed:
+            return False
+        for _, place, _, content in self._failed:
+            place.fill(content)
+        self._left, self._failed = [(name, place, before) for name, place, before, _ in self._failed], []
+        return True
+
+    @contextmanager
+    def as_failed(self) -> Iterator[None]:
+        """For a block that puts back what it changes: what only failed tries change is as the last one left it."""
+        for _, place, _, content in self._failed:
+            place.fill(content)
+        try:
+            yield
+        finally:
+            for _, place, content, _ in self._failed:
+                place.fill(content)
+
+    @property
+    def has_left_state(self) -> bool:
+        """Whether something was left that passes which go through change as well."""
+        return any(name in self._moving for name, _, _ in self._left)
+
+    def written(self) -> list[Tensor]:
+        """The tensors of before that passes write, whole storages as bytes where they have one."""
+        copies = (saved for before in self._before for _, saved in before.copies)
+        return [saved.value for saved in copies if isinstance(saved, SavedTensor)]
+
+    def iterators(self) -> list[str]:
+        """Names of iterators that are kept where training code may go on with them."""
+        return [name for before in self._before for name in before.reached.iterators]
+
+    def settle(self, *, all_of_it: bool = False) -> bool:
+        """Put back what was left but is changed by passes that go through, too, or all; returns whether any was."""
+        settled = [one for one in self._left if all_of_it or one[0] in self._moving]
+        for _, place, content in settled:
+            place.fill(content)
+        self._left = [one for one in self._left if one not in settled]
+        return bool(settled)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Go back to the remembered state, and name in ``lost`` what cannot be put back. It may be done again."""
         self._take_writes()
-        self.lost = tuple(self._newly_written())
+        failed = [
+            (name, place, content, place.content())
+            for before in self._before
+            for name, place, content in before.changed()
+            if name not in self._moving
+        ]
+        self._failed = failed or self._failed
+        self.lost = self.lost or (*self._newly_written(), *self._unknown())
         for before in self._before:
             for _, place, content in before.changed():
                 place.fill(content)
-            for value, content in before.copies:
-                value.copy_(content) if isinstance(value, Tensor) else numpy.copyto(value, content)
-            for generator, state in before.generators:
-                put_state(generator, state)
+            for _, saved in (*before.places, *before.copies):
+                saved.restore()
+            for generator in before.generators:
+                generator.restore()
         for one, state in zip(self._extra_state, self._extra, strict=bool(self._extra)):
             one.load_state_dict(copy.deepcopy(state))
         if self._random_state:
@@ -176,39 +246,42 @@ class Undo:
     # -- before a step -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _remembered(self, reached: Reached) -> _Before:
+    def _remembered(self, reached: Reached, *, is_new: bool) -> _Before:
         before = _Before(reached, [place.content() for _, place in reached.places])
+        is_due = self.is_due
+        buffers = {id(one) for module in reached.modules for one in module._buffers.values()} if is_new else ()
         for name, tensor in reached.tensors.values():
-            if self._is_copied(name, tensor):
-                before.copies.append(self._copied(name, tensor))
-            elif not tensor.is_inference():  # which counts no versions
-                before.versions.append((name, tensor, tensor._version))
+            if self._is_copied(name, tensor, is_known=not is_due and id(tensor) not in buffers):
+                before.copies.append((name, self._copied(name, tensor)))
+            if (is_due or name in self._placed) and has_storage(tensor) and not is_marked(tensor):
+                before.places.append((name, SavedPlace.of(tensor)))
+            if not tensor.is_inference():  # which counts no versions
+                before.versions.append((name, tensor, tensor._version, _address(tensor)))
         for name, array in reached.arrays:
-            if array.flags.writeable and (array.nbytes <= _MOST_ARRAY_BYTES or name in self._written):
-                before.copies.append((array, array.copy()))
-        before.generators = [(generator, state_of(generator)) for _, generator in reached.generators]
+            is_copied = is_due or array.nbytes <= _MOST_ARRAY_BYTES or name in self._written
+            if is_copied and array.flags.writeable:
+                before.copies.append((name, SavedArray(array, array.copy())))
+        before.generators = [SavedGenerator.of(generator) for _, generator in reached.generators]
         return before
 
-    def _is_copied(self, name: str, tensor: Tensor) -> bool:
+    def _is_copied(self, name: str, tensor: Tensor, *, is_known: bool) -> bool:
         """Whether a tensor is copied before the step: one that some step has written is.
 
-        As long as no step was observed, and of what cannot be, all are copied that are small, or buffers of floats
+        In a step that is observed, and of what cannot be, all are copied that are small, or buffers of floats
         (BatchNorm's, whose kernels count no versions), but for parameters and the batch.
         """
         if name in self._written:
             return True
-        is_seen = self._has_observed and not isinstance(tensor, FakeTensor) and not is_traceable_wrapper_subclass(tensor)
+        is_seen = is_known and self._has_observed and has_storage(tensor)
         if is_seen or isinstance(tensor, nn.Parameter) or tensor.requires_grad or name.startswith("batch"):
             return False
         return tensor.is_floating_point() or tensor.nbytes <= _SMALL_BYTES
 
-    def _copied(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """What to write to, and what it holds, in the memory of the last copy where that is as large."""
-        whole = bytes_of(tensor)
-        spare = self._spare.get(name)
-        if spare is None or spare.shape != whole.shape or spare.device != whole.device:
-            spare = self._spare[name] = torch.empty_like(whole)
-        return whole, spare.copy_(whole)
+    def _copied(self, name: str, tensor: Tensor) -> SavedTensor:
+        """Copy it, into the memory of the last copy where that is as large."""
+        saved = SavedTensor.of(tensor, self._spare.get(name))
+        self._spare[name] = saved.content
+        return saved
 
     def _news(self, before: _Before) -> Iterator[tuple[str, Any]]:
         """What has come, since everything was looked for, into places that change."""
@@ -226,15 +299,35 @@ class Undo:
         if self._writes is None or not self._before:
             return
         reached = [one for before in self._before for one in before.reached.tensors.values()]
-        names = {key_of(tensor): name for name, tensor in reversed(reached) if bytes_of(tensor) is not tensor}
-        for key, (tensor, held) in self._writes.written.items():
-            self._written.add(names.get(key, f"a tensor of shape {tuple(tensor.shape)}"))
-            self._before[0].copies.append((bytes_of(tensor), held))
+        reached += [(name, saved.before) for before in self._before for name, saved in before.places]
+        names = {key_of(tensor): name for name, tensor in reversed(reached) if has_storage(tensor)}
+        for key, (storage, content, shape, line) in self._writes.written.items():
+            name = names.get(key, f"a tensor of shape {shape} that {line} writes")
+            self._before[0].copies.append((name, SavedTensor(storage, content)))
+            if key in names:
+                self._written.add(name)
+            elif line is not None:
+                self._new_strangers.append((name, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
         self._writes.written.clear()
 
+    def _unknown(self) -> Iterator[str]:
+        """What may have been changed, and was not looked at before the step."""
+        yield from (name for name, storage in self._strangers if not storage.expired())  # type: ignore[no-untyped-call]
+        if self._before:
+            seen = {**self._before[0].reached.seen, **self._before[1].reached.seen}
+            for name, _, content, _ in self._failed:
+                values = content.values() if isinstance(content, dict) else content
+                if any(may_hold_state(value) and id(value) not in seen for value in values):
+                    yield name
+
     def _newly_written(self) -> list[str]:
-        versions = (one for before in self._before for one in before.versions)
-        return [name for name, tensor, version in versions if tensor._version != version and name not in self._written]
+        """What was written, or put into another storage, and is not among what is put back."""
+        found = []
+        for name, tensor, version, address in (one for before in self._before for one in before.versions):
+            is_elsewhere = _address(tensor) != address and name not in self._placed
+            if is_elsewhere or (tensor._version != version and name not in self._written):
+                found.append(name)
+        return found
 
 
 @contextmanager
@@ -256,3 +349,7 @@ def _kind_of(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return tuple((name, _kind_of(value)) for name, value in batch.items())
     return tuple(map(_kind_of, batch)) if isinstance(batch, list | tuple) else type(batch)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if has_storage(tensor) else 0

@@ -29,11 +29,11 @@ from plimsoll.optimizers import settings_of
 from plimsoll.outside import Copier
 from plimsoll.run.reachable import Reached, reached_from
 from plimsoll.run.room import Members
+from plimsoll.run.saved import SavedPlace, SavedTensor
 from plimsoll.run.scratch import Layout, Scratch
 from plimsoll.run.snapshot import Change, Moving, Snapshot
 from plimsoll.run.sparse import bytes_of, changed_rows
-from plimsoll.run.written import Writes, has_storage, key_of
-from plimsoll.run.written import bytes_of as whole_storage_of
+from plimsoll.run.written import Write, Writes, bytes_in, has_storage, key_of
 
 _SMALL_BYTES = 1 << 20
 _LONGEST_PAUSE_UPDATES = 100
@@ -108,7 +108,7 @@ class PieceCopy:
         self._gradients = [(gradient, gradient.clone()) for gradient in gradients]
         # Some optimizers count in their groups; which parameters are in them is put back by the caller.
         self._settings = settings_of(optimizer)
-        if changes_gradients is None and all(has_storage(one) and not _is_fake(one) for _, one in members):
+        if changes_gradients is None and all(has_storage(one) for _, one in members):
             states = (value for _, state in self._states for value in state.values() if has_storage(value))
             self._writes = Writes(key_of(one) for one in (*(parameter for _, parameter in members), *states))
 
@@ -120,8 +120,7 @@ class PieceCopy:
         with self._writes:
             work()
         # Kernels that are fused say that they write gradients, and do so only to unscale them.
-        written = self._writes.written.values()
-        self.changes_gradients = any(not torch.equal(whole_storage_of(tensor), held) for tensor, held in written)
+        self.changes_gradients = any(map(_has_changed, self._writes.written.values()))
 
     def _without_rows(self, group: int, parameter: nn.Parameter, values: list[Tensor]) -> Iterator[Tensor]:
         """What is to be copied as a whole; of the others the rows that change are copied here."""
@@ -138,8 +137,8 @@ class PieceCopy:
         self._values.put_back()
         for gradient, value in self._gradients:
             gradient.copy_(value)
-        for tensor, held in self._writes.written.values() if self._writes else ():
-            whole_storage_of(tensor).copy_(held)
+        for write in self._writes.written.values() if self._writes else ():
+            bytes_in(write.storage).copy_(write.content)
         for tensor, rows_U, value in self._rows:
             tensor.index_copy_(0, rows_U, value)
         for parameter, state in self._states:
@@ -219,10 +218,9 @@ class WholeCopy:
         plain = [tensor for tensor in tensors if _is_writable(tensor)]
         self._values = _Values(plain, layout, scratch, copy_outside)
         self.layout = self._values.layout
-        special = (whole_storage_of(tensor) for tensor in tensors if not _is_writable(tensor))
-        self._special = [(whole, whole.clone()) for whole in special]
-        stored = [tensor for tensor in plain if has_storage(tensor) and not _is_fake(tensor)]
-        self._aliases = [(tensor, tensor.detach()) for tensor in stored]
+        self._special = [SavedTensor.of(tensor) for tensor in tensors if not _is_writable(tensor)]
+        stored = [tensor for tensor in plain if has_storage(tensor)]
+        self._places = [SavedPlace.of(tensor) for tensor in stored]
         self._names = {key_of(tensor): name for name, tensor in hooked.tensors.values() if has_storage(tensor)}
         self._snapshot = Snapshot(
             _together(own, hooked),
@@ -242,10 +240,9 @@ class WholeCopy:
         """Run the whole update, ``left`` being as failures before have left it, and learn from it."""
         self._snapshot.run(work, left)
         writes = self._snapshot.writes
-        for key, (tensor, held) in writes.written.items() if writes else ():
+        for key, write in writes.written.items() if writes else ():
             if key in self._gradient_keys:
-                is_changed = not torch.equal(whole_storage_of(tensor), held)
-                self._learned.changes_gradients = self._learned.changes_gradients or is_changed
+                self._learned.changes_gradients = self._learned.changes_gradients or _has_changed(write)
             elif key in self._names:
                 self._learned.written.add(self._names[key])
         self._learned.written.update(self.lost)
@@ -271,7 +268,7 @@ class WholeCopy:
         """Which tensor is whose gradient, and the values of those that are changed or cannot be observed."""
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         present = [gradient for _, gradient in self._gradients if gradient is not None]
-        copied = [one for one in present if self._learned.changes_gradients or not has_storage(one)]
+        copied = [one for one in present if self._learned.changes_gradients or not (has_storage(one) or _is_fake(one))]
         self._gradient_copies = [(one, one.clone()) for one in copied]
         self._gradient_keys = {key_of(one) for one in present if has_storage(one)}
         is_free = self._is_observed or self._learned.changes_gradients
@@ -279,12 +276,13 @@ class WholeCopy:
 
     @torch.no_grad()
     def _put_back(self) -> None:
-        for tensor, alias in self._aliases:
-            if not tensor.is_set_to(alias):  # the optimizer has exchanged `.data`
-                tensor.data = alias
+        for place in self._places:
+            place.restore()
         self._values.put_back()
-        for whole, value in (*self._special, *self._gradient_copies):
-            whole.copy_(value)
+        for saved in self._special:
+            saved.restore()
+        for gradient, value in self._gradient_copies:
+            gradient.copy_(value)
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -310,6 +308,10 @@ def _together(own: Reached, hooked: Reached) -> Reached:
     return Reached(
         places=own.places + hooked.places, arrays=own.arrays + small, generators=own.generators + hooked.generators
     )
+
+
+def _has_changed(write: Write) -> bool:
+    return not torch.equal(bytes_in(write.storage), write.content)
 
 
 def _is_fake(tensor: Tensor) -> bool:

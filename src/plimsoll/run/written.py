@@ -1,7 +1,7 @@
 """What a block writes of what was there before it: seen by a dispatch mode, and copied before the first write.
 
-The mode sees every operator of torch that runs in the block, its backward passes included. A storage that an operator of
-the block returned is new; any other that an operator writes was there before, whoever holds it: a buffer, a frozen
+The mode sees every operator of torch that runs in the block, its backward passes included. A storage that an operator
+of the block returned is new; any other that an operator writes was there before, whoever holds it: a buffer, a frozen
 parameter, the batch, a tensor in a closure. It is copied as a whole just before, so that the block can be undone.
 
 Does NOT see writes that pass torch's dispatcher by: numpy's, those of C extensions and of kernels that are launched by
@@ -10,9 +10,12 @@ hand, and operators whose schema does not say that they write (BatchNorm's, whic
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,23 +23,35 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from plimsoll.run.reachable import is_of_library
+
+_SKIPPED = ("torch.", "traceback", __name__)
 _WRITTEN_IN_TRAINING = ("running_mean", "running_var")
 """Arguments of BatchNorm's kernels, which their schemas do not mark (``native_functions.yaml`` of torch 2.13)."""
+
+
+class Write(NamedTuple):
+    """A storage that was written, its bytes before that, the shape of a tensor in it, and the user's line, if any."""
+
+    storage: torch.UntypedStorage
+    content: Tensor
+    shape: tuple[int, ...]
+    line: str | None
 
 
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes, while it is in force, the tensors through which storages of before are written.
 
     Args:
-        copied: keys of storages (see `key_of`) that are not to be copied: their writes are not noted.
+        copied: storages, by their `key_of`, that somebody has copied: their writes are not noted.
 
     Attributes:
-        written: such a tensor of each storage, and the bytes that the storage held before the first write.
+        written: each such storage, by its `key_of`.
     """
 
     def __init__(self, copied: Iterable[int] = ()) -> None:
         super().__init__()
-        self.written: dict[int, tuple[Tensor, Tensor]] = {}
+        self.written: dict[int, Write] = {}
         self._seen: set[int] = set(copied)
         self._new: set[int] = set()
 
@@ -59,7 +74,8 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = key_of(tensor)
         if key not in self._new and key not in self._seen:
             self._seen.add(key)
-            self.written[key] = tensor.detach(), bytes_of(tensor).clone()  # `.data` of the tensor may be exchanged
+            storage = tensor.untyped_storage()
+            self.written[key] = Write(storage, bytes_in(storage).clone(), tuple(tensor.shape), _line_of_user())
 
 
 def key_of(tensor: Tensor) -> int:
@@ -67,9 +83,27 @@ def key_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _line_of_user() -> str | None:
+    """The line that called torch, unless a library did."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    caller = next((frame for frame in frames if not _module_of(frame).startswith(_SKIPPED)), None)
+    if caller is None or is_of_library(_module_of(caller)):
+        return None
+    return f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def has_storage(leaf: Any) -> bool:
-    """Whether this is a tensor with a storage of its own kind, which sparse ones and wrappers of others have not."""
-    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not is_traceable_wrapper_subclass(leaf)
+    """Whether a value is a tensor with a plain storage of its own."""
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.layout == torch.strided
+        and not isinstance(leaf, FakeTensor)
+        and not is_traceable_wrapper_subclass(leaf)
+    )
 
 
 @cache
@@ -94,9 +128,9 @@ def _written_by(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> It
         yield from (leaf for leaf in tree_leaves(value) if has_storage(leaf))
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor as bytes; of one that has no plain storage the tensor itself, detached."""
-    if isinstance(tensor, FakeTensor) or not has_storage(tensor):
-        return tensor.detach()
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload,no-any-return]
+def bytes_in(owner: Any) -> Tensor:
+    """The whole of a storage as bytes; a tensor as it is."""
+    if isinstance(owner, Tensor):
+        return owner
+    whole = torch.empty(0, dtype=torch.uint8, device=owner.device)
+    return whole.set_(owner, 0, (owner.nbytes(),))  # type: ignore[call-overload,no-any-return]
