@@ -2,14 +2,14 @@
 
     python benchmarks/foreign_optimizers.py [--failures 200] [--only NAME ...]
 
-Each optimizer trains a small model by `plimsoll.TrainStep`. One run fails nowhere; every other run fails at one
-allocation of an update, by the allocator's own error, and must end with the same bits: weights, everything the optimizer
-keeps, and averages of the weights that a hook keeps. A second kind of run fails from one allocation on at every one, until
-the step raises: then everything must be as before that step. The run without a failure is compared with the plain loop.
+Each optimizer trains a small model by `plimsoll.TrainStep`. One run fails nowhere, and is compared with the plain loop.
+Every other run fails at one allocation of an update, by the allocator's own error, and must end with the same bits:
+weights, everything the optimizer keeps, and averages of the weights that a hook keeps. Further runs fail from one
+allocation on at every one, until the step raises: then everything must be as before that step.
 
-Packages that are not installed are left out and named. Does NOT cover failures outside of the update, and what an
-optimizer keeps where neither ``vars`` nor containers lead to it. "Caught" are failures that the optimizer caught itself and went on
-from in another way, as SOAP does with a decomposition: nobody else sees them, and the plain loop would go on alike.
+Packages that are not installed are left out and named. "Caught" are failures that the optimizer caught itself and went
+on from in another way, as SOAP does with a decomposition: nobody else sees them, and the plain loop goes on alike. Does
+NOT cover failures outside of the update, and what an optimizer keeps where neither ``vars`` nor containers lead to it.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ def lookahead(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     return kind(torch.optim.AdamW(model.parameters(), lr=0.01), k=2), None
 
 
-_PYTORCH_OPTIMIZER = (
-    "Lion SOAP Shampoo ScalableShampoo Lamb LARS Kron Ranger21 AdaBelief Adan CAME StableAdamW DAdaptAdam Prodigy "
-    "ScheduleFreeAdamW Tiger MADGRAD GaLore AdEMAMix"
-).split()
+_PYTORCH_OPTIMIZER = [
+    "Lion", "SOAP", "Shampoo", "ScalableShampoo", "Lamb", "LARS", "Kron", "Ranger21", "AdaBelief", "Adan",
+    "CAME", "StableAdamW", "DAdaptAdam", "Prodigy", "ScheduleFreeAdamW", "Tiger", "MADGRAD", "GaLore", "AdEMAMix",
+]  # fmt: skip
 
 KINDS: dict[str, Maker] = {
     "torch Muon": by_class("torch.optim.Muon", matrices_only=True, lr=0.01),
@@ -215,7 +215,7 @@ def bits(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
             yield value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
     elif isinstance(value, int | float | str | bool | type(None)):
         yield value
-    elif id(value) not in seen and not callable(value) or isinstance(value, nn.Module):
+    elif (id(value) not in seen and not callable(value)) or isinstance(value, nn.Module):
         seen.add(id(value))
         if isinstance(value, dict):
             yield from (one for key, item in value.items() if "hook" not in str(key) for one in bits(item, seen))
@@ -246,7 +246,7 @@ def of_one_failure(make: Maker, number: int, expected: list[Any]) -> str:
         return "torn"
     except OutOfMemoryError:
         return "refused"
-    except Exception as error:  # a raw error is what is looked for
+    except Exception as error:  # noqa: BLE001 - a raw error is what is looked for
         return f"raw: {type(error).__name__}: {error}"
     if run.state() == expected:
         return "equal"
@@ -266,7 +266,7 @@ def of_failures_from(make: Maker, number: int) -> str:
         return "torn"
     except OutOfMemoryError:
         return "as before" if run.state() == before else "changed"
-    except Exception as error:  # a raw error is what is looked for
+    except Exception as error:  # noqa: BLE001 - a raw error is what is looked for
         return f"raw: {type(error).__name__}: {error}"
     return "none"
 

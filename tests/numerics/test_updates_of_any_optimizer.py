@@ -1,8 +1,8 @@
 """Whatever an optimizer keeps, and wherever: an update that runs out of memory is the one of the plain loop in the end.
 
-Each optimizer here keeps something in another place. Memory runs out at one allocation of its third update after another,
-by the allocator's own error, and weights, states and what hooks keep must be the same bits as those of plain PyTorch.
-Then every allocation fails from one on, until the step gives up: everything must be as before the step.
+Each optimizer here keeps something in another place. Memory runs out at one allocation of its third update after
+another, by the allocator's own error, and weights, states and what hooks keep must be the same bits as those of plain
+PyTorch. Then every allocation fails from one on, until the step gives up: everything must be as before the step.
 """
 
 from collections import deque
@@ -244,8 +244,8 @@ IN_PIECES = {
 
 OPTIMIZERS = IN_PIECES | {
     **{kind.__name__: kind for kind in (
-        Nested, InNumpy, InTheGroup, InAttributes, UnderItsName, ExchangesItsMemory, ChangesGradients, ExchangesGradients,
-        ChangesThemNowAndThen, DrawsNumbers, InSlots, Around,
+        Nested, InNumpy, InTheGroup, InAttributes, UnderItsName, ExchangesItsMemory, ChangesGradients,
+        ExchangesGradients, ChangesThemNowAndThen, DrawsNumbers, InSlots, Around,
     )},
     "parameters without gradients, and an empty group": unused,
     "expanded and sparse states": expanded,

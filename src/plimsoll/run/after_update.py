@@ -86,11 +86,12 @@ class AfterUpdate:
         snapshot = attempt(partial(self._snapshot_of, part), self._backend, self._position)
         if isinstance(snapshot, OomEvent):
             return snapshot, []
-        done: list[None] = []
+        is_done = False
         try:
-            event = attempt(lambda: done.append(snapshot.run(part.work, left)), self._backend, self._position)
+            event = attempt(partial(snapshot.run, part.work, left), self._backend, self._position)
+            is_done = event is None
         finally:
-            if not done:
+            if not is_done:
                 snapshot.put_back()
         return event, snapshot.changes
 

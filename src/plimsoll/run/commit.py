@@ -66,7 +66,7 @@ from plimsoll.run.scratch import ADDRESS_OF, Layout, Scratch
 from plimsoll.run.snapshot import Change
 from plimsoll.run.sparse import bytes_of, is_sparse
 from plimsoll.run.together import agreed
-from plimsoll.run.update_copies import Learned, PieceCopy, WholeCopy
+from plimsoll.run.update_copies import Learned, Memory, PieceCopy, WholeCopy
 
 # A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
 _PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
@@ -364,10 +364,10 @@ class StepCommit:
         return copy
 
     def _copied(self, piece: _Piece) -> PieceCopy | WholeCopy:
-        where = piece.layout, self._scratch, copier_of(self.optimizer)
+        memory = Memory(piece.layout, self._scratch, copier_of(self.optimizer))
         if piece.is_separable:
-            return PieceCopy(self.optimizer, piece.members(), *where, self._changes_gradients)
-        return WholeCopy(self.optimizer, self._learned, *where, self._backend, is_again=piece.num_failures > 0)
+            return PieceCopy(self.optimizer, piece.members(), memory, self._changes_gradients)
+        return WholeCopy(self.optimizer, self._learned, memory, self._backend, is_again=piece.num_failures > 0)
 
     def _lacks_room(self, pieces: list[_Piece], times: float = MOST_STATES, is_next: bool = False) -> OomEvent | None:
         """The event if what updates of the pieces take at most, one after another, is not there.

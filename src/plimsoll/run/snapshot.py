@@ -4,8 +4,8 @@ A `Snapshot` holds the contents of reached places, arrays and generators (`plims
 what the work writes of tensors (`plimsoll.run.written`). `Snapshot.put_back` brings all of it back.
 
 Values that only failures change (a list of errors, what makes a test fail once) are told from state by failing twice:
-`Snapshot.changes` are what the failed work changed and work that went through never did. A last try leaves them changed.
-What moves in that try after all was state: it is put back, and the work is done once more (`Snapshot.run`).
+`Snapshot.changes` are what the failed work changed and work that went through never did. A last try leaves them
+changed. What moves in that try after all was state: it is put back, and the work is done once more (`Snapshot.run`).
 
 Does NOT cover tensors that the work writes while it is not observed: who makes the snapshot copies those.
 """
@@ -35,7 +35,7 @@ _NOTHING = object()
 class Change:
     """What failed work made of one plain value of a place, or of a list of them as a whole.
 
-    It is ``alone`` if all that changed in the place is plain: a flag says nothing about an object that was made with it.
+    It is ``alone`` if all that changed in the place is plain: a flag may say that something else there was made.
     """
 
     name: str

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.optim.optimizer as optimizer_module  # the hooks that see every optimizer are here and nowhere public
@@ -39,12 +39,25 @@ _SMALL_BYTES = 1 << 20
 _LONGEST_PAUSE_UPDATES = 100
 
 
+class Memory(NamedTuple):
+    """Where copies are made.
+
+    Attributes:
+        layout: of the copy before, if there was one.
+        scratch: the memory.
+        copy_outside: makes large ones where they take no memory of the device, if anything does.
+    """
+
+    layout: Layout | None
+    scratch: Scratch
+    copy_outside: Copier | None
+
+
 class _Values:
     """Values of tensors, copied together where their memory allows it."""
 
-    def __init__(
-        self, tensors: list[Tensor], layout: Layout | None, scratch: Scratch, copy_outside: Copier | None
-    ) -> None:
+    def __init__(self, tensors: list[Tensor], memory: Memory) -> None:
+        layout, scratch, copy_outside = memory
         self.layout = layout if layout is not None and layout.is_of(tensors) else Layout(tensors)
         self._alike: list[tuple[list[Tensor], Tensor]] = []
         if copy_outside is not None and sum(map(bytes_of, tensors)) > scratch.kept_bytes:
@@ -68,9 +81,7 @@ class PieceCopy:
     Args:
         optimizer: the optimizer, which treats each parameter alone.
         members: the parameters, each with the index of its group.
-        layout: of the copy before, if there was one.
-        scratch: where copies are made.
-        copy_outside: makes large ones where they take no memory of the device, if anything does.
+        memory: where copies are made.
         changes_gradients: whether the update changes gradients; ``None`` where it is to be seen now.
 
     Attributes:
@@ -82,9 +93,7 @@ class PieceCopy:
         self,
         optimizer: torch.optim.Optimizer,
         members: Members,
-        layout: Layout | None,
-        scratch: Scratch,
-        copy_outside: Copier | None,
+        memory: Memory,
         changes_gradients: bool | None,
     ) -> None:
         self._optimizer = optimizer
@@ -102,7 +111,7 @@ class PieceCopy:
                 self._states.append((parameter, dict(state)))
             values = [value for value in (state or {}).values() if isinstance(value, Tensor)]
             tensors.extend(self._without_rows(group, parameter, values))
-        self._values = _Values(tensors, layout, scratch, copy_outside)
+        self._values = _Values(tensors, memory)
         self.layout = self._values.layout
         gradients = [parameter.grad for _, parameter in members if parameter.grad is not None and changes_gradients]
         self._gradients = [(gradient, gradient.clone()) for gradient in gradients]
@@ -181,9 +190,7 @@ class WholeCopy:
     Args:
         optimizer: any optimizer.
         learned: what updates before have shown; `run` adds to it.
-        layout: of the copy before, if there was one.
-        scratch: where copies are made.
-        copy_outside: makes large ones where they take no memory of the device, if anything does.
+        memory: where copies are made.
         backend: of the device, whose random numbers are a part of it.
         is_again: whether this update has failed before: it is observed then.
 
@@ -195,18 +202,16 @@ class WholeCopy:
         self,
         optimizer: torch.optim.Optimizer,
         learned: Learned,
-        layout: Layout | None,
-        scratch: Scratch,
-        copy_outside: Copier | None,
+        memory: Memory,
         backend: Backend,
+        *,
         is_again: bool,
     ) -> None:
         own, hooked = _reached_from(optimizer)
         self._learned, self._backend, self._random_state = learned, backend, backend.random_state()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._is_observed = (is_again or learned.num_updates >= learned.next_look) and not any(
-            map(_is_fake, parameters)
-        )
+        is_due = is_again or learned.num_updates >= learned.next_look
+        self._is_observed = is_due and not any(map(_is_fake, parameters))
         tensors = [tensor for _, tensor in own.tensors.values()]
         self._versions: list[tuple[str, Tensor, int]] = []
         for name, tensor in hooked.tensors.values():
@@ -216,7 +221,7 @@ class WholeCopy:
                 self._versions.append((name, tensor, tensor._version))
         self._remember_gradients(parameters)
         plain = [tensor for tensor in tensors if _is_writable(tensor)]
-        self._values = _Values(plain, layout, scratch, copy_outside)
+        self._values = _Values(plain, memory)
         self.layout = self._values.layout
         self._special = [SavedTensor.of(tensor) for tensor in tensors if not _is_writable(tensor)]
         stored = [tensor for tensor in plain if has_storage(tensor)]
@@ -283,9 +288,9 @@ class WholeCopy:
             saved.restore()
         for gradient, value in self._gradient_copies:
             gradient.copy_(value)
-        for parameter, gradient in self._gradients:
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
+        for parameter, its_gradient in self._gradients:
+            if parameter.grad is not its_gradient:
+                parameter.grad = its_gradient
         self._backend.restore_random_state(self._random_state)
 
 

@@ -50,7 +50,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, copied: Iterable[int] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.written: dict[int, Write] = {}
         self._seen: set[int] = set(copied)
         self._new: set[int] = set()
