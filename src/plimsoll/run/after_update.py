@@ -65,21 +65,20 @@ class AfterUpdate:
                 others.callback(self._do, part)
 
     def _do(self, part: Part) -> None:
-        event, left = self._try(part, [])
-        num_tries = 1
-        while event is not None and num_tries < _MOST_TRIES:
-            self._backend.release()
-            begun_with = left if num_tries > 1 else []
+        left: list[Change] = []
+        for number in range(_MOST_TRIES):
+            begun_with = left if number > 1 else []
             event, left = self._try(part, begun_with)
-            num_tries += 1
-            if num_tries > 2 and left == begun_with or not left:
+            if event is None:
+                return
+            self._backend.release()
+            if number and left == begun_with:  # there is nothing to go on from
                 break
-        if event is not None:
-            raise AfterUpdateError(
-                f"memory ran out in {part.name} after the update of step {self._position.step} ({event.shortage}), "
-                f"{num_tries} times; what it changed is as before. The update is done, do not repeat the step: give a "
-                f"larger budget, call {part.name} yourself and go on with the next batch, or reload the last checkpoint"
-            )
+        raise AfterUpdateError(
+            f"memory ran out in {part.name} after the update of step {self._position.step} ({event.shortage}), "
+            f"{number + 1} times; what it changed is as before. The update is done, do not repeat the step: give a "
+            f"larger budget, call {part.name} yourself and go on with the next batch, or reload the last checkpoint"
+        )
 
     def _try(self, part: Part, left: list[Change]) -> tuple[OomEvent | None, list[Change]]:
         """Do a part, or nothing of it; returns the event, and what failing changed."""
@@ -91,7 +90,8 @@ class AfterUpdate:
             event = attempt(partial(snapshot.run, part.work, left), self._backend, self._position)
             is_done = event is None
         finally:
-            if not is_done:
+            if not is_done and isinstance(attempt(snapshot.put_back, self._backend, self._position), OomEvent):
+                self._backend.release()
                 snapshot.put_back()
         return event, snapshot.changes
 

@@ -1,7 +1,7 @@
-"""What code outside of this package keeps in Python, as it is now, so that work of its own can be undone and done again.
+"""What code outside of this package keeps in Python, as it is now, so that its work can be undone and done again.
 
-A `Snapshot` holds the contents of reached places, arrays and generators (`plimsoll.run.reachable`), and in `Snapshot.run`
-what the work writes of tensors (`plimsoll.run.written`). `Snapshot.put_back` brings all of it back.
+A `Snapshot` holds the contents of reached places, arrays and generators (`plimsoll.run.reachable`), and in
+`Snapshot.run` what the work writes of tensors (`plimsoll.run.written`). `Snapshot.put_back` brings all of it back.
 
 Values that only failures change (a list of errors, what makes a test fail once) are told from state by failing twice:
 `Snapshot.changes` are what the failed work changed and work that went through never did. A last try leaves them

@@ -128,8 +128,10 @@ class PieceCopy:
             return
         with self._writes:
             work()
+        is_fused = any(group.get("fused") for group in self._optimizer.param_groups)
+        written = self._writes.written.values()
         # Kernels that are fused say that they write gradients, and do so only to unscale them.
-        self.changes_gradients = any(map(_has_changed, self._writes.written.values()))
+        self.changes_gradients = any(map(_has_changed, written)) if is_fused else bool(written)
 
     def _without_rows(self, group: int, parameter: nn.Parameter, values: list[Tensor]) -> Iterator[Tensor]:
         """What is to be copied as a whole; of the others the rows that change are copied here."""
@@ -245,9 +247,9 @@ class WholeCopy:
         """Run the whole update, ``left`` being as failures before have left it, and learn from it."""
         self._snapshot.run(work, left)
         writes = self._snapshot.writes
-        for key, write in writes.written.items() if writes else ():
+        for key in writes.written if writes else ():
             if key in self._gradient_keys:
-                self._learned.changes_gradients = self._learned.changes_gradients or _has_changed(write)
+                self._learned.changes_gradients = True
             elif key in self._names:
                 self._learned.written.add(self._names[key])
         self._learned.written.update(self.lost)
