@@ -28,10 +28,13 @@ Where an optimizer's states are outside the device, copies too large for the kep
 Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
 but only after what its update can take at most has been shown to be there.
 
-Covers optimizers of ``torch.optim`` at once and piece by piece; an optimizer from elsewhere, or one with step hooks,
-may look at all parameters together and is therefore one single piece. Does NOT cover state kept outside
-``optimizer.state``, and errors other than memory running out (a Ctrl-C in a loop of one's own) in the middle of an
-update. Where another thread does take the room of an update at once, it is torn, as it is where a piece fails twice.
+Covers optimizers of ``torch.optim`` at once and piece by piece. One from elsewhere, or one with step hooks, may look at
+all parameters together, and at those that have no gradient: it is called once, its groups as they are, and all that is
+reached from it and its hooks is put back where that fails (`plimsoll.run.update_copies`). If it fails again, what only
+failing changes in Python is left changed, and it is tried further (`plimsoll.run.snapshot`).
+
+Does NOT cover errors other than memory running out (a Ctrl-C in a loop of one's own) between two pieces. Where another
+thread does take the room of an update at once, it is torn, as it is where a piece fails twice.
 """
 
 from __future__ import annotations
