@@ -18,11 +18,13 @@ import argparse
 import contextlib
 import gc
 import importlib
+import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +35,8 @@ from plimsoll.errors import AfterUpdateError, OutOfMemoryError, TornStepError
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import exhaust_memory
 
-NUM_STEPS = 4
+STEPS = (4, 8, 16, 32)
+"""So many, until there are as many allocations to fail as are wanted."""
 
 Maker = Callable[[nn.Module], tuple[torch.optim.Optimizer, Any]]
 """Makes an optimizer of a model, and what else is to be the same in the end."""
@@ -41,6 +44,12 @@ Maker = Callable[[nn.Module], tuple[torch.optim.Optimizer, Any]]
 
 def build_model() -> nn.Module:
     return nn.Sequential(nn.Embedding(30, 8), nn.Flatten(), nn.Linear(32, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+
+
+def seed_all() -> None:
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -125,7 +134,7 @@ def lookahead(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
 
 
 _PYTORCH_OPTIMIZER = [
-    "Lion", "SOAP", "Shampoo", "ScalableShampoo", "Lamb", "LARS", "Kron", "Ranger21", "AdaBelief", "Adan",
+    "Lion", "SOAP", "Shampoo", "ScalableShampoo", "Lamb", "LARS", "Kron", "AdaBelief", "Adan",
     "CAME", "StableAdamW", "DAdaptAdam", "Prodigy", "ScheduleFreeAdamW", "Tiger", "MADGRAD", "GaLore", "AdEMAMix",
 ]  # fmt: skip
 
@@ -145,6 +154,7 @@ KINDS: dict[str, Maker] = {
     "torchao AdamW8bit": by_class("torchao.optim.AdamW8bit", lr=0.01, block_size=8),
     "torchao AdamW4bit": by_class("torchao.optim.AdamW4bit", lr=0.01, block_size=8),
     "pytorch_optimizer Lookahead": lookahead,
+    "pytorch_optimizer Ranger21": by_class("pytorch_optimizer.Ranger21", num_iterations=50),
     "pytorch_optimizer Muon": by_use_of_muon("pytorch_optimizer.Muon"),
     **{f"pytorch_optimizer {name}": by_class(f"pytorch_optimizer.{name}") for name in _PYTORCH_OPTIMIZER},
 }
@@ -179,7 +189,7 @@ class Run:
     """A training from the start."""
 
     def __init__(self, make: Maker, fails: Callable[[int], bool] = lambda count: False) -> None:
-        torch.manual_seed(0)
+        seed_all()
         self.model = build_model()
         self.optimizer, self.average = make(self.model)
         if hasattr(self.optimizer, "train"):
@@ -196,7 +206,7 @@ class Run:
         with self.failing:
             self._update()
 
-    def go(self, num_steps: int = NUM_STEPS) -> Run:
+    def go(self, num_steps: int) -> Run:
         for seed in range(self.step.num_steps, num_steps):
             self.num_events += len(self.step(batch_of(seed)).oom_events)
         return self
@@ -225,23 +235,23 @@ def bits(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
             yield from bits(getattr(value, "__dict__", None), seen)
 
 
-def plain_weights(make: Maker) -> dict[str, Tensor]:
-    torch.manual_seed(0)
+def plain_weights(make: Maker, num_steps: int) -> dict[str, Tensor]:
+    seed_all()
     model = build_model()
     optimizer, _ = make(model)
     if hasattr(optimizer, "train"):
         optimizer.train()
-    for seed in range(NUM_STEPS):
+    for seed in range(num_steps):
         optimizer.zero_grad()
         loss_of(model, batch_of(seed)).backward()
         optimizer.step()
     return model.state_dict()
 
 
-def of_one_failure(make: Maker, number: int, expected: list[Any]) -> str:
+def of_one_failure(make: Maker, num_steps: int, number: int, expected: list[Any]) -> str:
     run = Run(make, lambda count: count == number)
     try:
-        run.go()
+        run.go(num_steps)
     except TornStepError:
         return "torn"
     except OutOfMemoryError:
@@ -253,11 +263,11 @@ def of_one_failure(make: Maker, number: int, expected: list[Any]) -> str:
     return "different" if run.num_events else "caught"
 
 
-def of_failures_from(make: Maker, number: int) -> str:
+def of_failures_from(make: Maker, num_steps: int, number: int) -> str:
     run = Run(make, lambda count: count >= number)
     before = run.state()
     try:
-        for seed in range(NUM_STEPS):
+        for seed in range(num_steps):
             before = run.state()
             run.go(seed + 1)
     except AfterUpdateError:
@@ -279,14 +289,17 @@ def spread(most: int, wanted: int) -> list[int]:
 
 
 def of_kind(make: Maker, num_failures: int) -> tuple[str, Counter[str], Counter[str]]:
-    clean = Run(make).go()
+    num_steps = next((steps for steps in STEPS if Run(make).go(steps).failing.count >= num_failures), STEPS[-1])
+    clean = Run(make).go(num_steps)
     expected, weights = clean.state(), clean.model.state_dict()
-    is_same = Run(make).go().state() == expected
-    plain = plain_weights(make)
+    is_same = Run(make).go(num_steps).state() == expected
+    plain = plain_weights(make, num_steps)
     is_plain = all(torch.equal(weights[name], value) for name, value in plain.items())
     numbers = spread(clean.failing.count, num_failures)
-    once = Counter(of_one_failure(make, number, expected) for number in numbers)
-    on = Counter(of_failures_from(make, number) for number in spread(clean.failing.count, max(num_failures // 10, 1)))
+    once = Counter(of_one_failure(make, num_steps, number, expected) for number in numbers)
+    on = Counter(
+        of_failures_from(make, num_steps, number) for number in spread(clean.failing.count, max(num_failures // 10, 1))
+    )
     return ("yes" if is_plain else "NO") if is_same else "not deterministic", once, on
 
 
@@ -301,7 +314,7 @@ def main() -> None:
         if arguments.only and not any(part in name for part in arguments.only):
             continue
         try:
-            Run(make).go()
+            Run(make).go(1)
             gc.freeze()  # what is imported by now need not be looked through after each failure
             as_plain, once, on = of_kind(make, arguments.failures)
         except ImportError as error:
@@ -320,7 +333,8 @@ def shown(rows: list[tuple[str, str, Counter[str], Counter[str]]]) -> str:
     for name, as_plain, once, on in rows:
         raw, raw_on = (sum(count for key, count in of.items() if key.startswith("raw")) for of in (once, on))
         lines.append(
-            [name, as_plain, once.total(), once["equal"], once["caught"], once["different"], once["torn"] + once["refused"], raw,
+            [name, as_plain, once.total(), once["equal"], once["caught"], once["different"],
+             once["torn"] + once["refused"], raw,
              on.total(), on["as before"], on["changed"], on["torn"] + on["after"], raw_on]
         )  # fmt: skip
     return table(heads, lines)

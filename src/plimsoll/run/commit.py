@@ -79,10 +79,6 @@ _PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 _KEPT_BYTES = {"cpu": 8 << 20, "cuda": 0}
 _MOST_TRIES = 8
 """Of an update that goes further from try to try, by what its failures leave changed (`plimsoll.run.snapshot`)."""
-_LOST = (
-    "memory ran out inside optimizer.step() of step {step}, and {names} cannot be put back, which a hook had never "
-    "written in an update that was observed: reload the last checkpoint"
-)
 
 
 @dataclass(slots=True)
@@ -347,7 +343,11 @@ class StepCommit:
             raise _torn(event)
         if isinstance(copy, WholeCopy):
             if copy.lost:
-                raise TornStepError(_LOST.format(step=self._position.step + 1, names=", ".join(copy.lost)))
+                raise TornStepError(
+                    f"memory ran out inside optimizer.step() of step {self._position.step + 1}, and "
+                    f"{', '.join(copy.lost)} cannot be put back, which a hook had never written before: reload the last "
+                    "checkpoint"
+                )
             # All ranks try as often; and where gradients are lost, what is to be done again is the whole step.
             is_further = piece.num_failures < 2 or copy.changes != piece.left
             may_go_on = is_further and self._ranks.is_alone and not copy.has_lost_gradients

@@ -327,9 +327,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 def _is_writable(tensor: Tensor) -> bool:
     """Whether a tensor can be written to as such, and not only its storage."""
-    is_expanded = has_storage(tensor) and any(map(_is_repeated, tensor.shape, tensor.stride()))
+    is_expanded = has_storage(tensor) and any(
+        num_items > 1 and stride == 0 for num_items, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return not is_expanded and not tensor.is_inference()
-
-
-def _is_repeated(size: int, stride: int) -> bool:
-    return stride == 0 and size > 1
