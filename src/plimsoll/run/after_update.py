@@ -74,6 +74,7 @@ class AfterUpdate:
             self._backend.release()
             if number and left == begun_with:  # there is nothing to go on from
                 break
+        assert event is not None
         raise AfterUpdateError(
             f"memory ran out in {part.name} after the update of step {self._position.step} ({event.shortage}), "
             f"{number + 1} times; what it changed is as before. The update is done, do not repeat the step: give a "

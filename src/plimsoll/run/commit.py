@@ -180,6 +180,7 @@ class StepCommit:
         self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
         self._ranks = ranks or Ranks()
         self._is_undone_by_all = False
+        self._changes_gradients: bool | None = None
         self._learned = Learned()  # of an optimizer that is updated as a whole
         self._changers: dict[object, bool] = {}  # whether one that goes in pieces changes gradients, by its settings
 
