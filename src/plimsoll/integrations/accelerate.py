@@ -112,7 +112,7 @@ class AccelerateStep:
             is_update = self._accelerator.sync_gradients
             self.transaction.run(batch, self._one_pass, self._finish if is_update else None, self._loss_of)
             if self._schedule is not None:
-                self._schedule.step()
+                self.transaction.following.do(schedule=self._schedule)
         return BatchResult(
             self.transaction.loss,
             is_update and not self._optimizer.step_was_skipped,

@@ -34,6 +34,7 @@ from plimsoll.ranks import Ranks
 from plimsoll.records.plan import Choice
 from plimsoll.records.run import OomEvent
 from plimsoll.run.additive import Additivity, LossOf
+from plimsoll.run.after_update import AfterUpdate
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.checks import device_of, refuse, refuse_no_target, refuse_recut, refuse_unclear_labels
 from plimsoll.run.commit import StepCommit
@@ -158,6 +159,7 @@ class Transaction:
         )  # fmt: skip
         self._unreached = UnreachedWatch(model)
         self._commit = StepCommit(optimizer, self.backend, self.position)
+        self.following = AfterUpdate(optimizer, self.backend, self.position)
         self._remember = remember
         self._put_back_of_caller: PutBack = _nothing
         self._num_remembered = 0  # batches of the window
@@ -390,8 +392,7 @@ class Transaction:
         self._put_back_of_caller = _nothing
         self.position.step += 1
         self._unreached.look(self.position.step)
-        for tidy_up in self.workload.after_step:
-            tidy_up()
+        self.following.do(tidy_ups=self.workload.after_step)
 
     def _put_back(self) -> None:
         self._num_done, self.is_again = 0, True

@@ -219,6 +219,17 @@ def may_hold_state(value: Any) -> bool:
     return not isinstance(value, (*_NEVER, type, FunctionType, BuiltinFunctionType))
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two contents have the very same things in them, in the same order."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(
+            name is key and value is kept for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True)
+        )
+    return all(value is kept for value, kept in zip(one, other, strict=True))
+
+
 class _Walk:
     """One walk, first what is near: a name is then the shortest."""
 

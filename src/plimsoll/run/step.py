@@ -41,6 +41,7 @@ from plimsoll.ranks import Ranks
 from plimsoll.records.plan import Choice
 from plimsoll.records.run import OomEvent
 from plimsoll.run.additive import Additivity
+from plimsoll.run.after_update import AfterUpdate
 from plimsoll.run.boundary import Position
 from plimsoll.run.checks import device_of, refuse, refuse_batch, refuse_no_target, refuse_non_finite, refuse_recut
 from plimsoll.run.commit import StepCommit
@@ -144,6 +145,7 @@ class TrainStep:
             allow_hidden_state=allow_hidden_state, observes=backend is None and self.workload.sharded is None,
         )  # fmt: skip
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
+        self._following = AfterUpdate(optimizer, self.backend, self.position)
         self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
         self._early: EarlyUpdate | None = None
         self._spare = Spare(self.workload, is_lent=False)
@@ -184,6 +186,7 @@ class TrainStep:
 
         Raises:
             OutOfMemoryError: if memory ran out and no smaller micro-batch is left; the step is undone.
+            AfterUpdateError: if memory ran out after the update, in the schedule for example; the update is done.
             NonFiniteLossError: if the loss is NaN or infinite; the step is undone.
             InputError: if the batch cannot be cut, or must not be.
         """
@@ -327,14 +330,9 @@ class TrainStep:
         self._early = None
         self._retry.undo.done()
         self.position.step += 1
+        self._following.do(self._scaler, self.workload.schedule if updated else None, self.workload.after_step)
         self.graphs.look(self.num_steps)
         self.unreached.look(self.num_steps)
-        if self._scaler is not None:
-            self._scaler.update()
-        if updated and self.workload.schedule is not None:
-            self.workload.schedule.step()
-        for tidy_up in self.workload.after_step:
-            tidy_up()
 
     def _together(self, work: Callable[[], T]) -> T | OomEvent:
         return attempt_together(work, self.backend, self.position, self.ranks)

@@ -11,7 +11,7 @@ from plimsoll.embeddings.host import HostEmbedding
 from plimsoll.embeddings.host_optimizer import optimizer_of
 from plimsoll.errors import NonFiniteLossError
 from plimsoll.run.boundary import Position
-from plimsoll.run.commit import StepCommit, _Copy
+from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import armed, exhaust_memory
 from plimsoll.run.sparse import bytes_of, bytes_updated, changed_rows, clippable
 from plimsoll.run.step import TrainStep
@@ -157,7 +157,7 @@ def test_only_rows_are_copied(kind, on_host):
     loss_of(model, next(batches())).backward()
     optimizer.step()
     commit = StepCommit(optimizer, backend_for("cpu"), Position(phase="optimizer"))
-    copies = [_Copy(optimizer, piece, commit._scratch, None) for piece in commit._whole()]
+    copies = [commit._copied(piece) for piece in commit._whole()]
     num_rows = len(next(batches())["ids"].unique())
     copied = [value for one in copies for _, _, value in one._rows]
     assert {tuple(value.shape) for value in copied} == {(num_rows, WIDTH)}
