@@ -308,7 +308,7 @@ def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: t
         elif not is_same:
             plan.model_copy(update={"budget": job.budget}).save(directory.plan)
         return 0
-    pins = (*map(str, plan.pinned), *plan.required)
+    pins = (*map(str, plan.pinned), *plan.required, *plan.left_out)
     pairs = [*(("--pin", pin) for pin in pins), *(("--forbid", name) for name in plan.forbidden)]
     wishes = tuple(word for pair in pairs for word in pair)
     if not (is_same or _has_line(job, wishes)):

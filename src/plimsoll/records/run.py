@@ -52,10 +52,14 @@ class OomEvent(Frozen):
 
     @property
     def shortage(self) -> str:
-        """What was asked for (not every error says) and what was in use, for a message."""
+        """On which of several ranks, what was asked for (not every error says) and what was in use, for a message."""
+        others = f" and {self.num_other_ranks} more" if self.num_other_ranks else ""
+        where = "" if self.rank is None else f"on rank {self.rank}{others}"
+        if self.live_bytes is None:
+            return where or "nothing is known of what was in use"
         asked = f"asked for {format_bytes(self.requested_bytes)} with " if self.requested_bytes else ""
         limit = f" of {format_bytes(self.capacity_bytes)}" if self.capacity_bytes else ""
-        return f"{asked}{format_bytes(self.live_bytes)} in use{limit}"
+        return f"{where and f'{where}, '}{asked}{format_bytes(self.live_bytes)} in use{limit}"
 
     @property
     def is_fragmented(self) -> bool:

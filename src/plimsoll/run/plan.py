@@ -453,6 +453,7 @@ class Planner:
             pinned=self._decided.pinned,
             required=tuple(sorted(self._decided.required)),
             forbidden=tuple(sorted(self._decided.forbidden)),
+            left_out=dict(self._decided.left_out),
             about=about,
             numerics=numerics,
             time_factor=learned.low if learned else 1.0,

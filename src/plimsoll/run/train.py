@@ -8,7 +8,7 @@ tried again after a pause, a few times: something else has the memory. A step th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -280,7 +280,7 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
     samples = training.sampler.drain()
     use = training.backend.use()
     training.backend.reset_peak()
-    peak_bytes_of_ranks = _told_after_step(training, use.peak_bytes or 0)
+    peak_bytes_of_ranks = _told_after_step(training, use.peak_bytes or 0, result.oom_events)
     line = StepLine(
         time_seconds=training.sampler.seconds(),
         step=result.step,
@@ -309,19 +309,32 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
     training.view.update(line, memory)
 
 
-def _told_after_step(training: Training, peak_bytes: int) -> tuple[int, ...]:
-    """Tell the other ranks the peak of this one, and whether it was asked to stop; returns the peaks of all."""
-    if training.ranks.is_alone:
+def _told_after_step(training: Training, peak_bytes: int, events: Sequence[OomEvent]) -> tuple[int, ...]:
+    """Tell the other ranks the peak of this one, whether it was asked to stop, and what it alone has survived.
+
+    Returns:
+        the peaks of all.
+    """
+    ranks = training.ranks
+    if ranks.is_alone:
         return ()
-    signals, peaks = zip(*training.ranks.each([training.stop.signal_number or 0, peak_bytes]), strict=True)
+    own = [event for event in events if event.rank is None]  # in the update, after what all ranks do or none does
+    signals, peaks, nums = zip(*ranks.each([training.stop.signal_number or 0, peak_bytes, len(own)]), strict=True)
     training.asked_all = int(max(signals)) or None
+    if any(nums):
+        for rank, others in enumerate(ranks.gather(own)):
+            for event in others if rank else ():  # the first rank has noted its own
+                _note_oom(training, event.model_copy(update={"rank": rank}))
     return tuple(map(int, peaks))
 
 
 def _note_oom(training: Training, event: OomEvent) -> None:
+    if event.rank is None and not training.ranks.is_alone:
+        event = event.model_copy(update={"rank": training.ranks.rank})
     training.directory.append(event.model_copy(update={"time_seconds": training.sampler.seconds()}))
     asked = f" (asked for {format_bytes(event.requested_bytes)})" if event.requested_bytes else ""
-    training.view.say(f"out of memory in {event.phase}, step {event.step}{asked}: {event.action}")
+    where = "" if event.rank is None else f" on rank {event.rank}"
+    training.view.say(f"out of memory in {event.phase}{where}, step {event.step}{asked}: {event.action}")
 
 
 def _owes_evaluation(training: Training) -> bool:

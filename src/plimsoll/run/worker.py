@@ -228,6 +228,8 @@ def plan_run(  # noqa: PLR0917 -- of a command
         job = require_same(plan, job, str(given))
         directory.write_job(job)
     plan.save(directory.plan)
+    for pin, reason in plan.left_out.items():
+        print(f"what is pinned is left out: {pin}: {reason}", file=sys.stderr)
     if not quiet:
         print(f"plan: {' + '.join(map(str, plan.rungs[0].choices))}. {headline(plan)}", file=sys.stderr)
 
