@@ -30,7 +30,7 @@ def floating_type(given: torch.dtype | str, kind: type[InputError] = InputError)
     Raises:
         InputError: of that kind, if it is none.
     """
-    known = NAMED | {str(dtype).removeprefix("torch."): dtype for dtype in NAMED.values()}
+    known = {**NAMED, **{str(dtype).removeprefix("torch."): dtype for dtype in NAMED.values()}}
     found = known.get(given.removeprefix("torch."), given) if isinstance(given, str) else given
     if isinstance(found, torch.dtype) and found.is_floating_point:
         return found

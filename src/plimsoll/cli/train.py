@@ -389,8 +389,9 @@ def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bo
         is_ready = not code
         code = code or then(directory, ("--resume", *from_where), quiet)
     finally:
-        is_refused = code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before
-        for path, content in kept.items() if is_refused or not is_ready else ():
+        is_there = directory.metrics.is_file()  # or it was deleted meanwhile
+        is_refused = is_there and code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before
+        for path, content in kept.items() if is_refused or (is_there and not is_ready) else ():
             write_atomically(path, content)
     return code
 

@@ -1,4 +1,4 @@
-"""The pages of files that tensors are mapped from: which they are, bring them, drop them, how fast they come, and whose.
+"""The pages of files that tensors are mapped from: which and whose they are, bring them, drop them, how fast they come.
 
     bring(stretches_of(block.parameters()))     # before it computes
     drop(stretches_of(block.parameters()))      # after it, where the page cache cannot hold the whole model
@@ -8,10 +8,11 @@ page table filled; Linux before 5.14 has ``MADV_WILLNEED`` instead, which does l
 docs/LOG.md. Both are hints: where the kernel refuses one, the pages come when they are touched. Dropped are only pages
 of shared mappings, which change no value: of private ones what was written would be lost.
 
-A page of a private mapping (copy on write) is private memory once it was written, and the file's before. The kernel says
-which it is; where it does not (no ``/proc/self/pagemap``), all of them count as written.
+A page of a private mapping (copy on write) is private memory once it was written, and the file's before. The kernel
+says which it is; where it does not (no ``/proc/self/pagemap``), all of them count as written.
 
-Source: madvise(2), posix_fadvise(2), proc_pid_maps(5), proc_pid_pagemap(5). Covers Linux; elsewhere the kernel keeps its own order.
+Source: madvise(2), posix_fadvise(2), proc_pid_maps(5), proc_pid_pagemap(5). Covers Linux; elsewhere the kernel keeps
+its own order.
 """
 
 from __future__ import annotations

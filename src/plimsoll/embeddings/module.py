@@ -38,7 +38,8 @@ def load(
             table that Plimsoll wrote, whose rows are used as they are.
         trainable: whether the vectors get gradients.
         sparse: whether gradients are sparse, for ``SparseAdam``, ``Adagrad`` and ``SGD``.
-        dtype: of the weights, such as ``torch.float16`` or ``"fp16"``; ``None``: as they are kept. Another one than that takes a copy in memory.
+        dtype: of the weights, such as ``torch.float16`` or ``"fp16"``; ``None``: as they are kept. Another one
+            than that takes a copy in memory.
         **options: how the subset is made, as `plimsoll.embeddings.subset` takes it.
 
     Raises:

@@ -13,7 +13,6 @@ from plimsoll.records.plan import Choice, Pin, Value, check_pins, micro_batch_ch
 from plimsoll.techniques import UNOFFERED, Choices, Setting, technique_of
 from plimsoll.workload import Workload
 
-
 _NOT_HERE = "it cannot be used here: "
 
 

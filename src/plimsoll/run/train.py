@@ -47,6 +47,7 @@ from plimsoll.run.directory import RunDirectory
 from plimsoll.run.evaluate import Evaluation
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.monitor import MemorySampler, View
+from plimsoll.run.orphans import parent_that_watches
 from plimsoll.run.outcome import StepResult
 from plimsoll.run.pauses import Pauses
 from plimsoll.run.ranked import (
@@ -137,11 +138,15 @@ def train(training: Training, restarts: int = 0) -> RunRecord | None:
         OutOfMemoryError, NonFiniteLossError: see `plimsoll.run.step`; the checkpoints are intact.
     """
     directory, step = training.directory, training.step
+
+    def say() -> None:
+        training.view.say(_STOPPING)
+
     try:
         with ExitStack() as stack:
             fitting(lambda: stack.enter_context(training.sampler.running()), training.backend, "starting")
             stack.enter_context(training.view.shown())
-            training.stop = stack.enter_context(stop_on_signal(lambda: training.view.say(_STOPPING)))
+            training.stop = stack.enter_context(stop_on_signal(say, parent_that_watches()))
             directory.append(_start_line(training, restarts))
             outside_of_steps(lambda: _loop(training), training.backend)
         _finish(training)

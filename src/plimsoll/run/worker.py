@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
@@ -20,7 +17,8 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.records.units import format_bytes
 from plimsoll.run.directory import RunDirectory
-from plimsoll.run.supervise import is_rank
+from plimsoll.run.leftovers import remove_leftovers, share_a_folder_with_children
+from plimsoll.run.orphans import begin_supervised
 
 if TYPE_CHECKING:
     from plimsoll.data.prepare import Prepared
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from plimsoll.records.run import GradientReach
 
 P = ParamSpec("P")
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 # long: what a preparation does, in its order, with the imports it needs
@@ -324,6 +320,8 @@ def train_run(  # noqa: PLR0915 -- as above
 
     _begin_supervised()
     arm_from_environment()
+    remove_leftovers()
+    share_a_folder_with_children()
     ranks = ranks or Ranks()
     is_first = ranks.rank == 0
     directory, quiet = RunDirectory.open(path, writes=is_first), quiet or not is_first
@@ -468,15 +466,9 @@ def print_inference_baseline(folder: Path, task: str) -> None:
 
 
 def _begin_supervised() -> None:
-    """Write faults where the supervisor reads them, and have the kernel send SIGTERM when it dies, to save and end."""
+    """Write faults where the supervisor reads them, and end when it dies."""
     tell_supervisor()
-    if not (is_rank() or "PLIMSOLL_SUPERVISOR" in os.environ) or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if is_rank():  # started by torchrun's agent, which our supervisor watches
-        return
-    if os.getppid() != int(os.environ["PLIMSOLL_SUPERVISOR"]):  # it died before the line above
-        os.kill(os.getpid(), signal.SIGTERM)
+    begin_supervised()
 
 
 def _warm(job: Job) -> None:
