@@ -43,7 +43,7 @@ from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.untraced import untraced
 from plimsoll.outside import outside_the_device
-from plimsoll.records.trace import Phase, Trace
+from plimsoll.records.trace import Category, Phase, Trace
 from plimsoll.weights.parts import with_parts
 
 _CANNOT_TRACE = (
@@ -98,7 +98,7 @@ class Rehearsal:
                 if isinstance(value, Tensor):
                     # torch keeps the count of steps on the host, and a CPU model's has to stay there.
                     is_on_host = key == "step" and value.device.type == "cpu"
-                    memo[id(value)] = self._loaded(value) if is_on_host else self._fake(value)
+                    memo[id(value)] = self._loaded(value) if is_on_host else self._fake(value, "optimizer states")
         return self._arrived(copy.deepcopy(model, memo)), copy.deepcopy(optimizer, memo)
 
     def fake_batch(self, batch: Any) -> Any:
@@ -138,13 +138,13 @@ class Rehearsal:
             memo[id(tensor)] = fake
         return memo
 
-    def _fake(self, real: Tensor) -> Tensor:
+    def _fake(self, real: Tensor, category: Category = "parameters") -> Tensor:
         """A fake tensor, outside of the device where the device is the CPU and the real one stays in its file."""
         if self._lowering.kind != "cpu" or not self._files.stays_in_file(real):
             return self.known.fake(real)
         with outside_the_device():
             fake = self.known.fake(real)
-            self.recorder.know([("", fake)], "parameters")  # which notes where it lies
+            self.recorder.know([("", fake)], category)  # which notes where it lies
         return fake
 
     def _loaded(self, real: Tensor) -> Tensor:

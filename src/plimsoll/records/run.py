@@ -51,10 +51,15 @@ class OomEvent(Frozen):
     num_other_ranks: int = 0
 
     @property
+    def on_which_ranks(self) -> str:
+        """On which of several ranks, such as " on rank 1 and 2 more"; empty where there is one."""
+        others = f" and {self.num_other_ranks} more" if self.num_other_ranks else ""
+        return "" if self.rank is None else f" on rank {self.rank}{others}"
+
+    @property
     def shortage(self) -> str:
         """On which of several ranks, what was asked for (not every error says) and what was in use, for a message."""
-        others = f" and {self.num_other_ranks} more" if self.num_other_ranks else ""
-        where = "" if self.rank is None else f"on rank {self.rank}{others}"
+        where = self.on_which_ranks.strip()
         if self.live_bytes is None:
             return where or "nothing is known of what was in use"
         asked = f"asked for {format_bytes(self.requested_bytes)} with " if self.requested_bytes else ""

@@ -80,8 +80,8 @@ def save(
     if problem is not None:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        if problem.rank_out_of_memory is not None:
-            raise PeerOutOfMemory(problem.rank_out_of_memory, problem.text)
+        if problem.failed_rank is not None:
+            raise PeerOutOfMemory(problem.failed_rank, problem.text)
         raise OutputError(
             f"cannot write the checkpoint of step {step} to {root}: {problem.text}; earlier checkpoints are intact: "
             "free some space and go on with --resume"
@@ -194,10 +194,10 @@ def _read_whole(folder: Path, sharded: ShardedTraining, optimizer: torch.optim.O
 
 
 class _Problem(NamedTuple):
-    """Why a checkpoint could not be written, the same on all ranks."""
+    """Why a checkpoint could not be written, the same on all ranks; ``failed_rank`` is the first without memory."""
 
     text: str
-    rank_out_of_memory: int | None = None
+    failed_rank: int | None = None
 
 
 def _write(workload: Workload, backend: Backend, folder: Path) -> _Problem | None:
@@ -216,8 +216,8 @@ def _write(workload: Workload, backend: Backend, folder: Path) -> _Problem | Non
     except CheckpointException as error:
         failures = {rank: failure[0] for rank, failure in error.failures.items()}
         own = failures.get(workload.ranks.rank)
-        rank_out_of_memory = workload.ranks.first_of(own is not None and backend.oom_family(own) is not None)
-        return _Problem("; ".join(f"rank {rank}: {failure}" for rank, failure in failures.items()), rank_out_of_memory)
+        failed_rank = workload.ranks.first_of(own is not None and backend.oom_family(own) is not None)
+        return _Problem("; ".join(f"rank {rank}: {failure}" for rank, failure in failures.items()), failed_rank)
     return None
 
 

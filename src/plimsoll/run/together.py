@@ -9,7 +9,7 @@ With one process this is `attempt`. Does NOT undo anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from plimsoll.device.base import Backend
@@ -40,6 +40,12 @@ def agreed(outcome: T | OomEvent, position: Position, ranks: Ranks) -> T | OomEv
         step=position.step + (position.phase in PHASES_OF_A_STEP), phase=position.phase, family=_PEER,
         micro_batch=position.micro_batch, rank=rank, raw_text=str(PeerOutOfMemory(rank)),
     )  # fmt: skip
+
+
+def survived_elsewhere(own: Sequence[OomEvent], ranks: Ranks) -> list[OomEvent]:
+    """Return what each of the other ranks has survived alone, with its rank; all ask, with what they have."""
+    every = enumerate(ranks.gather(list(own)))
+    return [one.model_copy(update={"rank": rank}) for rank, events in every if rank != ranks.rank for one in events]
 
 
 def told_by_all(event: OomEvent, ranks: Ranks) -> OomEvent:

@@ -16,7 +16,6 @@ from small_runs import make_run, small_job, train_here
 
 import plimsoll.run.train
 from plimsoll.errors import CheckpointError, Interrupted, NonFiniteLossError, OutOfMemoryError, WornProcessError
-from plimsoll.ranks import Ranks
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, EvaluationLine, OomEvent, RunRecord, StepLine
@@ -40,38 +39,6 @@ def assert_same_weights(one, other):
 
 def of_kind(directory, kind):
     return [line for line in directory.lines() if isinstance(line, kind)]
-
-
-class FirstOfTwo(Ranks):
-    """The first of two, of which the other has survived something in its update."""
-
-    def __init__(self, event):
-        super().__init__()
-        self.world_size, self.event = 2, event
-
-    def each(self, numbers):
-        return [list(numbers), [0, 7, 1]]
-
-    def gather(self, value):
-        return [value, [self.event]]
-
-
-def test_what_a_rank_alone_has_survived_is_written_down_with_its_rank():
-    own, other = (OomEvent(family="cpu", phase="optimizer", step=3, live_bytes=live) for live in (1, 2))
-    of_all = own.model_copy(update={"phase": "forward", "rank": 1})
-    written, said = [], []
-    training = SimpleNamespace(
-        ranks=FirstOfTwo(other), stop=SimpleNamespace(signal_number=None), asked_all=None,
-        directory=SimpleNamespace(append=written.append), sampler=SimpleNamespace(seconds=lambda: 0.0),
-        view=SimpleNamespace(say=said.append),
-    )  # fmt: skip
-    for event in (of_all, own):  # as the step tells of them
-        plimsoll.run.train._note_oom(training, event)
-    assert plimsoll.run.train._told_after_step(training, 5, [of_all, own]) == (5, 7)
-    assert [(event.rank, event.phase, event.live_bytes) for event in written] == [
-        (1, "forward", 1), (0, "optimizer", 1), (1, "optimizer", 2)
-    ]  # fmt: skip
-    assert said[2].startswith("out of memory in optimizer on rank 1, step 3:")
 
 
 @pytest.fixture(scope="module")
