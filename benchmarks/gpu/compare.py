@@ -110,7 +110,7 @@ class Summary:
 
 
 @lru_cache(maxsize=256)
-def trace_of(case: Case, capability: tuple[int, int]) -> tuple[Trace, tuple[int, ...]]:
+def trace_of(case: Case, capability: tuple[int, int], num_sms: int = 132) -> tuple[Trace, tuple[int, ...]]:
     """Trace a case; with it, the row of the op that was the last at each mark."""
     marks: list[int] = []
 
@@ -119,7 +119,7 @@ def trace_of(case: Case, capability: tuple[int, int]) -> tuple[Trace, tuple[int,
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries' advice
-        return trace_training(run, CudaLowering(capability)), tuple(marks)
+        return trace_training(run, CudaLowering(capability, num_sms)), tuple(marks)
 
 
 def predict(case: Case, header: dict[str, Any], before_bytes: int = 0, limit_bytes: int | None = None) -> Predicted:
@@ -132,7 +132,7 @@ def predict(case: Case, header: dict[str, Any], before_bytes: int = 0, limit_byt
         limit_bytes: what the allocator may reserve.
     """
     capability = (header["capability"][0], header["capability"][1])
-    trace, marks = trace_of(case, capability)
+    trace, marks = trace_of(case, capability, header.get("num_sms", 132))
     deltas = list(_with_workspaces(trace, f"{capability[0]}.{capability[1]}"))
     allocator = CachingAllocator(rules_from_text(text_of(header.get("environment", {}))), limit_bytes)
     given = [] if case.model in RECURRENT else [(-1, _BEFORE, before_bytes)] * (before_bytes > 0)
