@@ -40,7 +40,7 @@ from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.pieces import Piece, Shape, no_way_out, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size
-from plimsoll.run.rungs import Rungs, after_oom, ladder_of
+from plimsoll.run.rungs import Rungs, after_oom, ladder_of, measured
 from plimsoll.run.undo import Undo
 from plimsoll.run.unreached import UnreachedWatch
 from plimsoll.techniques._whole import WholeBatch
@@ -183,7 +183,8 @@ class Transaction:
         self._window.append(_Batch(batch, shape, one_pass, random_state, loss_of))
         self._until_done(ladder, finish)
         samples = min(ladder.sizes[self._rung].samples, shape.num_samples)
-        ladder.held(self._rung, math.ceil(samples * shape.elements_per_sample))
+        memory = measured(ladder, self.backend, Ranks())
+        ladder.held(self._rung, math.ceil(samples * shape.elements_per_sample), memory)
         if finish is not None:
             self._end()
 
