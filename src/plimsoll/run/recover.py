@@ -71,8 +71,9 @@ class Measured(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """The most that clean steps with the rung in force took, and the elements of its micro-batches."""
+    """The most that clean steps with a rung took, and the elements of its micro-batches."""
 
+    rung: int
     memory: Measured
     num_elements: int
 
@@ -138,8 +139,9 @@ class Ladder:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether memory has run out and a larger rung than the one in force may fit again."""
-        return self._limit_bytes is not None and self._rung > self._usable[0]
+        """Whether memory has run out and larger rungs are left alone for it."""
+        is_bound = self._rung > self._usable[0] or any(limit is not None for limit in self._failed_elements)
+        return self._limit_bytes is not None and is_bound
 
     def keep_whole(self, num_samples: int) -> None:
         """Take only rungs of at least so many samples from now on, where there are any."""
@@ -163,14 +165,18 @@ class Ladder:
             for samples, level in self.sizes[: self._too_large_rung + 1]:  # earlier rungs need more
                 self._note_limit(level, math.ceil(samples * elements_per_sample))
             self._too_large_rung = None
-        larger = [rung for rung in self._usable if rung < self._rung]
-        if larger and self._num_clean_steps >= self._grow_after and self._is_allowed(larger[-1], elements_per_sample):
-            self._take(larger[-1])
-        elif (with_room := self._with_room(larger, elements_per_sample)) is not None:
-            self._take(with_room)
-            self._failed_elements[self.sizes[with_room].level] = None
-            self._is_trying_larger = True
-        return next(filter(partial(self._may_take, elements_per_sample), self._usable), self._usable[-1])
+        larger = [rung for rung in self._usable if rung < self._rung][-1:]
+        if larger and self._num_clean_steps >= self._grow_after and self._is_allowed(larger[0], elements_per_sample):
+            self._take(larger[0])
+        takes = partial(self._may_take, elements_per_sample)
+        rung = next(filter(takes, self._usable), self._usable[-1])
+        with_room = self._with_room(rung, elements_per_sample)
+        if with_room is None:
+            return rung
+        self._take(with_room)
+        self._failed_elements[self.sizes[with_room].level] = None
+        self._is_trying_larger = True
+        return with_room
 
     def _take(self, rung: int) -> None:
         self._rung = rung
@@ -186,21 +192,22 @@ class Ladder:
         is_known = level == self.sizes[self._rung].level and samples * elements_per_sample <= self._held_here
         return (rung >= self._rung or is_known) and self._is_allowed(rung, elements_per_sample)
 
-    def _with_room(self, larger: Sequence[int], elements_per_sample: float) -> int | None:
-        """The largest rung that the measured peak leaves room for, once it is known."""
+    def _with_room(self, rung: int, elements_per_sample: float) -> int | None:
+        """The largest rung before this one that the measured peak leaves room for, once that is known."""
         if self._limit_bytes is None or self._seen is None or self._num_clean_steps < self._clean_steps_wanted:
             return None
         most_bytes = _ROOM_SHARE * self._limit_bytes
-        return next((rung for rung in larger if self._needed_with(rung, elements_per_sample) <= most_bytes), None)
+        larger = (one for one in self._usable if one < rung)
+        return next((one for one in larger if self._needed_with(one, elements_per_sample) <= most_bytes), None)
 
     def _needed_with(self, rung: int, elements_per_sample: float) -> float:
-        """What a rung should need, by what the one in force was measured to need."""
+        """What a rung should need, by what the one that was seen did."""
         assert self._seen is not None
         (samples, level), (peak_bytes, used_bytes) = self.sizes[rung], self._seen.memory
-        predicted, here = self._needs[rung], self._needs[self._rung]
+        predicted, here = self._needs[rung], self._needs[self._seen.rung]
         if predicted is not None and here is not None:
             return peak_bytes + (predicted - here) * max(1.0, peak_bytes / here)
-        if level != self.sizes[self._rung].level:
+        if level != self.sizes[self._seen.rung].level:
             return math.inf
         return used_bytes + (peak_bytes - used_bytes) * samples * elements_per_sample / self._seen.num_elements
 
@@ -219,9 +226,9 @@ class Ladder:
             self._failed_elements[level] = None  # it was no limit: something else had the memory for a while
         if level == self.sizes[self._rung].level:
             self._held_here = max(self._held_here, num_elements)
-        if memory is not None and rung == self._rung:
-            seen = _Seen(memory, num_elements)
-            self._seen = seen if self._seen is None else max(seen, self._seen)
+        if memory is not None:
+            seen = _Seen(rung, memory, num_elements)
+            self._seen = max(seen, self._seen) if self._seen is not None and self._seen.rung == rung else seen
         self._is_trying_larger = False
         self._retried.clear()
 

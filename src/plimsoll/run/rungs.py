@@ -40,7 +40,7 @@ class Rungs:
         self.needs = tuple(
             rung.peak.likely_bytes if isinstance(rung, Rung) and rung.peak is not None else None for rung in rungs
         )
-        choices_by_rung = [rung.choices if isinstance(rung, Rung) else rung for rung in rungs]
+        choices_by_rung = [*map(choices_of, rungs)]
         for_the_run = [_split(choices)[0] for choices in choices_by_rung] or [()]
         different = list(dict.fromkeys(" ".join(map(str, choices)) or "none" for choices in for_the_run))
         if len(different) > 1:
@@ -190,7 +190,8 @@ def after_oom(  # noqa: PLR0917 -- in the order of the sentence that it answers
 
 def ran_out_of(event: OomEvent) -> RanOut | None:
     """What was wanted and what there is; without a limit, what could not be had. ``None`` where nothing was counted."""
-    wanted_bytes = (event.live_bytes or 0) + (event.requested_bytes or 0)
+    requested_bytes = min(event.requested_bytes or 0, event.capacity_bytes or math.inf)  # more tells nothing more
+    wanted_bytes = (event.live_bytes or 0) + int(requested_bytes)
     return RanOut(wanted_bytes, event.capacity_bytes or wanted_bytes) if wanted_bytes else None
 
 
@@ -233,6 +234,11 @@ def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:
         tuple(choice for choice in others if technique_of(choice.technique).is_for_the_run),
         tuple(choice for choice in others if not technique_of(choice.technique).is_for_the_run),
     )
+
+
+def choices_of(rung: Rung | Sequence[Choice]) -> Sequence[Choice]:
+    """Return the choices of a rung, which may be given as they are."""
+    return rung.choices if isinstance(rung, Rung) else rung
 
 
 def samples_of(choices: Sequence[Choice]) -> int:

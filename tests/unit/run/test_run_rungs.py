@@ -193,7 +193,7 @@ def test_the_device_gives_back_all_it_can_where_less_would_not_help(failed, chan
     event = OomEvent(**{"phase": "backward", "family": "cpu-allocator", **changes})
     asked = []
     ladder = Ladder((Size(8, 0), Size(4, 0), Size(2, 0)))
-    device = SimpleNamespace(release=lambda last_resort=False: asked.append(last_resort))
+    device = SimpleNamespace(release=lambda last_resort=False: asked.append(last_resort), reset_peak=lambda: None)
     after_oom(event, failed, Shape(8, 8, elements_per_sample=1), ladder, None, device)
     assert any(asked) == is_last_resort
 
