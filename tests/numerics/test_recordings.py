@@ -22,7 +22,7 @@ from benchmarks import predict_gpu_recordings  # noqa: E402
 from benchmarks.gpu import cases, compare, meter, record  # noqa: E402
 from benchmarks.gpu.cases import Case  # noqa: E402
 
-MOST_CASES = 14  # of a recording in the default run: the first are the bases; all of them with -m slow
+MOST_CASES = 7  # of a recording in the default run: the first are the bases; all of them with -m slow
 HEADER = {
     "device": "a GPU that is not there", "capability": [9, 0], "total_bytes": 80 << 30, "recorded": "2026-11-21",
     "torch": torch.__version__, "transformers": transformers.__version__, "environment": {},
