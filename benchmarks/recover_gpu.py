@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 import transformers
-from _results import table
 
+from _results import table
 from plimsoll import TrainStep
 from plimsoll.device.base import backend_for
 from plimsoll.records.plan import Choice, Rung, micro_batch_choice
@@ -80,7 +80,9 @@ def train(rungs: Sequence[Rung], device: str, num_steps: int, tiny: bool, inject
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default="4GiB", help="what the process may use (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=12, help="steps after that of the event, 10 or more (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="steps after that of the event, 10 or more (default: %(default)s)"
+    )
     parser.add_argument("--tiny", action="store_true", help="a small model on the processor")
     options = parser.parse_args()
     warnings.simplefilter("ignore")

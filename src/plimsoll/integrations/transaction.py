@@ -433,7 +433,9 @@ def _by_samples(batch: Any, micro_batch: int, num_samples: int) -> Iterator[Piec
         yield Piece(piece, batch_size_of(piece) / num_samples, ())
 
 
-def _refuse_techniques(rungs: Sequence[Rung | Sequence[Choice]], micro_batch: int | None, possible: frozenset[str]) -> None:
+def _refuse_techniques(
+    rungs: Sequence[Rung | Sequence[Choice]], micro_batch: int | None, possible: frozenset[str]
+) -> None:
     if rungs and micro_batch is not None:
         raise InputError(
             f"micro_batch={micro_batch} was given with {len(rungs)} rungs, which have micro-batches of their own: "

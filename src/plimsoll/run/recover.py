@@ -232,7 +232,7 @@ class Ladder:
         self._is_trying_larger = False
         self._retried.clear()
 
-    def failed(  # noqa: PLR0917 -- what there is to know of it
+    def failed(
         self, rung: int, num_samples: int, num_elements: int, needs_other_level: bool = False,
         ran_out: RanOut | None = None,
     ) -> int | None:  # fmt: skip

@@ -7,9 +7,9 @@ import pytest
 from plimsoll.errors import InputError
 from plimsoll.records.job import Job
 from plimsoll.run.recover import (
+    Ladder,
     Measured,
     RanOut,
-    Ladder,
     Size,
     action_of,
     micro_batch_sizes,
