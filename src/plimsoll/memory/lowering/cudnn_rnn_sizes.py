@@ -3,10 +3,10 @@
 cuDNN tells the sizes only at run time (``cudnnGetRNNTempSpaceSizes``, in ``get_num_weights`` and ``_cudnn_rnn`` of
 aten/src/ATen/native/cudnn/RNN.cpp) and publishes no rule. The formulas are fitted to what an H200 did with cuDNN 9.19:
 480 LSTMs and GRUs of 1 to 3 layers, 128, 512 and 1,024 units, float32 and float16, one and two directions, with and
-without dropout (the probe ``cudnn_rnn`` of tests/recordings/nvidia-h200-torch2.11.0.json.gz, which
-tests/unit/memory/lowering/test_lowering_cudnn_rnn_sizes.py holds them to), and to the events of two trainings there,
-one of them packed. The reserve is exact; nine in ten workspaces are within 1 %, all within 6 %. Plain nets, projections, other numbers of units and other cards are
-assumed to be alike, and so are the ranges: they are not bounds.
+without dropout (the probe ``cudnn_rnn`` of tests/recordings, which test_lowering_cudnn_rnn_sizes.py holds them to), and
+to the events of two trainings there, one of them packed. The reserve is exact; nine in ten workspaces are within 1 %,
+all within 6 %. Plain nets, projections, other numbers of units and other cards are assumed to be alike, and so are the
+ranges: they are not bounds.
 
 Shapes: T steps, B samples, I input size, H hidden size, P projection size (H without one), L layers, D directions.
 """
