@@ -153,7 +153,7 @@ def plan_step(
     """Find the fastest mix of techniques for a training with `TrainStep`, in a program of one's own.
 
         plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
-        step = TrainStep(model, optimizer, units="next-tokens", rungs=plan.choices_by_rung)
+        step = TrainStep(model, optimizer, units="next-tokens", rungs=plan.rungs)
 
     Args:
         model: the model; it is not changed, and its parameters need no memory (they may be on the meta device).

@@ -70,7 +70,8 @@ class Target:
         if self.spec is None:
             return CpuLowering()
         major, _, minor = (self.spec.architecture or "8.0").partition(".")
-        return CudaLowering((int(major), int(minor)))
+        num_sms = {} if self.spec.num_sms is None else {"num_sms": self.spec.num_sms}
+        return CudaLowering((int(major), int(minor)), **num_sms)
 
     def count(self, trace: Trace, choices: Choices = (), is_long: bool = False) -> Counted:
         """Count a trace that was lowered to here.

@@ -377,7 +377,7 @@ def train_run(  # noqa: PLR0915 -- as above
         if saved is None:  # before a technique shares the parameters out
             ranks.broadcast([*parts.model.parameters(), *parts.model.buffers()])
         step = step_of(
-            job, parts.model, parts.optimizer, plan.choices_by_rung, loss=loss, schedule=parts.schedule,
+            job, parts.model, parts.optimizer, plan.rungs, loss=loss, schedule=parts.schedule,
             full_length=prepared.longest_row, files=parts.files, ranks=ranks,
         )  # fmt: skip
         if device == "cpu":
