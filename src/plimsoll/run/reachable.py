@@ -4,8 +4,8 @@ Followed are attributes, lists, dicts, sets and deques, variables that a functio
 the modules that it names, too), what methods and partials are bound to, hooks of modules, tensors and optimizers, and
 class attributes. Each of these is a `Place`, whose content can be copied (one level, not what is in it) and put back.
 
-Not followed: objects of the libraries in `_LIBRARIES` other than modules, optimizers and schedules (of a trainer its
-own attributes are, and the containers in them), optimizers unless a root is one (an update is a transaction of its own),
+Not followed: objects of libraries (`_LIBRARIES`) other than modules, optimizers and schedules (of a trainer its
+own attributes are, and the containers in them), optimizers unless a root is one (an update is undone by itself),
 data loaders and data sets, whose position is not a step's, and what only C code, an iterator or a running function
 holds; iterators are named. A container of more than `_MOST_ITEMS` items
 is copied but not looked through, and after `_MOST_PLACES` places nothing more is.
