@@ -184,7 +184,9 @@ class Undo:
         self._let_go()
         self._random_state = self._backend.random_state()
         if self._reached is None:
-            self._reached = reached_from(self._roots.items())
+            theirs = Reached(seen={id(one): one for one in self._extra_state})  # they put back their own
+            self._reached = reached_from(self._roots.items(), theirs)
+            self._reached.seen.update(theirs.seen)
         self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
         before = self._remembered(self._reached, is_new=False)
         roots = [("batch", batch), *self._news(before)]

@@ -153,6 +153,29 @@ def test_hidden_state_may_be_allowed_by_name():
     assert step(batch_of(1)).oom_events
 
 
+def test_an_iterator_of_what_is_given_as_extra_state_is_its_own():
+    class Ticks:
+        def __init__(self):
+            self.numbers, self.count = iter(range(100)), 0
+
+        def __call__(self):
+            self.count = next(self.numbers)
+            return float(self.count)
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.numbers, self.count = iter(range(state["count"] + 1, 100)), state["count"]
+
+    torch.manual_seed(0)
+    ticks = Ticks()
+    step = step_of(Net(ticks), fails={1}, extra_state=[ticks])
+    with warnings.catch_warnings(action="error"):
+        step(batch_of())
+        assert step(batch_of(1)).oom_events
+
+
 def test_an_iterator_is_named_and_not_moved_by_the_check():
     torch.manual_seed(0)
     numbers = iter(range(100))
