@@ -22,9 +22,10 @@ class SavedTensor:
     content: Tensor
 
     @classmethod
+    @torch.no_grad()
     def of(cls, tensor: Tensor, spare: Tensor | None = None, *, as_bytes: bool = True) -> SavedTensor:
         """Copy the whole storage ``as_bytes``, or the values only; into ``spare``, if that is as large."""
-        owner = tensor.untyped_storage() if as_bytes and has_storage(tensor) else tensor.detach()
+        owner = tensor.untyped_storage() if as_bytes and has_storage(tensor) else tensor
         whole = bytes_in(owner)
         if spare is None or spare.shape != whole.shape or spare.device != whole.device or spare.dtype != whole.dtype:
             spare = torch.empty_like(whole)
@@ -39,6 +40,7 @@ class SavedTensor:
         """Whether it holds something else now."""
         return self.value.shape != self.content.shape or not torch.equal(self.value, self.content)
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Put it back, and its size."""
         if self.value.shape != self.content.shape:
