@@ -1,0 +1,477 @@
+"""Models of `storm.py` that change more than their gradients when they are called, as training code really does."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy
+import torch
+from _storm_models import CLASSES, VOCABULARY, WIDTH, Net, trained
+from _storm_run import Kind, Training
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+KEPT = 0.9
+"""The share of an average that stays in each pass."""
+
+# -- other weights -----------------------------------------------------------------------------------------------------
+
+
+class Teacher(Net):
+    """A second head that follows the first (MoCo, BYOL, Mean Teacher), moved before each pass."""
+
+    def __init__(self, move: Callable[[nn.Module, nn.Module], None]) -> None:
+        super().__init__()
+        self.k = nn.Linear(WIDTH, CLASSES).requires_grad_(False)
+        self.move = move
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.move(self.k, self.b)
+        h = self.features(x)
+        return self.b(h) + 0.1 * self.k(h)
+
+
+def in_place(k: nn.Module, q: nn.Module) -> None:
+    for slow, fast in zip(k.parameters(), q.parameters(), strict=True):
+        slow.mul_(KEPT).add_(fast, alpha=1 - KEPT)
+
+
+def by_foreach(k: nn.Module, q: nn.Module) -> None:
+    torch._foreach_lerp_(list(k.parameters()), list(q.parameters()), 1 - KEPT)
+
+
+def through_data(k: nn.Module, q: nn.Module) -> None:
+    for slow, fast in zip(k.parameters(), q.parameters(), strict=True):
+        slow.data = slow.data * KEPT + fast.data * (1 - KEPT)
+
+
+def by_state_dict(k: nn.Module, q: nn.Module) -> None:
+    k.load_state_dict({name: KEPT * slow + (1 - KEPT) * q.state_dict()[name] for name, slow in k.state_dict().items()})
+
+
+class Clamped(Net):
+    """Weights held inside bounds before each pass (WGAN)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.b.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+class Normalised(Net):
+    """Rows of the output layer held at norm 1, through ``.data``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.b.weight.data.div_(self.b.weight.data.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+class Bounded(Net):
+    """torch's own: rows of the table that are too long are shortened when they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0)
+
+
+class Unfreezing(Net):
+    """The table is trained from the second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.e.weight.requires_grad_(self.calls > 1)
+        return super().forward(x)
+
+
+def parametrized(how: Callable[[nn.Module], nn.Module]) -> Net:
+    net = Net()
+    how(net.b)
+    return net
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+
+class Buffered(Net):
+    """A buffer, and what is done with it before each pass; it scales the output."""
+
+    def __init__(self, buffer: Callable[[], Tensor], change: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.register_buffer("n", buffer())
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.features(x)
+        self.change(self, h.detach())
+        return self.b(h) * (1 + 0.01 * self.n.real.float().mean())
+
+
+def counted(net: Any, _: Tensor) -> None:
+    net.n += 1
+
+
+def counted_in_data(net: Any, _: Tensor) -> None:
+    net.n.data.add_(1)
+
+
+def exchanged(net: Any, h: Tensor) -> None:
+    net.n = KEPT * net.n + (1 - KEPT) * h.mean(0)
+
+
+def averaged(net: Any, h: Tensor) -> None:
+    net.n.mul_(KEPT).add_(h.mean(0), alpha=1 - KEPT)
+
+
+def marked(net: Any, h: Tensor) -> None:
+    net.n |= h.mean(0) > 0
+
+
+def resized(net: Any, h: Tensor) -> None:
+    net.n.resize_(WIDTH).copy_(h.amax(0))
+
+
+def set_to(net: Any, h: Tensor) -> None:
+    net.n.set_(torch.cat([net.n, h.mean().reshape(1)]))
+
+
+def as_written(net: Any, h: Tensor) -> None:
+    net.n[:2] = h[0, :2]
+    net.n[WIDTH // 2 :].fill_(float(h.mean()))
+
+
+def only_read(_: Any, __: Tensor) -> None:
+    pass
+
+
+def numpy_view(net: Any, h: Tensor) -> None:
+    net.n.numpy()[:] += h.mean(0).numpy()
+
+
+def made_in_inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(WIDTH)
+
+
+BUFFERS: dict[str, tuple[Callable[[], Tensor], Callable[[Any, Tensor], Any]]] = {
+    "integer buffer counts": (lambda: torch.zeros(4, dtype=torch.long), counted),
+    "integer buffer counts through .data": (lambda: torch.zeros(4, dtype=torch.long), counted_in_data),
+    "single number counts": (lambda: torch.tensor(0), counted),
+    "buffer of bytes counts": (lambda: torch.zeros(4, dtype=torch.uint8), counted),
+    "mask of booleans grows": (lambda: torch.zeros(WIDTH, dtype=torch.bool), marked),
+    "average in place": (lambda: torch.zeros(WIDTH), averaged),
+    "average in bfloat16": (lambda: torch.zeros(WIDTH, dtype=torch.bfloat16), averaged),
+    "complex buffer counts": (lambda: torch.zeros(WIDTH, dtype=torch.complex64), counted),
+    "buffer exchanged for another": (lambda: torch.zeros(WIDTH), exchanged),
+    "buffer resized (observers)": (lambda: torch.empty(0), resized),
+    "buffer set to a longer one": (lambda: torch.zeros(1), set_to),
+    "parts of a buffer written": (lambda: torch.zeros(WIDTH), as_written),
+    "buffer written by numpy": (lambda: torch.zeros(WIDTH), numpy_view),
+    "expanded buffer only read": (lambda: torch.full((1,), 0.5).expand(3), only_read),
+    "expanded buffer exchanged": (lambda: torch.full((1,), 0.5).expand(WIDTH), exchanged),
+    "buffer made in inference mode": (made_in_inference, only_read),
+    "large buffer in place": (lambda: torch.zeros(400_000), lambda net, h: net.n.add_(h.mean())),
+    "large integer buffer through .data": (lambda: torch.zeros(200_000, dtype=torch.long), counted_in_data),
+}
+
+
+class Late(Net):
+    """A buffer that comes in one of the first calls, as initialisation from data does."""
+
+    def __init__(self, first_call: int) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+        self.first_call = first_call
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.features(x)
+        self.calls += 1
+        if self.calls >= self.first_call and not hasattr(self, "late"):
+            self.register_buffer("late", torch.zeros(WIDTH))
+        if hasattr(self, "late"):
+            self.late += h.detach().mean(0)
+            h = h + self.late
+        return self.b(h)
+
+
+class LateModule(Net):
+    """A module that is added in the first call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.features(x)
+        if not hasattr(self, "norm"):
+            self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+        self.norm(h.detach())
+        return self.b(h - self.norm.running_mean)
+
+
+class Queue(Net):
+    """MoCo's queue of features, with its pointer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.randn(32, WIDTH))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.features(x)
+        start = int(self.pointer)
+        with torch.no_grad():
+            self.queue[start : start + len(h)] = h
+            self.pointer[0] = (start + len(h)) % 32
+        return self.b(h - 0.1 * self.queue.mean(0))
+
+
+class Bank(Net):
+    """A memory of a vector for each first word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(VOCABULARY, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.features(x)
+        held = self.bank[x[:, 0]].clone()
+        self.bank.index_copy_(0, x[:, 0], KEPT * held + (1 - KEPT) * h.detach())
+        return self.b(h + held)
+
+
+class Codebook(Net):
+    """A VQ-VAE's table of codes, moved to the mean of what is next to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(4, WIDTH))
+        self.register_buffer("sizes", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.features(x)
+        with torch.no_grad():
+            nearest = nn.functional.one_hot(torch.cdist(h, self.codes).argmin(1), 4).to(h.dtype)
+            self.sizes.mul_(KEPT).add_(nearest.sum(0), alpha=1 - KEPT)
+            self.codes.lerp_(nearest.T @ h / self.sizes[:, None], 1 - KEPT)
+        return self.b(h + (nearest @ self.codes - h).detach())
+
+
+# -- what Python keeps -------------------------------------------------------------------------------------------------
+
+
+class Keeping(Net):
+    """An attribute, and what is done with it in each pass: it returns what scales the output."""
+
+    def __init__(self, kept: Callable[[], Any], change: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.kept, self.change = kept(), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.features(x)
+        return self.b(h) * (1 + 0.01 * self.change(self, h.detach()))
+
+
+@dataclass
+class Statistics:
+    count: int = 0
+    seen: list[float] = field(default_factory=list)
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def add_one(net: Any, _: Tensor) -> int:
+    net.kept += 1
+    return net.kept
+
+
+def keep_state(net: Any, h: Tensor) -> Any:
+    held, net.kept = net.kept, h.mean()
+    return held
+
+
+def append(net: Any, h: Tensor) -> float:
+    net.kept.append(float(h.mean()))
+    return sum(net.kept)
+
+
+def append_tensor(net: Any, h: Tensor) -> Tensor:
+    net.kept.append(h.mean(0))
+    return torch.stack(list(net.kept)).mean()
+
+
+def add_to_dict(net: Any, h: Tensor) -> float:
+    net.kept["sum"] += float(h.mean())
+    net.kept["calls"] += 1
+    return net.kept["sum"] / net.kept["calls"]
+
+
+def add_inside(net: Any, h: Tensor) -> float:
+    net.kept["of"][0]["h"] += h.mean()
+    return float(net.kept["of"][0]["h"])
+
+
+def add_to_set(net: Any, h: Tensor) -> int:
+    net.kept.add(round(float(h.sum()), 3))
+    return len(net.kept)
+
+
+def add_to_array(net: Any, h: Tensor) -> float:
+    net.kept[:WIDTH] += h.mean(0).numpy()
+    return float(net.kept.mean())
+
+
+def count_in_object(net: Any, h: Tensor) -> int:
+    net.kept.count += 1
+    if isinstance(net.kept, Statistics):
+        net.kept.seen.append(float(h.mean()))
+    return net.kept.count
+
+
+def in_two_steps(net: Any, h: Tensor) -> float:
+    """A curriculum: something else from the third call on."""
+    net.kept["calls"] += 1
+    if net.kept["calls"] > 2:
+        net.kept["late"].append(h.mean(0))
+    return len(net.kept["late"])
+
+
+def take_next(net: Any, _: Tensor) -> int:
+    return next(net.kept)
+
+
+def every_number():
+    number = 0
+    while True:
+        yield (number := number + 1)
+
+
+def drawn(net: Any, h: Tensor) -> Any:
+    generator = net.kept
+    if isinstance(generator, torch.Generator):
+        return torch.rand(len(h), CLASSES, generator=generator)
+    return float(generator.random())
+
+
+def drawn_globally(_: Any, h: Tensor) -> Any:
+    return torch.rand(len(h), CLASSES) + float(numpy.random.random()) + random.random()
+
+
+KEEPING: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any]]] = {
+    "counter in an attribute": (int, add_one),
+    "hidden state in an attribute": (lambda: torch.zeros(()), keep_state),
+    "list of numbers": (list, append),
+    "list of tensors": (list, append_tensor),
+    "deque of the last numbers": (lambda: deque(maxlen=3), append),
+    "deque of the last tensors": (lambda: deque(maxlen=2), append_tensor),
+    "dict of sums": (lambda: {"sum": 0.0, "calls": 0}, add_to_dict),
+    "defaultdict of sums": (lambda: defaultdict(float), add_to_dict),
+    "tensor in a dict in a list in a dict": (lambda: {"of": [{"h": torch.zeros(())}]}, add_inside),
+    "set of what was seen": (set, add_to_set),
+    "numpy array": (lambda: numpy.zeros(WIDTH, dtype=numpy.float32), add_to_array),
+    "large numpy array": (lambda: numpy.zeros(400_000, dtype=numpy.float32), add_to_array),
+    "dataclass": (Statistics, count_in_object),
+    "object with slots": (Slotted, count_in_object),
+    "curriculum that changes later": (lambda: {"calls": 0, "late": []}, in_two_steps),
+    "iterator of Python": (lambda: iter(range(1000)), take_next),
+    "generator function": (every_number, take_next),
+    "torch.Generator": (lambda: torch.Generator().manual_seed(1), drawn),
+    "numpy's Generator": (lambda: numpy.random.default_rng(1), drawn),
+    "numpy's RandomState": (lambda: numpy.random.RandomState(1), drawn),
+    "random.Random": (lambda: random.Random(1), drawn),
+    "all global random numbers": (int, drawn_globally),
+}
+
+
+class OfClass(Net):
+    """A counter of the class."""
+
+    calls: ClassVar[list[int]] = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        OfClass.calls[0] += 1
+        return super().forward(x) * (1 + 0.01 * OfClass.calls[0])
+
+
+CALLS = 0
+
+
+class OfModule(Net):
+    """A counter in a global of the module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        return super().forward(x) * (1 + 0.01 * CALLS)
+
+
+class Carried(Net):
+    """A recurrent net that goes on from the state of the batch before, sample by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.r, self.state = nn.GRU(WIDTH, WIDTH, batch_first=True), None
+
+    def features(self, x: Tensor) -> Tensor:
+        state = self.state if self.state is not None and self.state.shape[1] == len(x) else None
+        out, state = self.r(self.e(x), state)
+        self.state = state.detach()
+        return out.mean(1)
+
+
+def of_class() -> Training:
+    OfClass.calls[0] = 0
+    return trained(OfClass(), kept={"calls": OfClass.calls})
+
+
+class Global:
+    """Shows the global to who compares."""
+
+    def __init__(self) -> None:
+        global CALLS
+        CALLS = 0
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"CALLS": CALLS}
+
+
+def kinds() -> list[Kind]:
+    """All of them with AdamW."""
+    models: dict[str, Callable[[], nn.Module]] = {
+        "teacher in place": partial(Teacher, in_place),
+        "teacher by foreach": partial(Teacher, by_foreach),
+        "teacher through .data": partial(Teacher, through_data),
+        "teacher by load_state_dict": partial(Teacher, by_state_dict),
+        "weights clamped in forward": Clamped,
+        "weights normalised through .data": Normalised,
+        "Embedding(max_norm=)": Bounded,
+        "table unfrozen later": Unfreezing,
+        "spectral_norm": lambda: parametrized(parametrizations.spectral_norm),
+        "spectral_norm by a hook": lambda: parametrized(nn.utils.spectral_norm),
+        "weight_norm": lambda: parametrized(parametrizations.weight_norm),
+        "buffer that comes in the first pass": partial(Late, 1),
+        "buffer that comes later": partial(Late, 3),
+        "module that comes in the first pass": LateModule,
+        "queue of features": Queue,
+        "memory bank": Bank,
+        "codebook of a VQ-VAE": Codebook,
+        "GRU that carries its state": Carried,
+        **{name: partial(Buffered, *made) for name, made in BUFFERS.items()},
+        **{name: partial(Keeping, *made) for name, made in KEEPING.items()},
+    }
+    found = [Kind("state in forward", name, lambda make=make: trained(make())) for name, make in models.items()]
+    globals_kept = Kind(
+        "state in forward", "counter in a global", lambda: trained(OfModule(), kept={"globals": Global()})
+    )
+    return [*found, Kind("state in forward", "counter of a class", of_class), globals_kept]
