@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
-from _storm_models import CLASSES, WIDTH, Net, adamw, classified, mlp, trained
-from _storm_run import Kind, Training
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from _storm_models import CLASSES, WIDTH, Net, adamw, classified, mlp, trained
+from _storm_run import Kind, Training
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ def contrastive() -> Training:
 class Counting(torch.autograd.Function):
     """A backward pass that counts, as gradient reversal with a schedule does."""
 
-    calls = [0]
+    calls: ClassVar[list[int]] = [0]
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from _storm_run import Kind, Training
 from torch import Tensor, nn
 from torch.nn import functional
+
+from _storm_run import Kind, Training
 
 VOCABULARY, WIDTH, CLASSES = 50, 8, 3
 
@@ -143,13 +144,14 @@ def kinds() -> list[Kind]:
 
     found = []
     for name, (make, loss, options) in MODELS.items():
-        found.append(Kind("models", name, lambda m=make, l=loss, o=options: trained(m(), l, **o)))
-        clipped = {**options, "clip_norm": 0.1}
-        found.append(
-            Kind("models", f"{name}, SGD, clipped", lambda m=make, l=loss, o=clipped: trained(m(), l, sgd, **o))
-        )
+        found.append(Kind("models", name, partial(_of, make, loss, **options)))
+        clipped = partial(_of, make, loss, optimizer=sgd, clip_norm=0.1, **options)
+        found.append(Kind("models", f"{name}, SGD, clipped", clipped))
     for name in ("MLP with dropout", "BatchNorm", "transformer", "GPT-2"):
         make, loss, options = MODELS[name]
-        half = {**options, "precision": "bf16"}
-        found.append(Kind("models", f"{name}, bf16", lambda m=make, l=loss, o=half: trained(m(), l, **o)))
+        found.append(Kind("models", f"{name}, bf16", partial(_of, make, loss, precision="bf16", **options)))
     return found
+
+
+def _of(make: Callable[[], nn.Module], *arguments: Any, **options: Any) -> Training:
+    return trained(make(), *arguments, **options)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor, nn, optim
+
 from _storm_models import CLASSES, VOCABULARY, WIDTH, Net, classified, mlp, trained
 from _storm_run import Kind, Training
-from torch import Tensor, nn, optim
 
 OF_TORCH: dict[str, Callable[..., optim.Optimizer]] = {
     "SGD": partial(optim.SGD, lr=0.1),

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+
 from _storm_models import Encoder, Recurrent, classified, gpt2, mlp, of_language, trained
 from _storm_run import Kind, Training
 from _storm_states import BUFFERS, Buffered, Teacher, in_place
-from torch import nn
-
 from plimsoll.records.plan import Choice, micro_batch_choice
 
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from _storm_state import State, differences, state_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plimsoll
+from _storm_state import State, differences, state_of
 from plimsoll.errors import OutOfMemoryError, PlimsollError, TornStepError
 
 ABSURD_BYTES = 1 << 60

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 import numpy
 import torch
-from _storm_models import CLASSES, VOCABULARY, WIDTH, Net, trained
-from _storm_run import Kind, Training
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+
+from _storm_models import CLASSES, VOCABULARY, WIDTH, Net, trained
+from _storm_run import Kind, Training
 
 KEPT = 0.9
 """The share of an average that stays in each pass."""
@@ -410,7 +411,7 @@ class OfModule(Net):
     """A counter in a global of the module."""
 
     def forward(self, x: Tensor) -> Tensor:
-        global CALLS
+        global CALLS  # noqa: PLW0603 - what the kind is about
         CALLS += 1
         return super().forward(x) * (1 + 0.01 * CALLS)
 
@@ -438,7 +439,7 @@ class Global:
     """Shows the global to who compares."""
 
     def __init__(self) -> None:
-        global CALLS
+        global CALLS  # noqa: PLW0603 - what the kind is about
         CALLS = 0
 
     @property

@@ -32,12 +32,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
+import torch
+
 import _storm_losses
 import _storm_models
 import _storm_optimizers
 import _storm_plans
 import _storm_states
-import torch
 from _results import add_out, counted, file_result, table
 from _storm_run import (
     CHANGED,
@@ -124,7 +125,7 @@ def found_of(name: str, most: int) -> Found:
 
 
 def prepare() -> None:
-    """Make a process ready: one thread, no warnings, and nothing of the libraries for the garbage collector to look at."""
+    """Make a process ready: one thread, no warnings, and libraries that no garbage collection looks at."""
     torch.set_num_threads(1)
     quiet()
     first = next(iter(all_kinds().values()))
