@@ -40,25 +40,25 @@ def falling(*steps: tuple[int, Sequence[Choice]]) -> Rungs:
 
 
 PLANS: dict[str, Rungs] = {
-    "micro-batches 8, 4, 2": falling((8, ()), (4, ()), (2, ())),
-    "checkpointing": falling((8, (CHECKPOINTED,)), (4, (CHECKPOINTED,)), (2, (CHECKPOINTED,))),
-    "then checkpointing": falling((8, ()), (8, (CHECKPOINTED,)), (4, (CHECKPOINTED,))),
-    "then activations on disk": falling((8, ()), (8, (ON_DISK,)), (4, (ON_DISK,))),
-    "then states on disk": falling((8, ()), (8, (STATES_ON_DISK,)), (4, (STATES_ON_DISK,))),
-    "states on disk": falling((8, (STATES_ON_DISK,)), (4, (STATES_ON_DISK,))),
-    "then updates in backward": falling((8, ()), (8, (IN_BACKWARD,))),
-    "updates in backward": falling((8, (IN_BACKWARD,)), (8, (IN_BACKWARD, CHECKPOINTED))),
-    "weights on disk": falling((8, (WEIGHTS_ON_DISK,)), (4, (WEIGHTS_ON_DISK,))),
-    "weights and gradients on disk": falling((8, (GRADIENTS_ON_DISK,)), (4, (GRADIENTS_ON_DISK,))),
-    "layers streamed": falling((8, (STREAMED,)), (4, (STREAMED,))),
-    "then layers streamed": falling((8, ()), (8, (STREAMED,)), (4, (STREAMED,))),
+    "micro-batches 4, 2, 1": falling((4, ()), (2, ()), (1, ())),
+    "checkpointing": falling((4, (CHECKPOINTED,)), (2, (CHECKPOINTED,)), (1, (CHECKPOINTED,))),
+    "then checkpointing": falling((4, ()), (4, (CHECKPOINTED,)), (2, (CHECKPOINTED,))),
+    "then activations on disk": falling((4, ()), (4, (ON_DISK,)), (2, (ON_DISK,))),
+    "then states on disk": falling((4, ()), (4, (STATES_ON_DISK,)), (2, (STATES_ON_DISK,))),
+    "states on disk": falling((4, (STATES_ON_DISK,)), (2, (STATES_ON_DISK,))),
+    "then updates in backward": falling((4, ()), (4, (IN_BACKWARD,))),
+    "updates in backward": falling((4, (IN_BACKWARD,)), (4, (IN_BACKWARD, CHECKPOINTED))),
+    "weights on disk": falling((4, (WEIGHTS_ON_DISK,)), (2, (WEIGHTS_ON_DISK,))),
+    "weights and gradients on disk": falling((4, (GRADIENTS_ON_DISK,)), (2, (GRADIENTS_ON_DISK,))),
+    "layers streamed": falling((4, (STREAMED,)), (2, (STREAMED,))),
+    "then layers streamed": falling((4, ()), (4, (STREAMED,)), (2, (STREAMED,))),
     "everything in turn": falling(
-        (8, ()), (4, ()), (4, (CHECKPOINTED,)), (4, (CHECKPOINTED, STATES_ON_DISK)), (2, (ON_DISK, STATES_ON_DISK))
+        (4, ()), (2, ()), (2, (CHECKPOINTED,)), (2, (CHECKPOINTED, STATES_ON_DISK)), (1, (ON_DISK, STATES_ON_DISK))
     ),
 }
 OF_LANGUAGE: dict[str, Rungs] = {
-    "loss in chunks": falling((8, (LOSS_IN_CHUNKS,)), (4, (LOSS_IN_CHUNKS,))),
-    "then loss in chunks": falling((8, ()), (8, (LOSS_IN_CHUNKS,)), (4, (LOSS_IN_CHUNKS,))),
+    "loss in chunks": falling((4, (LOSS_IN_CHUNKS,)), (2, (LOSS_IN_CHUNKS,))),
+    "then loss in chunks": falling((4, ()), (4, (LOSS_IN_CHUNKS,)), (2, (LOSS_IN_CHUNKS,))),
     "then checkpointing": PLANS["then checkpointing"],
 }
 STATES: dict[str, Callable[[], nn.Module]] = {
@@ -66,7 +66,7 @@ STATES: dict[str, Callable[[], nn.Module]] = {
     "integer buffer": partial(Buffered, *BUFFERS["integer buffer counts through .data"]),
     "BatchNorm": lambda: mlp(nn.BatchNorm1d(8)),
 }
-STATES_OF_PLANS = ("micro-batches 8, 4, 2", "then states on disk", "then updates in backward")
+STATES_OF_PLANS = ("micro-batches 4, 2, 1", "then states on disk", "then updates in backward")
 
 
 def planned(model: nn.Module, rungs: Rungs, loss: Any = classified, **options: Any) -> Training:
@@ -81,7 +81,7 @@ def kinds() -> list[Kind]:
         Kind("plans", f"GPT-2, {name}", partial(_of, large, rungs, of_language)) for name, rungs in OF_LANGUAGE.items()
     ]
     lstm = partial(Recurrent, nn.LSTM)
-    found.append(Kind("plans", "LSTM, then in segments", partial(_of, lstm, falling((8, ()), (8, (IN_SEGMENTS,))))))
+    found.append(Kind("plans", "LSTM, then in segments", partial(_of, lstm, falling((4, ()), (4, (IN_SEGMENTS,))))))
     for state, make in STATES.items():
         found += [Kind("plans", f"{state}, {name}", partial(_of, make, PLANS[name])) for name in STATES_OF_PLANS]
     return found

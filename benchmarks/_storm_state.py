@@ -61,7 +61,7 @@ def _leaves(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, 
         yield from _optimizer(name, value, seen)
     elif isinstance(value, Mapping):
         yield f"{name}: its keys", sorted(map(repr, value))
-        yield from _inside(name, {repr(key): one for key, one in value.items()}, seen)
+        yield from _inside(name, {key if isinstance(key, str) else repr(key): one for key, one in value.items()}, seen)
     elif isinstance(value, list | tuple | deque):
         yield f"{name}: its length", len(value)
         yield from _inside(name, {str(number): one for number, one in enumerate(value)}, seen)
@@ -86,7 +86,6 @@ def _optimizer(name: str, optimizer: torch.optim.Optimizer, seen: dict[int, Any]
     own = {key: one for key, one in vars(optimizer).items() if key not in ("state", "param_groups", *_NOT_TRAINED)}
     groups = [{key: one for key, one in group.items() if key != "params"} for group in optimizer.param_groups]
     yield from _inside(name, {**own, "groups": groups, "state": states}, seen)
-    yield f"{name}: states", sorted(states)
 
 
 def _bits(tensor: Tensor) -> Any:
