@@ -28,6 +28,10 @@ from __future__ import annotations
 import re
 
 
+class PlimsollWarning(UserWarning):
+    """The category of every warning of Plimsoll's."""
+
+
 class PlimsollError(Exception):
     """Base of everything raised on purpose."""
 

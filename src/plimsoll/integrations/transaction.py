@@ -40,8 +40,9 @@ from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.pieces import Piece, Shape, no_way_out, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size
+from plimsoll.run.retry import Retry, first_samples
 from plimsoll.run.rungs import Rungs, after_oom, ladder_of
-from plimsoll.run.undo import Undo
+from plimsoll.run.undo import Stateful
 from plimsoll.run.unreached import UnreachedWatch
 from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import (
@@ -102,6 +103,8 @@ class Transaction:
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
         never_cut: keep every batch whole.
+        extra_state: objects of the user's whose state is put back, too, as for `plimsoll.TrainStep`.
+        allow_hidden_state: retry although state was found that is not put back.
         grow_after: clean steps after which the next larger micro-batch is tried.
         remember: called before each update's first batch; what it returns puts back what the caller's loop changes.
         loss: the caller's loss, if it computes it by ``workload.loss``, so that techniques can be put around it.
@@ -123,6 +126,8 @@ class Transaction:
         recut_batch_norm: bool = False,
         recut_loss: bool = False,
         never_cut: bool = False,
+        extra_state: Sequence[Stateful] = (),
+        allow_hidden_state: bool = False,
         grow_after: int = 50,
         remember: Callable[[], PutBack] = lambda: _nothing,
         loss: LossFunction | None = None,
@@ -143,17 +148,22 @@ class Transaction:
         self._rungs = Rungs(self.workload, rungs or ())
         self._ladder: Ladder | None = None
         self._rung = 0
+        self._second_rung: int | None = None  # what the step in hand went on with after its first event
         self._first_micro_batch, self._grow_after = micro_batch, grow_after
         self._whole = WholeBatch(self.workload, recut_batch_norm)
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
-        self._undo = Undo({"model": model, "loss": self.workload.loss}, self.backend)
+        self._retry = Retry(
+            {"model": model, "loss": self.workload.loss}, self.backend, self.position, extra_state=extra_state,
+            allow_hidden_state=allow_hidden_state,
+        )  # fmt: skip
         self._unreached = UnreachedWatch(model)
         self._commit = StepCommit(optimizer, self.backend, self.position)
         self._remember = remember
         self._put_back_of_caller: PutBack = _nothing
+        self._num_remembered = 0  # batches of the window
         self._groups: list[dict[str, Any]] = []
         self._window: list[_Batch] = []
-        self._num_done = 0
+        self._num_done = self._num_remembered = 0
         self.is_again = False
         self._is_asked = True  # whether the batches of the window may be cut, if they are
 
@@ -205,18 +215,22 @@ class Transaction:
         self._groups = settings_of(self.workload.optimizer)
         self.events = []
         self.is_again = is_done = False
+        known, self._second_rung = ladder.state_dict(), None
         try:
             while not is_done:
                 event = self._attempt(ladder.sizes[self._rung], finish)
                 is_done = event is None
                 if event is not None:
                     self._put_back()
+                    self._retry.refuse(event, Ranks())
                     asked = [self._keep_whole(ladder, one.batch, one.loss_of, one.shape) for one in self._window]
                     self._is_asked = all(asked)
-                    self._rung = self._after_oom(event, self._rung)
+                    self._rung = self._after_oom(event, self._rung, known)
         finally:
             if not is_done:
                 self._put_back()
+                self._retry.undo.settle(all_of_it=True)
+                self._retry.undo.done()
                 self._window = []
 
     def metrics(self) -> dict[str, float]:
@@ -253,20 +267,36 @@ class Transaction:
 
     def _try(self, size: Size, finish: Finish | None) -> None:
         self._use(size.level)
-        if not self._undo.has_remembered:
-            self._undo.remember([one.batch for one in self._window])
+        self._remember_batches()
         self._ask_before_cut(size.samples)
         if finish is None:
             self._gradients(size.samples)
             return
         with self._updating():
-            finish(partial(self._gradients, size.samples))
+            finish(partial(self._all_gradients, size.samples))
+
+    def _remember_batches(self) -> None:
+        """Remember the state before the window, and each batch as it comes."""
+        batches, undo = [one.batch for one in self._window], self._retry.undo
+        if not undo.has_remembered:
+            first = self._window[0]
+            loss_of = None if self._num_done else lambda: first.loss_of(first_samples(first.batch), 1.0)
+            self._retry.remember(batches, loss_of, self._parameters)
+        elif self._num_remembered < len(batches):
+            undo.remember_also(batches[-1])
+        self._num_remembered = len(batches)
+
+    def _all_gradients(self, samples: int) -> Tensor:
+        """Run the last batches of an update."""
+        loss = self._gradients(samples)
+        self._retry.undo.observed()
+        return loss
 
     def _use(self, level: int) -> None:
         if not self._rungs.is_in_force(level):
             self.position.phase = "copy"
             self._commit.forget()
-            self._undo.forget()
+            self._retry.undo.forget()
             self._rungs.use(level)
 
     def _ask_before_cut(self, samples: int) -> None:
@@ -279,6 +309,15 @@ class Transaction:
 
     def _gradients(self, samples: int) -> Tensor:
         """Run the batches that are not done; returns the mean loss of the last one."""
+        with self._retry.observing():
+            total = self._passes(samples)
+            self._retry.undo.passed()
+        self.position.phase = "clip"
+        failpoint("clip")
+        self.loss = total
+        return total
+
+    def _passes(self, samples: int) -> Tensor:
         total = self.loss
         self._unreached.begin()
         for number in range(self._num_done, len(self._window)):
@@ -295,9 +334,6 @@ class Transaction:
                 total = total + one_pass(piece, share) * share
                 failpoint("backward")
             self._num_done = number + 1
-        self.position.phase = "clip"
-        failpoint("clip")
-        self.loss = total
         return total
 
     def _pieces(self, batch: Any, samples: int, shape: Shape) -> Iterator[Piece]:
@@ -347,7 +383,7 @@ class Transaction:
 
     def _end(self) -> None:
         self._window = []
-        self._undo.done()
+        self._retry.undo.done()
         self._put_back_of_caller = _nothing
         self.position.step += 1
         self._unreached.look(self.position.step)
@@ -356,13 +392,15 @@ class Transaction:
 
     def _put_back(self) -> None:
         self._num_done, self.is_again = 0, True
+        self._retry.put_back(self._put_back_own)
+        self.backend.release()
+
+    def _put_back_own(self) -> None:
         self._drop_gradients()
         self._commit.forget()
-        self._undo.restore()
         for group, settings in zip(self.workload.optimizer.param_groups, self._groups, strict=True):
             group.update(settings)
         self._put_back_of_caller()
-        self.backend.release()
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
@@ -388,9 +426,10 @@ class Transaction:
     def _keep_whole(self, ladder: Ladder, batch: Any, loss_of: LossOf, shape: Shape) -> bool:
         """Use only fallbacks that keep batches whole if this one must not be cut; return whether that is known yet."""
         reason = partial(self.additivity.before_cut, batch, loss_of)
-        return not _can_differ(shape) or self._rungs.keep_whole(ladder, self._whole, reason, shape)
+        with self._retry.undo.as_failed():
+            return not _can_differ(shape) or self._rungs.keep_whole(ladder, self._whole, reason, shape)
 
-    def _after_oom(self, event: OomEvent, rung: int) -> int:
+    def _after_oom(self, event: OomEvent, rung: int, known: dict[str, Any]) -> int:
         """Note the event and return the rung to go on with.
 
         Raises:
@@ -400,6 +439,9 @@ class Transaction:
         largest = max((one.shape for one in self._window), key=lambda shape: shape.num_samples)
         largest = largest._replace(elements_per_sample=max(one.shape.elements_per_sample for one in self._window))
         event, following = after_oom(event, rung, largest, self._ladder, self._rungs, self.backend)
+        self._second_rung = following if self._second_rung is None else self._second_rung
+        if following is None and self._retry.undo.leave():
+            following = self._ladder.begin_again(known, rung if self._second_rung is None else self._second_rung)
         self.num_ooms += 1
         self.events.append(event)
         if following is None:

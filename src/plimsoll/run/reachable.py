@@ -88,7 +88,9 @@ class Attributes(Place):
         own = vars(self.owner)
         if isinstance(own, MappingProxyType):  # of a class: what a program may set, not its methods
             return {name: value for name, value in own.items() if not _is_of_class(name, value)}
-        return {name: value for name, value in own.items() if name not in self.left_out} if self.left_out else own.copy()
+        return (
+            {name: value for name, value in own.items() if name not in self.left_out} if self.left_out else own.copy()
+        )
 
     def fill(self, content: dict[str, Any]) -> None:
         """Have these attributes again."""
@@ -223,7 +225,9 @@ class _Walk:
         if isinstance(value, Tensor):
             self.reached.tensors[id(value)] = name, value
             for hooks in _HOOKS_OF_TENSORS:
-                self._waiting.extend((f"a hook of {name}", hook) for hook in (getattr(value, hooks, None) or {}).values())
+                self._waiting.extend(
+                    (f"a hook of {name}", hook) for hook in (getattr(value, hooks, None) or {}).values()
+                )
         elif isinstance(value, numpy.ndarray):
             self.reached.arrays.append((name, value))
         elif isinstance(value, _GENERATORS):
@@ -251,20 +255,20 @@ class _Walk:
         self._waiting.extend((f"{name}[{key!r}]" if isinstance(key, int | str) else name, item) for key, item in pairs)
 
     def _look_into_function(self, name: str, function: FunctionType) -> None:
-        if _is_of_library(function.__module__):
+        if is_of_library(function.__module__):
             return
         self._put(name, Closure(function))
         self._put(name, Attributes(function))
         names, space = _names_in(function.__code__), function.__globals__
         own = [one for one in names if one in space]
-        self._put("", Globals(space, tuple(own)))
+        self._put("", Globals(space, tuple(own)), f"globals of {function.__qualname__}")
         for module in (space[one] for one in own if isinstance(space[one], ModuleType)):
-            if not _is_of_library(module.__name__):
+            if not is_of_library(module.__name__):
                 self._put(module.__name__, Globals(vars(module), tuple(one for one in names if one in vars(module))))
 
     def _look_into_class(self, name: str, kind: type) -> None:
         """Its attributes, and what its methods name."""
-        if _is_of_library(kind.__module__):
+        if is_of_library(kind.__module__):
             return
         self._put(name, Attributes(kind))
         for base in kind.__bases__:
@@ -276,7 +280,7 @@ class _Walk:
 
     def _look_into_object(self, name: str, value: Any) -> None:
         kind = type(value)
-        if not isinstance(value, _FOLLOWED) and _is_of_library(kind.__module__):
+        if not isinstance(value, _FOLLOWED) and is_of_library(kind.__module__):
             return
         self._waiting.append((kind.__name__, kind))
         if isinstance(value, nn.Module):
@@ -296,19 +300,20 @@ class _Walk:
         kept = [own[hooks] for hooks in _HOOKS_OF_MODULES & own.keys() if isinstance(own[hooks], dict)]
         self._waiting.extend((f"a hook of {name}", hook) for hooks in kept for hook in hooks.values())
 
-    def _put(self, name: str, place: Place) -> None:
-        """Note a place, and look into what is in it."""
+    def _put(self, name: str, place: Place, own_name: str = "") -> None:
+        """Note a place, and look into what is in it, each by its name after ``name``."""
         content = place.content()
         if not content and isinstance(place, Closure | Globals):
             return
-        self.reached.places.append((name, place))
+        self.reached.places.append((own_name or name, place))
         self._wait(name, content)
 
     def _wait(self, name: str, content: dict[str, Any]) -> None:
         self._waiting.extend((f"{name}.{key}" if name else key, value) for key, value in content.items())
 
 
-def _is_of_library(module: str | None) -> bool:
+def is_of_library(module: str | None) -> bool:
+    """Whether a module is of a library whose objects are not looked into."""
     return (module or "").partition(".")[0] in _LIBRARIES and module != "__main__"
 
 

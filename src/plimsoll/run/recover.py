@@ -95,6 +95,12 @@ class Ladder:
         self._usable = whole or self._usable[:1]
         self._rung = next((rung for rung in self._usable if rung >= self._rung), self._usable[-1])
 
+    def begin_again(self, state: dict[str, Any], rung: int) -> int:
+        """Go on at a rung with the limits that were known before a step, for what failed in it taught nothing."""
+        self.load_state_dict(state)
+        self._rung = rung
+        return rung
+
     def is_last(self, rung: int) -> bool:
         """Whether no rung comes after this one."""
         return rung == self._usable[-1]

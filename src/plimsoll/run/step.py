@@ -53,10 +53,11 @@ from plimsoll.run.outcome import Outcome, StepResult, at_least_fp32, note
 from plimsoll.run.pieces import NOTHING, Shape, Spare, mean_loss, no_way_out, parts_of_all, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size, state_after_death
 from plimsoll.run.reduction import Reduction
+from plimsoll.run.retry import Retry, first_samples
 from plimsoll.run.rungs import Rungs, after_oom, ladder_of
 from plimsoll.run.sparse import clip
 from plimsoll.run.together import attempt_together, told_by_all
-from plimsoll.run.undo import Undo
+from plimsoll.run.undo import Stateful
 from plimsoll.run.unreached import UnreachedWatch
 from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import LossFunction, Precision, Units, Workload, model_loss, move_batch
@@ -84,6 +85,9 @@ class TrainStep:
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts;
             ``never_cut`` keeps every batch whole.
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state passes change where Plimsoll does
+            not look (`plimsoll.run.reachable`); it is put back with the step, and saved by `state_dict`.
+        allow_hidden_state: retry after an out-of-memory error although state was found that is not put back.
         grow_after: clean steps after which the next larger micro-batch is tried.
         files: what the model was made in, where that was not memory.
         full_length: the tokens of the longest sample there will be. With it, and where samples of alike length are put
@@ -111,6 +115,8 @@ class TrainStep:
         recut_batch_norm: bool = False,
         recut_loss: bool = False,
         never_cut: bool = False,
+        extra_state: Sequence[Stateful] = (),
+        allow_hidden_state: bool = False,
         grow_after: int = 50,
         full_length: int | None = None,
         backend: Backend | None = None,
@@ -142,7 +148,10 @@ class TrainStep:
         self._first_micro_batch, self._grow_after = micro_batch, grow_after
         self._whole = WholeBatch(self.workload, recut_batch_norm)
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
-        self._undo = Undo({"model": model, "loss": loss}, self.backend, observes=backend is None)
+        self._retry = Retry(
+            {"model": model, "loss": loss, "units": units}, self.backend, self.position, extra_state=extra_state,
+            allow_hidden_state=allow_hidden_state, observes=backend is None and self.workload.sharded is None,
+        )  # fmt: skip
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
         self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
         self._early: EarlyUpdate | None = None
@@ -196,6 +205,7 @@ class TrainStep:
         rung = self._allowed(batch, ladder, ladder.choose(shape.elements_per_sample), shape)
         events: list[OomEvent] = []
         self._drop_gradients()
+        known, second_rung = ladder.state_dict(), None
         outcome: Outcome | OomEvent | None = None
         try:
             while not isinstance(outcome, Outcome):
@@ -205,8 +215,12 @@ class TrainStep:
                 if isinstance(outcome, OomEvent):
                     self._put_back()
                     outcome = told_by_all(outcome, self.ranks)
+                    self._retry.refuse(outcome, self.ranks)
                     self._is_asked = self._keep_whole(ladder, batch, shape)
                     event, following = self._after_oom(outcome, rung, shape)
+                    second_rung = following if second_rung is None else second_rung
+                    if following is None and self.ranks.is_alone and self._retry.undo.leave():
+                        following = ladder.begin_again(known, rung if second_rung is None else second_rung)
                     note(event, events, on_oom)
                     if following is None:
                         raise OutOfMemoryError(no_way_out(event, size, shape, self._whole.reason()))
@@ -214,6 +228,7 @@ class TrainStep:
         finally:
             if not isinstance(outcome, Outcome):
                 self._put_back()
+                self._retry.undo.settle(all_of_it=True)
         ladder.held(rung, math.ceil(size * shape.elements_per_sample))
         self._after_update(outcome.updated)
         for event in self._commit.recovered:
@@ -331,7 +346,7 @@ class TrainStep:
 
     def _after_update(self, updated: bool) -> None:
         self._early = None
-        self._undo.done()
+        self._retry.undo.done()
         self.position.step += 1
         self.graphs.look(self.num_steps)
         self.unreached.look(self.num_steps)
@@ -359,16 +374,29 @@ class TrainStep:
         """Gradients with the techniques of a level, which are installed first if others were in force."""
         self.position.phase = "copy"
         self._use(size.level)
-        self._undo.remember(batch)
-        is_due = self._undo.is_due and self.workload.sharded is None
-        with self._undo.observing() if is_due else nullcontext():
-            loss = self._gradients(batch, size.samples, own, shape)
-            self._undo.passed()
+        loss = self._once(batch, size.samples, own, shape)
+        while self._retry.undo.has_left_state:
+            self._put_back()
+            self._retry.undo.settle()
+            loss = self._once(batch, size.samples, own, shape)
         if self.workload.sharded is not None:
             self.workload.sharded.hand_over()
         if self._reduction is not None:
             self._reduction.prepare()
         return loss
+
+    def _once(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
+        """Gradients from a state that is remembered."""
+        loss_of = partial(self._loss_of, batch) if self.ranks.is_alone else None
+        self._retry.remember(batch, loss_of, None if self.workload.copy_outside else self._parameters)
+        with self._retry.observing():
+            loss = self._gradients(batch, micro_batch, own, shape)
+            self._retry.undo.passed()
+        self._retry.undo.observed()
+        return loss
+
+    def _loss_of(self, batch: Any) -> torch.Tensor:
+        return mean_loss(self.workload, move_batch(first_samples(batch), self.workload.device))
 
     def _reduced(self, reduction: Reduction, loss: float) -> float | OomEvent:
         """Add up what all ranks have; returns the loss of the whole batch."""
@@ -383,7 +411,7 @@ class TrainStep:
     def _use(self, level: int) -> None:
         if not self._rungs.is_in_force(level):
             self._commit.forget()  # techniques may move what it has views of
-            self._undo.forget()
+            self._retry.undo.forget()
             self._rungs.use(level)
 
     def _put_to_work(self) -> list[OomEvent]:
@@ -455,6 +483,10 @@ class TrainStep:
     # -- recovery ------------------------------------------------------------------------------------------------------
 
     def _put_back(self) -> None:
+        self._retry.put_back(self._put_back_own)
+        self.backend.release()
+
+    def _put_back_own(self) -> None:
         self._drop_gradients()
         if self.workload.sharded is not None:
             self.workload.sharded.reset()
@@ -462,13 +494,11 @@ class TrainStep:
             self._early.undo()
         self._early = None
         self._commit.forget()
-        self._undo.restore()
         if self._scaler is not None:
             # What `unscale_` noted for this optimizer can only be dropped with the scaler; its scale is unchanged.
             state = self._scaler.state_dict()
             self._scaler = torch.amp.GradScaler(self.workload.device.type)
             self._scaler.load_state_dict(state)
-        self.backend.release()
 
     def _shape_of(self, batch: Any) -> Shape:
         if not self.ranks.is_alone and isinstance(batch, Mapping) and not batch:
@@ -496,7 +526,8 @@ class TrainStep:
 
     def _keep_whole(self, ladder: Ladder, batch: Any, shape: Shape) -> bool:
         """Use only fallbacks that keep batches whole if this one must not be cut; return whether that is known yet."""
-        return self._rungs.keep_whole(ladder, self._whole, partial(self.additivity.before_cut, batch), shape)
+        with self._retry.undo.as_failed():
+            return self._rungs.keep_whole(ladder, self._whole, partial(self.additivity.before_cut, batch), shape)
 
     def _after_oom(self, event: OomEvent, rung: int, shape: Shape) -> tuple[OomEvent, int | None]:
         """What is done next, and the event that says so; ``None`` where nothing is left to do."""

@@ -7,8 +7,8 @@ deep wherever training code can keep something (`plimsoll.run.reachable`); so ar
 that is first written in a later step is noticed by its version counter: after passes that went through it is one of
 those that are copied; in a step that is undone it cannot be put back, and is named in ``lost``.
 
-Values that only failures change (a list of errors, a counter of them) are told from state by failing again: what
-changes the same way in two tries, and never did in passes that went through, stays changed (`Undo.restore`).
+Python values that change only in tries that fail are put back as well. If nothing is left to try, they may be what
+makes the tries fail (a list of failures to come, in a test), so `leave` lets the next tries go on from their change.
 
 Does NOT see a first write in a later step that counts no version (through ``.data``), and what `reachable` and
 `written` do not see: give such state as ``extra_state``.
@@ -28,6 +28,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from plimsoll.device import cudnn_dropout, onednn
@@ -90,6 +91,8 @@ class Undo:
         self._reached: Reached | None = None
         self._before: list[_Before] = []
         self._moving: set[str] = set()  # names of places that passes have changed
+        self._failed: list[tuple[str, Place, Any, Any]] = []  # other places: contents before a failed try and after it
+        self._left: list[tuple[str, Place, Any]] = []  # those of them that were left as they were after it
         self._written: set[str] = set()  # names of tensors that passes have written
         self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
         self._writes: Writes | None = None
@@ -98,6 +101,8 @@ class Undo:
         self._kind: Any = None
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
+        self._strangers: list[tuple[str, StorageWeakRef]] = []  # written by earlier steps, and reached from nowhere
+        self._new_strangers: list[tuple[str, StorageWeakRef]] = []  # by this one, which has copies of them
         self._num_steps, self._next_look = 0, 1
         for model in (one for one in roots.values() if isinstance(one, nn.Module)):
             cudnn_dropout.find_for(model)
@@ -114,6 +119,10 @@ class Undo:
         self._before = [before, self._remembered(reached_from(roots, self._reached))]
         self._extra = [copy.deepcopy(one.state_dict()) for one in self._extra_state]
         self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
+
+    def remember_also(self, batch: Any) -> None:
+        """Take one more batch as it is now; the rest is as it was when the first was remembered."""
+        self._before.append(self._remembered(reached_from([("batch", batch)], self._reached)))
 
     def forget(self) -> None:
         """Let go of what was remembered, and look for everything anew: techniques are about to change the modules."""
@@ -141,27 +150,76 @@ class Undo:
 
     def passed(self) -> None:
         """Learn, after passes that went through and before the update, what they wrote."""
-        if self._writes is not None:
-            self._has_observed = True
-            self._kinds.add(self._kind)
         self._take_writes()
         self._written.update(self._newly_written())
-        for before in self._before:
-            before.versions = []  # the update writes what is trained
         self._num_steps += 1
-        if self._num_steps >= self._next_look:
+        if self._writes is not None or self._num_steps >= self._next_look:
             self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
             self._moving.update(name for before in self._before for name, _, _ in before.changed())
 
+    def observed(self) -> None:
+        """Take the passes since `remember` for all that there are of their kind, and for those of a step."""
+        if self.is_due:
+            self._has_observed = True
+            self._kinds.add(self._kind)
+        for before in self._before:
+            before.versions = []  # the update writes what is trained
+
     def done(self) -> None:
         """Let go of the state of before the step."""
-        self._before, self._extra = [], []
+        self._before, self._extra, self._failed, self._left = [], [], [], []
+        self._strangers += self._new_strangers
+        self._new_strangers = []
+
+    def leave(self) -> bool:
+        """Leave what only failed tries change as the last one left it; returns whether there is any, once in a step."""
+        if self._left or not self._failed:
+            return False
+        for _, place, _, content in self._failed:
+            place.fill(content)
+        self._left, self._failed = [(name, place, before) for name, place, before, _ in self._failed], []
+        return True
+
+    @contextmanager
+    def as_failed(self) -> Iterator[None]:
+        """For a block that puts back what it changes: what only failed tries change is as the last one left it."""
+        for _, place, _, content in self._failed:
+            place.fill(content)
+        try:
+            yield
+        finally:
+            for _, place, content, _ in self._failed:
+                place.fill(content)
+
+    @property
+    def has_left_state(self) -> bool:
+        """Whether something was left that passes which go through change as well."""
+        return any(name in self._moving for name, _, _ in self._left)
+
+    def written(self) -> list[Tensor]:
+        """The tensors of before that passes write, whole storages as bytes where they have one."""
+        return [one for before in self._before for one, _ in before.copies if isinstance(one, Tensor)]
+
+    def settle(self, *, all_of_it: bool = False) -> bool:
+        """Put back what was left but is changed by passes that go through, too, or all; returns whether any was."""
+        settled = [one for one in self._left if all_of_it or one[0] in self._moving]
+        for _, place, content in settled:
+            place.fill(content)
+        self._left = [one for one in self._left if one not in settled]
+        return bool(settled)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Go back to the remembered state, and name in ``lost`` what cannot be put back. It may be done again."""
         self._take_writes()
-        self.lost = tuple(self._newly_written())
+        failed = [
+            (name, place, content, place.content())
+            for before in self._before
+            for name, place, content in before.changed()
+            if name not in self._moving
+        ]
+        self._failed = failed or self._failed
+        self.lost = self.lost or (*self._newly_written(), *self._unknown())
         for before in self._before:
             for _, place, content in before.changed():
                 place.fill(content)
@@ -198,7 +256,9 @@ class Undo:
         """
         if name in self._written:
             return True
-        is_seen = self._has_observed and not isinstance(tensor, FakeTensor) and not is_traceable_wrapper_subclass(tensor)
+        is_seen = (
+            self._has_observed and not isinstance(tensor, FakeTensor) and not is_traceable_wrapper_subclass(tensor)
+        )
         if is_seen or isinstance(tensor, nn.Parameter) or tensor.requires_grad or name.startswith("batch"):
             return False
         return tensor.is_floating_point() or tensor.nbytes <= _SMALL_BYTES
@@ -228,10 +288,24 @@ class Undo:
             return
         reached = [one for before in self._before for one in before.reached.tensors.values()]
         names = {key_of(tensor): name for name, tensor in reversed(reached) if bytes_of(tensor) is not tensor}
-        for key, (tensor, held) in self._writes.written.items():
-            self._written.add(names.get(key, f"a tensor of shape {tuple(tensor.shape)}"))
+        for key, (tensor, held, line) in self._writes.written.items():
             self._before[0].copies.append((bytes_of(tensor), held))
+            if key in names:
+                self._written.add(names[key])
+            elif line is not None:
+                name = f"a tensor of shape {tuple(tensor.shape)} that {line} writes"
+                self._new_strangers.append((name, StorageWeakRef(tensor.untyped_storage())))
         self._writes.written.clear()
+
+    def _unknown(self) -> Iterator[str]:
+        """What may have been changed, and was not looked at before the step."""
+        yield from (name for name, storage in self._strangers if not storage.expired())
+        if self._before:
+            seen = {**self._before[0].reached.seen, **self._before[1].reached.seen}
+            for name, _, content, _ in self._failed:
+                values = content.values() if isinstance(content, dict) else content
+                if any(may_hold_state(value) and id(value) not in seen for value in values):
+                    yield name
 
     def _newly_written(self) -> list[str]:
         versions = (one for before in self._before for one in before.versions)
@@ -264,7 +338,9 @@ def _is_same(one: Any, other: Any) -> bool:
     if len(one) != len(other):
         return False
     if isinstance(one, dict):
-        return all(name is key and value is kept for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True))
+        return all(
+            name is key and value is kept for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True)
+        )
     return all(value is kept for value, kept in zip(one, other, strict=True))
 
 

@@ -10,9 +10,11 @@ hand, and operators whose schema does not say that they write (BatchNorm's, whic
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,20 +22,31 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from plimsoll.run.reachable import is_of_library
+
+_SKIPPED = ("torch", __name__)
 _WRITTEN_IN_TRAINING = ("running_mean", "running_var")
 """Arguments of BatchNorm's kernels, which their schemas do not mark (``native_functions.yaml`` of torch 2.13)."""
+
+
+class Write(NamedTuple):
+    """A tensor through which a storage was first written, what the storage held before, and the user's line, if any."""
+
+    tensor: Tensor
+    held: Tensor
+    line: str | None
 
 
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes, while it is in force, the tensors through which storages of before are written.
 
     Attributes:
-        written: such a tensor of each storage, and the bytes that the storage held before the first write.
+        written: such a tensor of each storage, with the bytes that the storage held before the first write.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.written: dict[int, tuple[Tensor, Tensor]] = {}
+        self.written: dict[int, Write] = {}
         self._seen: set[int] = set()
         self._new: set[int] = set()
 
@@ -51,12 +64,22 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = key_of(tensor)
         if key not in self._new and key not in self._seen:
             self._seen.add(key)
-            self.written[key] = tensor, bytes_of(tensor).clone()
+            self.written[key] = Write(tensor, bytes_of(tensor).clone(), _line_of_user())
 
 
 def key_of(tensor: Tensor) -> int:
     """Tell storages apart that exist at the same time."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def _line_of_user() -> str | None:
+    """The line that called torch, unless a library did."""
+    frame = sys._getframe(1)
+    while frame is not None and (is_of_library(name := frame.f_globals.get("__name__")) and name.startswith(_SKIPPED)):
+        frame = frame.f_back
+    if frame is None or is_of_library(frame.f_globals.get("__name__")):
+        return None
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _has_storage(leaf: Any) -> bool:

@@ -70,7 +70,10 @@ def changes(net, queue):
         "a buffer that comes": (lambda: net.register_buffer("late", torch.ones(1)), lambda: "late" in net._buffers),
         "a module that comes": (lambda: net.add_module("late", nn.Linear(1, 1)), lambda: len(list(net.children()))),
         "a deque": (lambda: net.seen.append(2), lambda: list(net.seen)),
-        "a list in a dict in an object": (lambda: net.averager.values["mean"].append(1), lambda: str(net.averager.values)),
+        "a list in a dict in an object": (
+            lambda: net.averager.values["mean"].append(1),
+            lambda: str(net.averager.values),
+        ),
         "a slot": (lambda: setattr(net.averager.inner, "calls", 5), lambda: net.averager.inner.calls),
         "a class attribute": (lambda: setattr(Net, "total", Net.total + 1), lambda: Net.total),
         "a global of a function that forward calls": (count_globally, lambda: NUMBER),

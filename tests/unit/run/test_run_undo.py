@@ -164,6 +164,7 @@ def test_what_was_seen_to_be_written_is_put_back_in_later_steps(training):
     with undo.observing():
         loss(model, batch).backward()
         undo.passed()
+        undo.observed()
     undo.done()
     batch = batch_of(2)
     before = state_of(model, batch, queue)
@@ -180,6 +181,7 @@ def test_a_first_write_in_a_later_step_is_named_and_then_known(training):
     with undo.observing():
         loss(model, batch)
         undo.passed()
+        undo.observed()
     undo.done()
     model.is_late = True
     undo.remember(batch)
@@ -191,6 +193,7 @@ def test_a_first_write_in_a_later_step_is_named_and_then_known(training):
         undo.remember(batch)
         loss(model, batch)
         undo.passed()
+        undo.observed()
         undo.restore()
     assert model.trained.tolist() == [1, 1, 1]
 
@@ -202,6 +205,7 @@ def test_what_is_only_read_is_not_copied_once_a_step_was_seen():
     with undo.observing():
         model[0](torch.ones(1, 2)).sum().backward()
         undo.passed()
+        undo.observed()
     undo.done()
     undo.remember()
     assert not undo._before[0].copies
@@ -234,6 +238,7 @@ def test_what_came_into_a_place_that_changes_is_put_back_too():
         with undo.observing():
             carry()
             undo.passed()
+            undo.observed()
         undo.done()
     before = model.states[0].tolist()
     undo.remember()

@@ -1,0 +1,235 @@
+"""Doing a step again after memory ran out: what was there before it is put back, and that this is all is proven.
+
+A retry is right only if all state that a step reads is put back (`plimsoll.run.undo`), and who looks for state may
+overlook some. So before the first step goes on, two of its samples go forward and backward, everything is put back, and
+they go again: loss, gradients and what the pass has written must be the same. What differs by more than rounding comes
+from state that nobody sees: from then on an out-of-memory error is raised in place of a retry, and says where that state
+enters. Kernels that add in any order (atomics, on a GPU) give another rounding each time, which is let through.
+
+Does NOT see state that comes to the same for two samples. Where these fail by themselves nothing is compared.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.device.base import Backend
+from plimsoll.errors import OutOfMemoryError, PlimsollWarning, TornStepError
+from plimsoll.ranks import Ranks
+from plimsoll.records.run import OomEvent
+from plimsoll.run.boundary import Position, attempt, without_fail
+from plimsoll.run.undo import Stateful, Undo
+from plimsoll.workload import batch_size_of, pick_samples
+
+LossOf = Callable[[], Tensor]
+
+_MOST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""What rounding explains of the difference of two norms, as a share of them."""
+_NUM_SAMPLES = 2
+
+_REMEDY = (
+    "give what keeps it as extra_state=[...], objects with state_dict and load_state_dict, or allow retries all the "
+    "same with allow_hidden_state=True (job.yaml: allow: [hidden_state])"
+)
+
+
+class _Print(NamedTuple):
+    """What a tensor holds, without a copy of it: a hash of its bits, its norm, and how far rounding may change that."""
+
+    bits: int
+    norm: float
+    most_difference: float
+
+    def is_near(self, other: _Print) -> bool:
+        """Whether the other differs by no more than rounding."""
+        most = self.most_difference * max(self.norm, other.norm)
+        return self.bits == other.bits or abs(self.norm - other.norm) <= most
+
+
+class _Pass(NamedTuple):
+    """Prints of the loss, of the gradients, and of what was written."""
+
+    loss: float
+    prints: list[_Print]
+
+
+class Retry:
+    """What one training needs to do a step again.
+
+    Args:
+        roots: where training code can keep something, by name; ``"model"`` and ``"loss"`` among them.
+        backend: of the device.
+        position: where the training is.
+        extra_state: objects of the user's whose state is put back, too.
+        allow_hidden_state: whether to retry although state was found that is not put back.
+        observes: whether passes are real; those of a dry run are not.
+
+    Attributes:
+        undo: remembers and puts back.
+        hidden: what was found to be not put back, or ``None``.
+        is_exact: whether two passes had the same bits; ``None`` where none were compared.
+    """
+
+    def __init__(
+        self, roots: Mapping[str, Any], backend: Backend, position: Position, *, extra_state: Sequence[Stateful] = (),
+        allow_hidden_state: bool = False, observes: bool = True,
+    ) -> None:  # fmt: skip
+        self.undo = Undo(roots, backend, extra_state, observes)
+        self.hidden: str | None = None
+        self.is_exact: bool | None = None
+        self._model: nn.Module = roots["model"]
+        self._backend, self._position, self._allows = backend, position, allow_hidden_state
+
+    def remember(self, batch: Any, loss_of: LossOf | None, parameters: Sequence[nn.Parameter] | None) -> None:
+        """Take the state as it is now for the one to go back to, and see once for each kind of batch that it is all.
+
+        Args:
+            batch: the whole batch.
+            loss_of: computes the loss of the first samples; ``None`` where nothing is to be compared.
+            parameters: whose gradients are compared; ``None`` where passes must not go backward.
+        """
+        self.undo.remember(batch)
+        if loss_of is None or not self.undo.is_due:
+            return
+        one_pass = partial(self._pass, loss_of, parameters)
+        with warnings.catch_warnings(action="ignore"):
+            found = without_fail(lambda: attempt(partial(self._compare, one_pass), self._backend, self._position))
+        self._go_back(parameters)
+        if isinstance(found, str | OomEvent):  # what the step itself does, or survives, these samples need not
+            self._backend.release()
+        elif found is not None:
+            self._note(found)
+
+    def observing(self) -> AbstractContextManager[None]:
+        """See what passes write, as long as passes of their kind have not been seen."""
+        return self.undo.observing() if self.undo.is_due else nullcontext()
+
+    def put_back(self, others: Callable[[], None]) -> None:
+        """Put everything back, by ``others`` what is not the undo's; where memory runs out in that, once more.
+
+        Raises:
+            TornStepError: if memory ran out in it twice.
+        """
+
+        def work() -> None:
+            others()
+            self.undo.restore()
+
+        event = attempt(work, self._backend, self._position)
+        if event is not None:
+            self._backend.release()
+            event = attempt(work, self._backend, self._position)
+        if event is not None:
+            raise TornStepError(
+                f"memory ran out while step {self._position.step + 1} was undone ({event.shortage}), and again in a "
+                "second try: the model may be changed; reload the last checkpoint, and give a larger budget"
+            )
+
+    def refuse(self, event: OomEvent, ranks: Ranks) -> None:
+        """Refuse to go on after an event, where not all that the step has changed is put back.
+
+        Raises:
+            OutOfMemoryError: if that is known, and not allowed.
+        """
+        why = self.hidden
+        if self.undo.lost:
+            why = f"what it has written is not put back: {', '.join(dict.fromkeys(self.undo.lost))}"
+        if ranks.agree(why is not None and not self._allows):
+            raise OutOfMemoryError(
+                f"memory ran out in the {event.phase} phase of step {event.step} ({event.shortage}), and the step is "
+                f"not done again, because {why or 'another rank has state that is not put back'}; {_REMEDY}"
+            )
+
+    # -- the proof -----------------------------------------------------------------------------------------------------
+
+    def _compare(self, one_pass: Callable[[], _Pass]) -> str | None:
+        """Why two passes differ, if they do."""
+        first, second = one_pass(), one_pass()
+        self.is_exact = first.prints == second.prints
+        same_number = len(first.prints) == len(second.prints)
+        if same_number and all(one.is_near(other) for one, other in zip(first.prints, second.prints, strict=True)):
+            return None
+        outputs: list[list[tuple[str, list[_Print]]]] = []
+        for _ in range(2):
+            with _noting_outputs(self._model) as kept:
+                one_pass()
+            outputs.append(kept)
+        return _said(first, second, *outputs)
+
+    def _pass(self, loss_of: LossOf, parameters: Sequence[nn.Parameter] | None) -> _Pass:
+        self._go_back(parameters)
+        self._position.phase = "forward"
+        with self.undo.observing():
+            loss = loss_of()
+            if parameters is not None:
+                self._position.phase = "backward"
+                loss.backward()  # type: ignore[no-untyped-call]
+            self.undo.passed()
+        gradients = [one.grad for one in parameters or () if one.grad is not None]
+        return _Pass(float(loss), [_print_of(one) for one in (loss, *gradients, *self.undo.written())])
+
+    def _go_back(self, parameters: Sequence[nn.Parameter] | None) -> None:
+        for parameter in parameters or ():
+            parameter.grad = None
+        self.undo.restore()
+
+    def _note(self, why: str) -> None:
+        self.hidden = why
+        what = "retries all the same, as allowed" if self._allows else f"raises an out-of-memory error; {_REMEDY}"
+        warnings.warn(f"{why}. Plimsoll {what}", PlimsollWarning, stacklevel=2)
+
+
+def first_samples(batch: Any) -> Any:
+    """The samples of a batch that are compared: few, and as many as BatchNorm needs."""
+    return pick_samples(batch, range(min(_NUM_SAMPLES, batch_size_of(batch))))
+
+
+def _print_of(tensor: Tensor) -> _Print:
+    dense = tensor.detach()
+    if dense.layout != torch.strided:
+        dense = dense.coalesce().values()
+    bits = int(torch.hash_tensor(dense))
+    if not dense.is_floating_point():
+        return _Print(bits, 0.0, 0.0)
+    norm = float(torch.linalg.vector_norm(dense, dtype=torch.promote_types(dense.dtype, torch.float32)))
+    return _Print(bits, norm, _MOST_DIFFERENCE.get(dense.dtype, 0.0))
+
+
+@contextmanager
+def _noting_outputs(model: nn.Module) -> Iterator[list[tuple[str, list[_Print]]]]:
+    """Keep prints of what the modules return, in the order in which they do."""
+    kept: list[tuple[str, list[_Print]]] = []
+
+    def note(name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        kept.append((name, [_print_of(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]))
+
+    hooks = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules()]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _said(
+    first: _Pass, second: _Pass, one: list[tuple[str, list[_Print]]], other: list[tuple[str, list[_Print]]]
+) -> str:
+    """Where two passes differ first, for a person."""
+    pairs = zip(one, other, strict=False)
+    differing = next((ours for ours, theirs in pairs if ours != theirs), None)
+    if differing is None:
+        where = "every module returns the same, so it is in the loss, in a hook or in a backward pass"
+    else:
+        where = f"the first module that returns something else is {differing[0] or 'the model itself'}"
+    what = f"a loss of {first.loss:g} and then of {second.loss:g}" if first.loss != second.loss else "other gradients"
+    return (
+        f"two passes of the same samples from the same state have {what}: there is state that is not put back ({where})"
+    )
