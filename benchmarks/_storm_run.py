@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import plimsoll
 from _storm_state import State, differences, state_of
-from plimsoll.errors import OutOfMemoryError, PlimsollError, TornStepError
+from plimsoll.errors import PlimsollError, PlimsollWarning, TornStepError
 
 ABSURD_BYTES = 1 << 60
 NUM_SAMPLES = 4
@@ -112,95 +112,126 @@ def _line_of_ours() -> str:
     return "?"
 
 
-HOW = ("once", "twice", "from there on")
+NEVER, ONCE, TWICE, FROM_THERE_ON = "never", "once", "twice", "from there on"
 
 
 class Plan(NamedTuple):
-    """Which allocations of which step fail: one, this one and the next, or all from there on (see `HOW`)."""
+    """Which allocations of which step fail: none, one, this one and the next, or all from there on."""
 
     step: int
-    allocation: int
-    how: str = "once"
+    allocation: int = 0
+    how: str = ONCE
 
     def fails(self, number: int) -> bool:
-        if self.how == "from there on":
+        if self.how == FROM_THERE_ON:
             return number >= self.allocation
-        return number == self.allocation or (self.how == "twice" and number == self.allocation + 1)
+        return number == self.allocation or (self.how == TWICE and number == self.allocation + 1)
+
+
+EQUAL, DIFFERENT, RAW, NAMED, UNCHANGED, CHANGED, NO_SUCH = (
+    "equal", "different", "raw error", "refused by name", "out of memory, unchanged", "out of memory, changed", ""
+)  # fmt: skip
+OUTCOMES = (EQUAL, DIFFERENT, RAW, NAMED, UNCHANGED, CHANGED)
 
 
 class Trial(NamedTuple):
-    """What came of a failure: `kind` is one of `OUTCOMES`, or empty where the step has no such allocation."""
+    """What came of a failure: one of `OUTCOMES`, or `NO_SUCH` where the step has no such allocation."""
 
     outcome: str
     said: str = ""
     where: str = ""
 
 
-EQUAL, DIFFERENT, RAW, REFUSED, UNCHANGED, CHANGED, NO_SUCH = (
-    "equal", "different", "raw error", "refused", "out of memory, unchanged", "out of memory, changed", ""
-)  # fmt: skip
-OUTCOMES = (EQUAL, DIFFERENT, RAW, REFUSED, UNCHANGED, CHANGED)
+class Run:
+    """A kind of training, and what has been done of it."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind, self.training = kind, kind.made()
+        self.step = step_of(self.training)
+        self.cuts: list[tuple[int, int]] = []
+        self.losses: list[float] = []
+        self.num_allocations: list[int] = []
+        self.failed: list[str] = []
+
+    def do(self, number: int, fails: Callable[[int], bool] = lambda _: False) -> None:
+        """Do a step, counted from 1."""
+        failing = Failing(fails, lambda: self.step.position.phase)
+        with failing:
+            self.failed = failing.failed
+            result = self.step(self.training.batches[number - 1])
+        self.num_allocations.append(failing.num_allocations)
+        self.cuts.append((result.micro_batch, result.rung))
+        self.losses.append(result.loss)
+
+    def differing(self, references: dict[Any, State]) -> list[str]:
+        """What is not as in the same training without failures, at its end."""
+        self.step.close()
+        return differences(
+            _reference(self.kind, self.cuts, references), {**self.training.state(), "losses": self.losses}
+        )
 
 
 def tried(kind: Kind, plan: Plan, references: dict[Any, State]) -> Trial:
     """Train up to a step, let it fail, go on for one more, and compare."""
-    training = kind.made()
-    step = step_of(training)
-    cuts: list[tuple[int, int]] = []
-    losses: list[float] = []
-    for batch in training.batches[: plan.step - 1]:
-        _note(step(batch), cuts, losses)
-    before = training.state()
-    batch = training.batches[plan.step - 1]
-    failing, error = Failing(plan.fails, lambda: step.position.phase), None
-    with failing:
-        try:
-            result = step(batch)
-        except BaseException as raised:  # noqa: BLE001 - what it is, is what is to be found out
-            error = raised.with_traceback(None)
-    if not failing.failed:
-        return Trial(NO_SUCH)
-    where = " ... ".join(dict.fromkeys([failing.failed[0], failing.failed[-1]]))
-    if isinstance(error, TornStepError) or (error is not None and not isinstance(error, PlimsollError)):
-        outcome = CHANGED if isinstance(error, TornStepError) else RAW
-        return Trial(outcome, f"{type(error).__name__}: {str(error)[:200]}", where)
-    if error is not None and (changed := differences(before, training.state())):
-        return Trial(CHANGED, f"{_some(changed)} after {type(error).__name__}: {error}", where)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", PlimsollWarning)
+        trial = _tried(Run(kind), plan, references)
+    named = [str(one.message) for one in warned if "not put back" in str(one.message)]
+    if trial.outcome == DIFFERENT and named:
+        return trial._replace(outcome=NAMED, said=f"{trial.said}, as warned: {named[0]}")
+    return trial
+
+
+def _tried(run: Run, plan: Plan, references: dict[Any, State]) -> Trial:
+    for number in range(1, plan.step):
+        run.do(number)
+    before, error = run.training.state(), None
     try:
-        _note(step(batch) if error is not None else result, cuts, losses)
-        _note(step(training.batches[plan.step]), cuts, losses)
-        step.close()
+        run.do(plan.step, plan.fails)
+    except BaseException as raised:  # noqa: BLE001 - what it is, is what is to be found out
+        error = raised.with_traceback(None)
+    if not run.failed and (error is not None or plan.how != NEVER):
+        return Trial(NO_SUCH) if error is None else Trial(RAW, f"without a failure {_said(error)}")
+    where = " ... ".join(dict.fromkeys([*run.failed[:1], *run.failed[-1:]]))
+    if error is not None and (outcome := _outcome_of(error)) is not None:
+        return Trial(outcome, _said(error), where)
+    if error is not None and (changed := differences(before, run.training.state())):
+        return Trial(CHANGED, f"{_some(changed)} after {_said(error)}", where)
+    try:
+        for number in range(plan.step + (error is None), plan.step + 2):
+            run.do(number)
+        found = run.differing(references)
     except Exception as later:  # noqa: BLE001
-        said = f"afterwards {type(later).__name__}: {str(later)[:200]}"
-        return Trial(RAW if error is None else CHANGED, said, where)
-    found = differences(_reference(kind, cuts, references), {**training.state(), "losses": losses})
-    if error is not None:
-        is_oom = isinstance(error, OutOfMemoryError)
-        outcome = CHANGED if found else UNCHANGED if is_oom else REFUSED
-        return Trial(outcome, f"{_some(found)} after {type(error).__name__}: {error}", where)
-    return Trial(DIFFERENT, f"{_some(found)} with cuts {cuts}", where) if found else Trial(EQUAL, "", where)
+        return Trial(RAW if error is None else CHANGED, f"afterwards {_said(later)}", where)
+    if error is None:
+        return Trial(DIFFERENT, f"{_some(found)} with cuts {run.cuts}", where) if found else Trial(EQUAL, "", where)
+    return Trial(CHANGED if found else UNCHANGED, f"{_some(found)} after {_said(error)}", where)
+
+
+def _outcome_of(error: BaseException) -> str | None:
+    """What an error comes to whatever the state is; ``None`` where it must be as before."""
+    if not isinstance(error, PlimsollError):
+        return RAW
+    if isinstance(error, TornStepError):
+        return CHANGED
+    return NAMED if "not put back" in str(error) else None
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def num_allocations(kind: Kind, steps: Sequence[int]) -> list[int]:
     """How many allocations these steps make where nothing fails."""
-    training, numbers = kind.made(), []
-    step = step_of(training)
-    for batch in training.batches[: max(steps)]:
-        with Failing(lambda _: False) as counting:
-            step(batch)
-        numbers.append(counting.num_allocations)
-    step.close()
-    return [numbers[step - 1] for step in steps]
+    run = Run(kind)
+    for number in range(1, max(steps) + 1):
+        run.do(number)
+    return [run.num_allocations[step - 1] for step in steps]
 
 
 def step_of(training: Training) -> plimsoll.TrainStep:
     options = {"units": "samples", **training.options}
     return plimsoll.TrainStep(training.model, training.optimizer, training.loss, **options)
-
-
-def _note(result: plimsoll.StepResult, cuts: list[tuple[int, int]], losses: list[float]) -> None:
-    cuts.append((result.micro_batch, result.rung))
-    losses.append(result.loss)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -253,8 +284,3 @@ def forced(training: Training, cuts: Sequence[tuple[int, int]]) -> list[float]:
         losses.append(step(batch).loss)
     step.close()
     return losses
-
-
-def quiet() -> None:
-    """Let Plimsoll warn without a line for each of thousands of trainings."""
-    warnings.simplefilter("ignore")
