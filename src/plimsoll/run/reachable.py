@@ -4,20 +4,21 @@ Followed are attributes, lists, dicts, sets and deques, variables that a functio
 the modules that it names, too), what methods and partials are bound to, hooks of modules, tensors and optimizers, and
 class attributes. Each of these is a `Place`, whose content can be copied (one level, not what is in it) and put back.
 
-Not followed: objects of the libraries in `_LIBRARIES` other than modules, optimizers and schedules (of a trainer its own
-attributes are, and the containers in them), data loaders and data sets, whose position is not a step's, and what only
-C code, an iterator or a running function holds. A container of more than `_MOST_ITEMS` items is copied but not looked
-through, and after `_MOST_PLACES` places nothing more is.
+Not followed: objects of the libraries in `_LIBRARIES` other than modules, optimizers and schedules (of a trainer its
+own attributes are, and the containers in them), data loaders and data sets, whose position is not a step's, and what
+only C code, an iterator or a running function holds; iterators are named. A container of more than `_MOST_ITEMS` items
+is copied but not looked through, and after `_MOST_PLACES` places nothing more is.
 """
 
 from __future__ import annotations
 
 import inspect
+import io
 import random
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
@@ -26,6 +27,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _LIBRARIES = frozenset(
     {"accelerate", "datasets", "lightning", "lightning_fabric", "lightning_utilities", "numpy", "peft", "plimsoll",
@@ -37,6 +39,7 @@ _NEVER = (
     str, bytes, bytearray, int, float, complex, type(None), CodeType, ModuleType, torch.dtype, torch.device, torch.Size,
     torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler, torch.amp.GradScaler,
 )  # fmt: skip
+_POSITIONS_OF_NO_STEP = (io.IOBase, _BaseDataLoaderIter)
 _GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_NAMES = ("_parameters", "_buffers", "_modules")
@@ -176,6 +179,7 @@ class Reached:
         arrays: of numpy.
         modules: of torch.
         generators: of random numbers, but for torch's, Python's and numpy's global ones.
+        iterators: names of what has a position that cannot be put back.
         is_whole: whether nothing was left out for its size.
         seen: all that was looked at, by its id, and kept for the id to stay its own.
     """
@@ -185,6 +189,7 @@ class Reached:
     arrays: list[tuple[str, numpy.ndarray[Any, Any]]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
+    iterators: list[str] = field(default_factory=list)
     is_whole: bool = True
     seen: dict[int, Any] = field(default_factory=dict)
 
@@ -224,6 +229,7 @@ class _Walk:
     def _look_into(self, name: str, value: Any) -> None:
         if isinstance(value, Tensor):
             self.reached.tensors[id(value)] = name, value
+            self._put(name, Attributes(value))
             for hooks in _HOOKS_OF_TENSORS:
                 self._waiting.extend(
                     (f"a hook of {name}", hook) for hook in (getattr(value, hooks, None) or {}).values()
@@ -242,6 +248,8 @@ class _Walk:
             self._look_into_items(name, value)
         elif isinstance(value, type):
             self._look_into_class(name, value)
+        elif isinstance(value, Iterator) and not isinstance(value, _POSITIONS_OF_NO_STEP):
+            self.reached.iterators.append(name)
         else:
             self._look_into_object(name, value)
 

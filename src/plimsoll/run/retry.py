@@ -3,8 +3,9 @@
 A retry is right only if all state that a step reads is put back (`plimsoll.run.undo`), and who looks for state may
 overlook some. So before the first step goes on, two of its samples go forward and backward, everything is put back, and
 they go again: loss, gradients and what the pass has written must be the same. What differs by more than rounding comes
-from state that nobody sees: from then on an out-of-memory error is raised in place of a retry, and says where that state
-enters. Kernels that add in any order (atomics, on a GPU) give another rounding each time, which is let through.
+from state that nobody sees: from then on an out-of-memory error is raised in place of a retry, and says where that
+state enters. Kernels that add in any order (atomics, on a GPU) give another rounding each time, which is let through.
+Where an iterator is kept, whose position cannot be put back, nothing is tried, and nothing retried.
 
 Does NOT see state that comes to the same for two samples. Where these fail by themselves nothing is compared.
 """
@@ -34,6 +35,7 @@ LossOf = Callable[[], Tensor]
 _MOST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """What rounding explains of the difference of two norms, as a share of them."""
 _NUM_SAMPLES = 2
+_MOST_NAMES = 3
 
 _REMEDY = (
     "give what keeps it as extra_state=[...], objects with state_dict and load_state_dict, or allow retries all the "
@@ -98,6 +100,10 @@ class Retry:
         """
         self.undo.remember(batch)
         if loss_of is None or not self.undo.is_due:
+            return
+        if iterators := self.undo.iterators():
+            what = "is an iterator, whose position" if len(iterators) == 1 else "are iterators, whose positions"
+            self._note(f"{' and '.join(iterators[:_MOST_NAMES])} {what} cannot be put back")
             return
         one_pass = partial(self._pass, loss_of, parameters)
         with warnings.catch_warnings(action="ignore"):
@@ -182,6 +188,8 @@ class Retry:
         self.undo.restore()
 
     def _note(self, why: str) -> None:
+        if self.hidden == why:
+            return
         self.hidden = why
         what = "retries all the same, as allowed" if self._allows else f"raises an out-of-memory error; {_REMEDY}"
         warnings.warn(f"{why}. Plimsoll {what}", PlimsollWarning, stacklevel=2)
@@ -230,6 +238,4 @@ def _said(
     else:
         where = f"the first module that returns something else is {differing[0] or 'the model itself'}"
     what = f"a loss of {first.loss:g} and then of {second.loss:g}" if first.loss != second.loss else "other gradients"
-    return (
-        f"two passes of the same samples from the same state have {what}: there is state that is not put back ({where})"
-    )
+    return f"two passes of the same samples have {what}, so there is state that is not put back ({where})"

@@ -388,7 +388,7 @@ class TrainStep:
     def _once(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
         """Gradients from a state that is remembered."""
         loss_of = partial(self._loss_of, batch) if self.ranks.is_alone else None
-        self._retry.remember(batch, loss_of, None if self.workload.copy_outside else self._parameters)
+        self._retry.remember(batch, loss_of, None if self.workload.copy_outside else [*self._all_parameters()])
         with self._retry.observing():
             loss = self._gradients(batch, micro_batch, own, shape)
             self._retry.undo.passed()

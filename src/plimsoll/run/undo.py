@@ -17,25 +17,23 @@ Does NOT see a first write in a later step that counts no version (through ``.da
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-import numpy
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from plimsoll.device import cudnn_dropout, onednn
 from plimsoll.device.base import Backend
+from plimsoll.outside import is_marked
 from plimsoll.run.boundary import fitting
 from plimsoll.run.reachable import Place, Reached, may_hold_state, reached_from
-from plimsoll.run.written import Writes, bytes_of, key_of
+from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
+from plimsoll.run.written import Writes, has_storage, key_of
 
 _MOST_ARRAY_BYTES = 1 << 20
 """Arrays of numpy up to this size are copied before each step: no counter says whether they were written."""
@@ -59,9 +57,10 @@ class _Before:
 
     reached: Reached
     contents: list[Any]
-    copies: list[tuple[Any, Any]] = field(default_factory=list)
-    versions: list[tuple[str, Tensor, int]] = field(default_factory=list)
-    generators: list[tuple[Any, Any]] = field(default_factory=list)
+    places: list[tuple[str, SavedPlace]] = field(default_factory=list)
+    copies: list[tuple[str, SavedTensor | SavedArray]] = field(default_factory=list)
+    generators: list[SavedGenerator] = field(default_factory=list)
+    versions: list[tuple[str, Tensor, int, int]] = field(default_factory=list)
 
     def changed(self) -> Iterator[tuple[str, Place, Any]]:
         """The places that have other things in them now: name, place, and what was in it."""
@@ -93,7 +92,8 @@ class Undo:
         self._moving: set[str] = set()  # names of places that passes have changed
         self._failed: list[tuple[str, Place, Any, Any]] = []  # other places: contents before a failed try and after it
         self._left: list[tuple[str, Place, Any]] = []  # those of them that were left as they were after it
-        self._written: set[str] = set()  # names of tensors that passes have written
+        self._written: set[str] = set()  # names of tensors and arrays that passes have written
+        self._placed: set[str] = set()  # names of tensors that passes have put into another storage
         self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
         self._writes: Writes | None = None
         self._observes, self._has_observed = observes, False
@@ -114,15 +114,15 @@ class Undo:
         self._random_state = self._backend.random_state()
         if self._reached is None:
             self._reached = reached_from(self._roots.items())
-        before = self._remembered(self._reached)
-        roots = [("batch", batch), *self._news(before)]
-        self._before = [before, self._remembered(reached_from(roots, self._reached))]
-        self._extra = [copy.deepcopy(one.state_dict()) for one in self._extra_state]
         self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
+        before = self._remembered(self._reached, is_new=False)
+        roots = [("batch", batch), *self._news(before)]
+        self._before = [before, self._remembered(reached_from(roots, self._reached), is_new=True)]
+        self._extra = [copy.deepcopy(one.state_dict()) for one in self._extra_state]
 
     def remember_also(self, batch: Any) -> None:
         """Take one more batch as it is now; the rest is as it was when the first was remembered."""
-        self._before.append(self._remembered(reached_from([("batch", batch)], self._reached)))
+        self._before.append(self._remembered(reached_from([("batch", batch)], self._reached), is_new=True))
 
     def forget(self) -> None:
         """Let go of what was remembered, and look for everything anew: techniques are about to change the modules."""
@@ -142,7 +142,7 @@ class Undo:
     def observing(self) -> Iterator[None]:
         """See what the block writes that was there before it; it can be put back, in the block and after it."""
         try:
-            with Writes() as self._writes:  # type: ignore[no-untyped-call]
+            with Writes() as self._writes:
                 yield
         finally:
             self._take_writes()
@@ -153,6 +153,11 @@ class Undo:
         self._take_writes()
         self._written.update(self._newly_written())
         self._num_steps += 1
+        if self._writes is not None:
+            copies = [one for before in self._before for one in before.copies]
+            self._written.update(name for name, saved in copies if name not in self._written and saved.is_changed())
+            places = [one for before in self._before for one in before.places]
+            self._placed.update(name for name, saved in places if name not in self._placed and saved.is_changed())
         if self._writes is not None or self._num_steps >= self._next_look:
             self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
             self._moving.update(name for before in self._before for name, _, _ in before.changed())
@@ -162,6 +167,7 @@ class Undo:
         if self.is_due:
             self._has_observed = True
             self._kinds.add(self._kind)
+            self._spare = {name: content for name, content in self._spare.items() if name in self._written}
         for before in self._before:
             before.versions = []  # the update writes what is trained
 
@@ -198,7 +204,12 @@ class Undo:
 
     def written(self) -> list[Tensor]:
         """The tensors of before that passes write, whole storages as bytes where they have one."""
-        return [one for before in self._before for one, _ in before.copies if isinstance(one, Tensor)]
+        copies = (saved for before in self._before for _, saved in before.copies)
+        return [saved.value for saved in copies if isinstance(saved, SavedTensor)]
+
+    def iterators(self) -> list[str]:
+        """Names of iterators that are kept where training code may go on with them."""
+        return [name for before in self._before for name in before.reached.iterators]
 
     def settle(self, *, all_of_it: bool = False) -> bool:
         """Put back what was left but is changed by passes that go through, too, or all; returns whether any was."""
@@ -223,10 +234,10 @@ class Undo:
         for before in self._before:
             for _, place, content in before.changed():
                 place.fill(content)
-            for value, content in before.copies:
-                value.copy_(content) if isinstance(value, Tensor) else numpy.copyto(value, content)
-            for generator, state in before.generators:
-                _put_state(generator, state)
+            for _, saved in (*before.places, *before.copies):
+                saved.restore()
+            for generator in before.generators:
+                generator.restore()
         for one, state in zip(self._extra_state, self._extra, strict=bool(self._extra)):
             one.load_state_dict(copy.deepcopy(state))
         if self._random_state:
@@ -235,41 +246,42 @@ class Undo:
     # -- before a step -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _remembered(self, reached: Reached) -> _Before:
+    def _remembered(self, reached: Reached, *, is_new: bool) -> _Before:
         before = _Before(reached, [place.content() for _, place in reached.places])
+        is_due = self.is_due
+        buffers = {id(one) for module in reached.modules for one in module._buffers.values()} if is_new else ()
         for name, tensor in reached.tensors.values():
-            if self._is_copied(name, tensor):
-                before.copies.append(self._copied(name, tensor))
-            elif not tensor.is_inference():  # which counts no versions
-                before.versions.append((name, tensor, tensor._version))
+            if self._is_copied(name, tensor, is_known=not is_due and id(tensor) not in buffers):
+                before.copies.append((name, self._copied(name, tensor)))
+            if (is_due or name in self._placed) and has_storage(tensor) and not is_marked(tensor):
+                before.places.append((name, SavedPlace.of(tensor)))
+            if not tensor.is_inference():  # which counts no versions
+                before.versions.append((name, tensor, tensor._version, _address(tensor)))
         for name, array in reached.arrays:
-            if array.flags.writeable and (array.nbytes <= _MOST_ARRAY_BYTES or name in self._written):
-                before.copies.append((array, array.copy()))
-        before.generators = [(generator, _state_of(generator)) for _, generator in reached.generators]
+            is_copied = is_due or array.nbytes <= _MOST_ARRAY_BYTES or name in self._written
+            if is_copied and array.flags.writeable:
+                before.copies.append((name, SavedArray(array, array.copy())))
+        before.generators = [SavedGenerator.of(generator) for _, generator in reached.generators]
         return before
 
-    def _is_copied(self, name: str, tensor: Tensor) -> bool:
+    def _is_copied(self, name: str, tensor: Tensor, *, is_known: bool) -> bool:
         """Whether a tensor is copied before the step: one that some step has written is.
 
-        As long as no step was observed, and of what cannot be, all are copied that are small, or buffers of floats
+        In a step that is observed, and of what cannot be, all are copied that are small, or buffers of floats
         (BatchNorm's, whose kernels count no versions), but for parameters and the batch.
         """
         if name in self._written:
             return True
-        is_seen = (
-            self._has_observed and not isinstance(tensor, FakeTensor) and not is_traceable_wrapper_subclass(tensor)
-        )
+        is_seen = is_known and self._has_observed and has_storage(tensor)
         if is_seen or isinstance(tensor, nn.Parameter) or tensor.requires_grad or name.startswith("batch"):
             return False
         return tensor.is_floating_point() or tensor.nbytes <= _SMALL_BYTES
 
-    def _copied(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """What to write to, and what it holds, in the memory of the last copy where that is as large."""
-        whole = bytes_of(tensor)
-        spare = self._spare.get(name)
-        if spare is None or spare.shape != whole.shape or spare.device != whole.device:
-            spare = self._spare[name] = torch.empty_like(whole)
-        return whole, spare.copy_(whole)
+    def _copied(self, name: str, tensor: Tensor) -> SavedTensor:
+        """Copy it, into the memory of the last copy where that is as large."""
+        saved = SavedTensor.of(tensor, self._spare.get(name))
+        self._spare[name] = saved.content
+        return saved
 
     def _news(self, before: _Before) -> Iterator[tuple[str, Any]]:
         """What has come, since everything was looked for, into places that change."""
@@ -287,19 +299,20 @@ class Undo:
         if self._writes is None or not self._before:
             return
         reached = [one for before in self._before for one in before.reached.tensors.values()]
-        names = {key_of(tensor): name for name, tensor in reversed(reached) if bytes_of(tensor) is not tensor}
-        for key, (tensor, held, line) in self._writes.written.items():
-            self._before[0].copies.append((bytes_of(tensor), held))
+        reached += [(name, saved.before) for before in self._before for name, saved in before.places]
+        names = {key_of(tensor): name for name, tensor in reversed(reached) if has_storage(tensor)}
+        for key, (storage, content, shape, line) in self._writes.written.items():
+            name = names.get(key, f"a tensor of shape {shape} that {line} writes")
+            self._before[0].copies.append((name, SavedTensor(storage, content)))
             if key in names:
-                self._written.add(names[key])
+                self._written.add(name)
             elif line is not None:
-                name = f"a tensor of shape {tuple(tensor.shape)} that {line} writes"
-                self._new_strangers.append((name, StorageWeakRef(tensor.untyped_storage())))
+                self._new_strangers.append((name, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
         self._writes.written.clear()
 
     def _unknown(self) -> Iterator[str]:
         """What may have been changed, and was not looked at before the step."""
-        yield from (name for name, storage in self._strangers if not storage.expired())
+        yield from (name for name, storage in self._strangers if not storage.expired())  # type: ignore[no-untyped-call]
         if self._before:
             seen = {**self._before[0].reached.seen, **self._before[1].reached.seen}
             for name, _, content, _ in self._failed:
@@ -308,8 +321,13 @@ class Undo:
                     yield name
 
     def _newly_written(self) -> list[str]:
-        versions = (one for before in self._before for one in before.versions)
-        return [name for name, tensor, version in versions if tensor._version != version and name not in self._written]
+        """What was written, or put into another storage, and is not among what is put back."""
+        found = []
+        for name, tensor, version, address in (one for before in self._before for one in before.versions):
+            is_elsewhere = _address(tensor) != address and name not in self._placed
+            if is_elsewhere or (tensor._version != version and name not in self._written):
+                found.append(name)
+        return found
 
 
 @contextmanager
@@ -344,20 +362,5 @@ def _is_same(one: Any, other: Any) -> bool:
     return all(value is kept for value, kept in zip(one, other, strict=True))
 
 
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, numpy.random.RandomState):
-        return generator.get_state()
-    return copy.deepcopy(generator.bit_generator.state)
-
-
-def _put_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator | numpy.random.RandomState):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.bit_generator.state = state
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if has_storage(tensor) else 0

@@ -1,7 +1,7 @@
 """What a block writes of what was there before it: seen by a dispatch mode, and copied before the first write.
 
-The mode sees every operator of torch that runs in the block, its backward passes included. A storage that an operator of
-the block returned is new; any other that an operator writes was there before, whoever holds it: a buffer, a frozen
+The mode sees every operator of torch that runs in the block, its backward passes included. A storage that an operator
+of the block returned is new; any other that an operator writes was there before, whoever holds it: a buffer, a frozen
 parameter, the batch, a tensor in a closure. It is copied as a whole just before, so that the block can be undone.
 
 Does NOT see writes that pass torch's dispatcher by: numpy's, those of C extensions and of kernels that are launched by
@@ -10,10 +10,11 @@ hand, and operators whose schema does not say that they write (BatchNorm's, whic
 
 from __future__ import annotations
 
-import sys
+import traceback
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +25,17 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.run.reachable import is_of_library
 
-_SKIPPED = ("torch", __name__)
+_SKIPPED = ("torch.", "traceback", __name__)
 _WRITTEN_IN_TRAINING = ("running_mean", "running_var")
 """Arguments of BatchNorm's kernels, which their schemas do not mark (``native_functions.yaml`` of torch 2.13)."""
 
 
 class Write(NamedTuple):
-    """A tensor through which a storage was first written, what the storage held before, and the user's line, if any."""
+    """A storage that was written, its bytes before that, the shape of a tensor in it, and the user's line, if any."""
 
-    tensor: Tensor
-    held: Tensor
+    storage: torch.UntypedStorage
+    content: Tensor
+    shape: tuple[int, ...]
     line: str | None
 
 
@@ -41,7 +43,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes, while it is in force, the tensors through which storages of before are written.
 
     Attributes:
-        written: such a tensor of each storage, with the bytes that the storage held before the first write.
+        written: each such storage, by its `key_of`.
     """
 
     def __init__(self) -> None:
@@ -57,14 +59,15 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(tensor)
         result = func(*args, **options)
         if _makes_new(func):
-            self._new.update(key_of(leaf) for leaf in tree_leaves(result) if _has_storage(leaf))
+            self._new.update(key_of(leaf) for leaf in tree_leaves(result) if has_storage(leaf))
         return result
 
     def _note(self, tensor: Tensor) -> None:
         key = key_of(tensor)
         if key not in self._new and key not in self._seen:
             self._seen.add(key)
-            self.written[key] = Write(tensor, bytes_of(tensor).clone(), _line_of_user())
+            storage = tensor.untyped_storage()
+            self.written[key] = Write(storage, bytes_in(storage).clone(), tuple(tensor.shape), _line_of_user())
 
 
 def key_of(tensor: Tensor) -> int:
@@ -74,16 +77,25 @@ def key_of(tensor: Tensor) -> int:
 
 def _line_of_user() -> str | None:
     """The line that called torch, unless a library did."""
-    frame = sys._getframe(1)
-    while frame is not None and (is_of_library(name := frame.f_globals.get("__name__")) and name.startswith(_SKIPPED)):
-        frame = frame.f_back
-    if frame is None or is_of_library(frame.f_globals.get("__name__")):
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    caller = next((frame for frame in frames if not _module_of(frame).startswith(_SKIPPED)), None)
+    if caller is None or is_of_library(_module_of(caller)):
         return None
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
 
 
-def _has_storage(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not is_traceable_wrapper_subclass(leaf)
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def has_storage(leaf: Any) -> bool:
+    """Whether a value is a tensor with a plain storage of its own."""
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.layout == torch.strided
+        and not isinstance(leaf, FakeTensor)
+        and not is_traceable_wrapper_subclass(leaf)
+    )
 
 
 @cache
@@ -105,12 +117,12 @@ def _places_of_writes(func: Any) -> tuple[tuple[int, str], ...]:
 def _written_by(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Tensor]:
     for place, name in _places_of_writes(func):
         value = args[place] if place < len(args) else options.get(name)
-        yield from (leaf for leaf in tree_leaves(value) if _has_storage(leaf))
+        yield from (leaf for leaf in tree_leaves(value) if has_storage(leaf))
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor as bytes; of one that has no plain storage the tensor itself, detached."""
-    if isinstance(tensor, FakeTensor) or not _has_storage(tensor):
-        return tensor.detach()
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload,no-any-return]
+def bytes_in(owner: Any) -> Tensor:
+    """The whole of a storage as bytes; a tensor as it is."""
+    if isinstance(owner, Tensor):
+        return owner
+    whole = torch.empty(0, dtype=torch.uint8, device=owner.device)
+    return whole.set_(owner, 0, (owner.nbytes(),))  # type: ignore[call-overload,no-any-return]

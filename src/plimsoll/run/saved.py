@@ -1,0 +1,117 @@
+"""What a tensor, an array of numpy or a generator of random numbers held before a step, and how it is put back."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from plimsoll.run.written import bytes_in, has_storage
+
+
+@dataclass(slots=True)
+class SavedTensor:
+    """The bytes of a whole storage, which views and ties share; of a tensor that has no plain one, its values."""
+
+    owner: Any
+    content: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor, spare: Tensor | None = None) -> SavedTensor:
+        """Copy, into the memory of an earlier copy if that is as large."""
+        owner = tensor.untyped_storage() if has_storage(tensor) else tensor.detach()
+        whole = bytes_in(owner)
+        if spare is None or spare.shape != whole.shape or spare.device != whole.device or spare.dtype != whole.dtype:
+            spare = torch.empty_like(whole)
+        return cls(owner, spare.copy_(whole))
+
+    @property
+    def value(self) -> Tensor:
+        """What is there now."""
+        return bytes_in(self.owner)
+
+    def is_changed(self) -> bool:
+        """Whether it holds something else now."""
+        return self.value.shape != self.content.shape or not torch.equal(self.value, self.content)
+
+    def restore(self) -> None:
+        """Put it back, and its size."""
+        if self.value.shape != self.content.shape:
+            self.owner.resize_(self.content.nbytes)
+        self.value.copy_(self.content)
+
+
+@dataclass(slots=True)
+class SavedArray:
+    """The values of an array of numpy."""
+
+    array: numpy.ndarray[Any, Any]
+    content: numpy.ndarray[Any, Any]
+
+    def is_changed(self) -> bool:
+        """Whether it holds something else now."""
+        return self.array.tobytes() != self.content.tobytes()
+
+    def restore(self) -> None:
+        """Put it back."""
+        numpy.copyto(self.array, self.content)
+
+
+@dataclass(slots=True)
+class SavedPlace:
+    """Which storage a tensor is in, and where: ``p.data = other``, ``set_`` and ``resize_`` change that."""
+
+    tensor: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> SavedPlace:
+        """Note it, which keeps the storage alive."""
+        return cls(tensor, tensor.detach())
+
+    def is_changed(self) -> bool:
+        """Whether it is somewhere else now."""
+        return place_of(self.tensor) != place_of(self.before)
+
+    def restore(self) -> None:
+        """Put it back."""
+        if self.is_changed():
+            self.tensor.data = self.before
+
+
+@dataclass(slots=True)
+class SavedGenerator:
+    """The state of a generator of random numbers."""
+
+    generator: Any
+    state: Any
+
+    @classmethod
+    def of(cls, generator: Any) -> SavedGenerator:
+        """Copy it."""
+        if isinstance(generator, torch.Generator):
+            return cls(generator, generator.get_state())
+        if isinstance(generator, random.Random):
+            return cls(generator, generator.getstate())
+        if isinstance(generator, numpy.random.RandomState):
+            return cls(generator, generator.get_state())
+        return cls(generator, copy.deepcopy(generator.bit_generator.state))
+
+    def restore(self) -> None:
+        """Put it back."""
+        if isinstance(self.generator, torch.Generator | numpy.random.RandomState):
+            self.generator.set_state(self.state)
+        elif isinstance(self.generator, random.Random):
+            self.generator.setstate(self.state)
+        else:
+            self.generator.bit_generator.state = self.state
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Where the values of a tensor are."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
