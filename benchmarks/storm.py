@@ -175,7 +175,7 @@ def main() -> None:
     """Storm what is asked for; ends with 1 if anything is not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="TEXT", help="only kinds with this in their name or group")
-    parser.add_argument("--failures", type=int, default=60, metavar="N", help="most of a kind; 0 for all. Default: 60")
+    parser.add_argument("--failures", type=int, default=40, metavar="N", help="most of a kind; 0 for all. Default: 40")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--list", action="store_true", help="name the kinds, and run none")
     add_out(parser)
