@@ -38,6 +38,7 @@ from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.outcome import at_least_fp32
 from plimsoll.run.pieces import shape_of
 from plimsoll.run.rungs import samples_of
+from plimsoll.run.undo import Stateful
 from plimsoll.workload import LossFunction, Units, Workload, model_loss, move_batch
 
 if TYPE_CHECKING:
@@ -198,6 +199,8 @@ def step(
     recut_batch_norm: bool = False,
     recut_loss: bool = False,
     never_cut: bool = False,
+    extra_state: Sequence[Stateful] = (),
+    allow_hidden_state: bool = False,
     grow_after: int = 50,
 ) -> AccelerateStep:
     """Make the step of a model and an optimizer that ``accelerator.prepare`` returned: call it with each batch.
@@ -219,6 +222,8 @@ def step(
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
         never_cut: keep every batch whole.
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is put back with a step, too.
+        allow_hidden_state: retry although state was found that is not put back.
         grow_after: clean batches after which the next larger micro-batch is tried.
 
     Raises:
@@ -254,5 +259,7 @@ def step(
         recut_batch_norm=recut_batch_norm,
         recut_loss=recut_loss,
         never_cut=never_cut,
+        extra_state=extra_state,
+        allow_hidden_state=allow_hidden_state,
         grow_after=grow_after,
     )

@@ -38,6 +38,7 @@ from plimsoll.records.plan import Choice, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.outcome import at_least_fp32
+from plimsoll.run.undo import Stateful
 from plimsoll.workload import Units, batch_size_of
 
 try:
@@ -86,6 +87,8 @@ class OomProof(Callback):
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
         never_cut: keep every batch whole.
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is put back with a step, too.
+        allow_hidden_state: retry although state was found that is not put back.
         grow_after: clean batches after which the next larger micro-batch is tried.
         logs_memory: give ``plimsoll/peak_bytes``, ``plimsoll/used_bytes``, ``plimsoll/micro_batch`` and
             ``plimsoll/oom`` (errors survived so far) to the trainer's loggers, as often as they are given anything
@@ -103,6 +106,8 @@ class OomProof(Callback):
         recut_batch_norm: bool = False,
         recut_loss: bool = False,
         never_cut: bool = False,
+        extra_state: Sequence[Stateful] = (),
+        allow_hidden_state: bool = False,
         grow_after: int = 50,
         logs_memory: bool = True,
     ) -> None:
@@ -113,6 +118,8 @@ class OomProof(Callback):
             "recut_batch_norm": recut_batch_norm,
             "recut_loss": recut_loss,
             "never_cut": never_cut,
+            "extra_state": extra_state,
+            "allow_hidden_state": allow_hidden_state,
             "grow_after": grow_after,
         }
         refuse_both(budget, batch, self._options)

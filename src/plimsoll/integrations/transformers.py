@@ -66,6 +66,7 @@ from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.known_losses import known_units
 from plimsoll.run.rungs import samples_of
+from plimsoll.run.undo import Stateful
 from plimsoll.workload import Precision, Units, count_units
 
 _NEEDED = (
@@ -101,6 +102,8 @@ def fit(
     recut_batch_norm: bool = False,
     recut_loss: bool = False,
     never_cut: bool = False,
+    extra_state: Sequence[Stateful] = (),
+    allow_hidden_state: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
     **train_options: Any,
 ) -> TrainOutput:
@@ -119,6 +122,8 @@ def fit(
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
         never_cut: keep every batch whole.
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is put back with a step, too.
+        allow_hidden_state: retry although state was found that is not put back.
         on_oom: called with each event as it is recovered from.
         train_options: as ``train_arguments``.
 
@@ -132,7 +137,8 @@ def fit(
     """
     with protected(
         trainer, budget=budget, units=units, batch=batch, rungs=rungs, recut_batch_norm=recut_batch_norm,
-        recut_loss=recut_loss, never_cut=never_cut, on_oom=on_oom,
+        recut_loss=recut_loss, never_cut=never_cut, extra_state=extra_state, allow_hidden_state=allow_hidden_state,
+        on_oom=on_oom,
     ):  # fmt: skip
         return trainer.train(*train_arguments, **train_options)
 
@@ -143,15 +149,18 @@ def protected(
     *,
     budget: str | int | None = None, units: Units | None = None, batch: Any = None,
     rungs: Sequence[Sequence[Choice]] | None = None, recut_batch_norm: bool = False, recut_loss: bool = False,
-    never_cut: bool = False,
+    never_cut: bool = False, extra_state: Sequence[Stateful] = (), allow_hidden_state: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
 ) -> Iterator[Protection]:  # fmt: skip
     """Protect a trainer while the block runs, for what calls ``trainer.train`` itself; arguments are those of `fit`."""
     refuse_both(budget, batch, {"rungs": rungs})
     _refuse(trainer)
     with ExitStack() as stack:
-        cuts = {"recut_batch_norm": recut_batch_norm, "recut_loss": recut_loss, "never_cut": never_cut}
-        guard = _Guard(trainer, units, rungs, cuts, on_oom)
+        said = {
+            "recut_batch_norm": recut_batch_norm, "recut_loss": recut_loss, "never_cut": never_cut,
+            "extra_state": extra_state, "allow_hidden_state": allow_hidden_state,
+        }  # fmt: skip
+        guard = _Guard(trainer, units, rungs, said, on_oom)
         if budget is not None:
             sample = _first_batch(trainer, guard.backend) if batch is None else batch
             plan = guard.protection.plan = _planned(guard, budget, sample)
@@ -234,7 +243,7 @@ def _planned(guard: _Guard, budget: str | int, sample: Any) -> Plan:
         partial(loss_of, trainer, others, items),
         budget=budget,
         units=guard.units or units_of(sample, model),
-        loss_check=loss_check_of_trainer(trainer, optimizer, guard.units_of, sample, guard.cuts),
+        loss_check=loss_check_of_trainer(trainer, optimizer, guard.units_of, sample, guard.said),
         device=trainer.args.device,
         offered=_OFFERED if guard.says_what_counts(sample) else _OFFERED - {"micro_batch"},
         clip_norm=trainer.args.max_grad_norm or None,
@@ -251,15 +260,15 @@ class _Guard:
 
     def __init__(
         self, trainer: transformers.Trainer, units: Units | None, rungs: Sequence[Sequence[Choice]] | None,
-        cuts: dict[str, bool], on_oom: Callable[[OomEvent], None] | None,
+        said: dict[str, Any], on_oom: Callable[[OomEvent], None] | None,
     ) -> None:  # fmt: skip
         self.trainer, self.rungs = trainer, rungs
         self.backend = backend_for(str(trainer.args.device))
         self.protection = Protection()
-        self.cuts, self.units, self._on_oom = cuts, units, on_oom
+        self.said, self.units, self._on_oom = said, units, on_oom
         self.adds_nothing = adds_nothing(trainer)
         self._training: _Training | None = None
-        evaluated = EvaluatedLoss(trainer, units, self.units_of, cuts, self.backend)
+        evaluated = EvaluatedLoss(trainer, units, self.units_of, said, self.backend)
         self.evaluations = Evaluations(
             trainer, self.backend, units_of=self.units_of, refuse_unclear=self.refuse_unclear,
             why_whole=evaluated.why_whole, note=self.note,
@@ -366,7 +375,7 @@ class _Training:
             optimizer.optimizer,
             units=guard.units_of,
             rungs=guard.rungs,
-            **guard.cuts,
+            **guard.said,
             remember=partial(put_back_of_scaler, trainer.accelerator, optimizer),
             loss=self._computed_loss,
             takes_any=True,

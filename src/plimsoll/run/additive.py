@@ -36,7 +36,7 @@ from plimsoll.device.base import Backend
 from plimsoll.errors import InputError
 from plimsoll.records.loss_check import LossCheck, Verdict
 from plimsoll.records.run import OomEvent
-from plimsoll.run.boundary import Position, without_fail
+from plimsoll.run.boundary import Position, attempt_twice, without_fail
 from plimsoll.run.known_losses import is_usual, known_additive, known_reason
 from plimsoll.run.pieces import mean_loss, shape_of, weighted_pieces
 from plimsoll.run.telling_rows import Kinds, first_rows, joined_samples, telling_rows
@@ -131,8 +131,8 @@ class Additivity:
         ``loss_of`` computes a piece as the caller's loop does; by default by ``workload.loss``.
         """
         workload = self._workload
-        if workload.kept_whole is None and self._is_due(batch):
-            self.found = self._check(batch, loss_of or self._loss_of) or self.found
+        if workload.kept_whole is None:
+            self.found = self._asked(batch, loss_of or self._loss_of)
         if self.found is not None and not self.found.may_cut:
             workload.kept_whole = Reason(self.found.why, self.found.remedy)
         return workload.kept_whole
@@ -141,6 +141,14 @@ class Additivity:
         """What was found since this was asked last, but for what a user has said."""
         told, self._told = self._told, self.found
         return self.found if self._num_cuts and self.found is not told else None
+
+    def _asked(self, batch: Any, loss_of: LossOf) -> LossCheck | None:
+        def ask() -> LossCheck | None:
+            return (self._check(batch, loss_of) if self._is_due(batch) else None) or self.found
+
+        # Ranks agree in it, so that none may begin again by itself.
+        outcome = attempt_twice(ask, self._backend, self._position) if self._workload.ranks.is_alone else ask()
+        return _no_room("samples were compared", outcome) if isinstance(outcome, OomEvent) else outcome
 
     def _is_due(self, batch: Any) -> bool:
         """Whether there is something to find out, on any rank."""
@@ -176,11 +184,7 @@ class Additivity:
         compared = pick_samples(rows, range(found.num_samples)) if isinstance(found, _Found) else None
         self._kinds.note(self._new, compared, is_own=self._has_own_rows)
         if isinstance(found, OomEvent):
-            return LossCheck(
-                verdict="not shown",
-                why=f"memory ran out while the loss of two samples was computed at once ({found.shortage})",
-                remedy=_ALLOW,
-            )
+            return _no_room("the loss of two samples was computed at once", found)
         return None if found is None else _verdict(found, self._workload, self._num_cuts, self._num_checks)
 
     def _whole(self, batch: Any, loss_of: LossOf) -> None:
@@ -302,6 +306,10 @@ def loss_check_of(  # noqa: PLR0917 -- as for `Additivity`
     if additivity.found is None and additivity.is_known:
         return _KNOWN
     return additivity.found or not_computed("the loss of the samples that were given is no number")
+
+
+def _no_room(what: str, event: OomEvent) -> LossCheck:
+    return LossCheck(verdict="not shown", why=f"memory ran out while {what} ({event.shortage})", remedy=_ALLOW)
 
 
 def not_computed(why: str) -> LossCheck:

@@ -59,6 +59,15 @@ def attempt(work: Callable[[], T], backend: Backend, position: Position) -> T | 
     return event
 
 
+def attempt_twice(work: Callable[[], T], backend: Backend, position: Position) -> T | OomEvent:
+    """Run ``work``, which may be begun again: once more where memory runs out, after what is cached is given back."""
+    outcome = attempt(work, backend, position)
+    if isinstance(outcome, OomEvent):
+        backend.release()
+        outcome = attempt(work, backend, position)
+    return outcome
+
+
 def _family(error: BaseException, backend: Backend) -> str | None:
     if isinstance(error, PeerOutOfMemory):
         return error.family

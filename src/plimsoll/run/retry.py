@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.device.base import Backend
-from plimsoll.errors import OutOfMemoryError, PlimsollWarning, TornStepError
+from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning, TornStepError
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
-from plimsoll.run.boundary import Position, attempt, without_fail
+from plimsoll.run.boundary import Position, attempt, attempt_twice, without_fail
 from plimsoll.run.undo import Stateful, Undo
 from plimsoll.workload import batch_size_of, pick_samples
 
@@ -39,7 +39,7 @@ _MOST_NAMES = 3
 
 _REMEDY = (
     "give what keeps it as extra_state=[...], objects with state_dict and load_state_dict, or allow retries all the "
-    "same with allow_hidden_state=True (job.yaml: allow: [hidden_state])"
+    "same with allow_hidden_state=True"
 )
 
 
@@ -50,17 +50,29 @@ class _Print(NamedTuple):
     norm: float
     most_difference: float
 
-    def is_near(self, other: _Print) -> bool:
-        """Whether the other differs by no more than rounding."""
-        most = self.most_difference * max(self.norm, other.norm)
+    def is_near(self, other: _Print, largest_norm: float = 0.0) -> bool:
+        """Whether the other differs by no more than rounding, of what is as large as ``largest_norm``."""
+        most = self.most_difference * max(self.norm, other.norm, largest_norm)
         return self.bits == other.bits or abs(self.norm - other.norm) <= most
 
 
 class _Pass(NamedTuple):
     """Prints of the loss, of the gradients, and of what was written."""
 
-    loss: float
-    prints: list[_Print]
+    loss: _Print
+    gradients: list[_Print]
+    written: list[_Print]
+
+    def is_near(self, other: _Pass) -> bool:
+        """Whether the other differs by no more than rounding; a gradient may be nothing but that (before BatchNorm)."""
+        if (len(self.gradients), len(self.written)) != (len(other.gradients), len(other.written)):
+            return False
+        largest = max((one.norm for one in (*self.gradients, *other.gradients)), default=0.0)
+        gradients = zip(self.gradients, other.gradients, strict=True)
+        written = zip((self.loss, *self.written), (other.loss, *other.written), strict=True)
+        return all(one.is_near(two, largest) for one, two in gradients) and all(
+            one.is_near(two) for one, two in written
+        )
 
 
 class Retry:
@@ -75,6 +87,7 @@ class Retry:
         observes: whether passes are real; those of a dry run are not.
 
     Attributes:
+        extra_state: as it was given.
         undo: remembers and puts back.
         hidden: what was found to be not put back, or ``None``.
         is_exact: whether two passes had the same bits; ``None`` where none were compared.
@@ -84,11 +97,26 @@ class Retry:
         self, roots: Mapping[str, Any], backend: Backend, position: Position, *, extra_state: Sequence[Stateful] = (),
         allow_hidden_state: bool = False, observes: bool = True,
     ) -> None:  # fmt: skip
-        self.undo = Undo(roots, backend, extra_state, observes)
+        self.extra_state = tuple(extra_state)
+        self.undo = Undo(roots, backend, self.extra_state, observes)
         self.hidden: str | None = None
         self.is_exact: bool | None = None
         self._model: nn.Module = roots["model"]
         self._backend, self._position, self._allows = backend, position, allow_hidden_state
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        """Give the extra state back that a checkpoint has.
+
+        Raises:
+            InputError: if it has that of more objects, or of fewer.
+        """
+        if len(states) != len(self.extra_state):
+            raise InputError(
+                f"the state of {len(states)} objects was saved, but extra_state has {len(self.extra_state)}: give the "
+                "same ones"
+            )
+        for one, state in zip(self.extra_state, states, strict=True):
+            one.load_state_dict(state)
 
     def remember(self, batch: Any, loss_of: LossOf | None, parameters: Sequence[nn.Parameter] | None) -> None:
         """Take the state as it is now for the one to go back to, and see once for each kind of batch that it is all.
@@ -107,9 +135,9 @@ class Retry:
             return
         one_pass = partial(self._pass, loss_of, parameters)
         with warnings.catch_warnings(action="ignore"):
-            found = without_fail(lambda: attempt(partial(self._compare, one_pass), self._backend, self._position))
+            found = attempt(partial(self._compare, one_pass), self._backend, self._position)
         self._go_back(parameters)
-        if isinstance(found, str | OomEvent):  # what the step itself does, or survives, these samples need not
+        if isinstance(found, OomEvent):
             self._backend.release()
         elif found is not None:
             self._note(found)
@@ -129,10 +157,7 @@ class Retry:
             others()
             self.undo.restore()
 
-        event = attempt(work, self._backend, self._position)
-        if event is not None:
-            self._backend.release()
-            event = attempt(work, self._backend, self._position)
+        event = attempt_twice(work, self._backend, self._position)
         if event is not None:
             raise TornStepError(
                 f"memory ran out while step {self._position.step + 1} was undone ({event.shortage}), and again in a "
@@ -156,12 +181,13 @@ class Retry:
 
     # -- the proof -----------------------------------------------------------------------------------------------------
 
-    def _compare(self, one_pass: Callable[[], _Pass]) -> str | None:
+    def _compare(self, one_pass: Callable[[], _Pass | None]) -> str | None:
         """Why two passes differ, if they do."""
         first, second = one_pass(), one_pass()
-        self.is_exact = first.prints == second.prints
-        same_number = len(first.prints) == len(second.prints)
-        if same_number and all(one.is_near(other) for one, other in zip(first.prints, second.prints, strict=True)):
+        if first is None or second is None:
+            return None
+        self.is_exact = first == second
+        if first.is_near(second):
             return None
         outputs: list[list[tuple[str, list[_Print]]]] = []
         for _ in range(2):
@@ -170,17 +196,26 @@ class Retry:
             outputs.append(kept)
         return _said(first, second, *outputs)
 
-    def _pass(self, loss_of: LossOf, parameters: Sequence[nn.Parameter] | None) -> _Pass:
+    def _pass(self, loss_of: LossOf, parameters: Sequence[nn.Parameter] | None) -> _Pass | None:
+        """One pass from the remembered state; ``None`` where so few samples fail, as the whole batch need not."""
         self._go_back(parameters)
-        self._position.phase = "forward"
-        with self.undo.observing():
+        loss: Tensor | None = None
+
+        def forward_backward() -> None:
+            nonlocal loss
+            self._position.phase = "forward"
             loss = loss_of()
+            self._position.phase = "backward"
             if parameters is not None:
-                self._position.phase = "backward"
                 loss.backward()  # type: ignore[no-untyped-call]
             self.undo.passed()
+
+        with self.undo.observing():
+            failure = without_fail(forward_backward)
+        if failure is not None or loss is None:
+            return None
         gradients = [one.grad for one in parameters or () if one.grad is not None]
-        return _Pass(float(loss), [_print_of(one) for one in (loss, *gradients, *self.undo.written())])
+        return _Pass(_print_of(loss), [*map(_print_of, gradients)], [*map(_print_of, self.undo.written())])
 
     def _go_back(self, parameters: Sequence[nn.Parameter] | None) -> None:
         for parameter in parameters or ():
@@ -204,7 +239,7 @@ def _print_of(tensor: Tensor) -> _Print:
     dense = tensor.detach()
     if dense.layout != torch.strided:
         dense = dense.coalesce().values()
-    bits = int(torch.hash_tensor(dense))
+    bits = int(torch.hash_tensor(dense).view(torch.int64))
     if not dense.is_floating_point():
         return _Print(bits, 0.0, 0.0)
     norm = float(torch.linalg.vector_norm(dense, dtype=torch.promote_types(dense.dtype, torch.float32)))
@@ -237,5 +272,5 @@ def _said(
         where = "every module returns the same, so it is in the loss, in a hook or in a backward pass"
     else:
         where = f"the first module that returns something else is {differing[0] or 'the model itself'}"
-    what = f"a loss of {first.loss:g} and then of {second.loss:g}" if first.loss != second.loss else "other gradients"
+    what = "other gradients" if first.loss.bits == second.loss.bits else "other losses"
     return f"two passes of the same samples have {what}, so there is state that is not put back ({where})"

@@ -255,12 +255,14 @@ class TrainStep:
             "rungs": self._rungs.names,
             "scaler": self._scaler.state_dict() if self._scaler else None,
             "schedule": schedule.state_dict() if schedule else None,
+            "extra_state": [one.state_dict() for one in self._retry.extra_state],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.position.step = state["step"]
         self.ladder = None
+        self._retry.load(state.get("extra_state", ()))
         self._learned = state["ladder"] if state.get("rungs", []) == self._rungs.names else None  # of another plan
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])

@@ -204,8 +204,8 @@ class Undo:
 
     def written(self) -> list[Tensor]:
         """The tensors of before that passes write, whole storages as bytes where they have one."""
-        copies = (saved for before in self._before for _, saved in before.copies)
-        return [saved.value for saved in copies if isinstance(saved, SavedTensor)]
+        copies = dict(one for before in self._before for one in before.copies)
+        return [saved.value for saved in copies.values() if isinstance(saved, SavedTensor)]
 
     def iterators(self) -> list[str]:
         """Names of iterators that are kept where training code may go on with them."""
@@ -234,7 +234,7 @@ class Undo:
         for before in self._before:
             for _, place, content in before.changed():
                 place.fill(content)
-            for _, saved in (*before.places, *before.copies):
+            for _, saved in (*before.places, *reversed(before.copies)):  # the oldest copy of a storage is the last
                 saved.restore()
             for generator in before.generators:
                 generator.restore()

@@ -47,7 +47,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.written: dict[int, Write] = {}
         self._seen: set[int] = set()
         self._new: set[int] = set()

@@ -362,3 +362,14 @@ def test_a_loss_that_is_a_module_or_a_method_is_left_alone_too():
         with left_alone({"model": model, "loss": loss}, backend_for("cpu")):
             loss(model, torch.ones(2))
         assert float(centred.centre + centred.queue.sum()) == 0
+
+
+def test_what_only_numpy_writes_is_put_back_by_the_oldest_copy():
+    """Also where it was put back once in the block: that is a write, too, and the copy before it has the new values."""
+    model = nn.Module()
+    model.register_buffer("mean", torch.zeros(2))
+    with left_alone({"model": model}, backend_for("cpu")) as before:
+        model.mean.numpy()[:] += 1
+        before.restore()
+        model.mean.numpy()[:] += 1
+    assert torch.equal(model.mean, torch.zeros(2))

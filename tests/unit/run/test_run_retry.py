@@ -1,0 +1,204 @@
+"""A step is done again only where that is the same step: two passes from the same state must come to the same."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import plimsoll
+from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning
+
+
+def run_out():
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+class Net(nn.Module):
+    """Adds to its output what ``noise`` returns."""
+
+    def __init__(self, noise=lambda: 0.0):
+        super().__init__()
+        self.body, self.head, self.noise = nn.Linear(4, 8), nn.Linear(8, 3), [noise]
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x))) + self.noise[0]() * torch.arange(3)
+
+
+def batch_of(seed=0, num_samples=8):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(num_samples, 4, generator=generator),
+        "y": torch.randint(3, (num_samples,), generator=generator),
+    }
+
+
+def step_of(model, fails=(), **options):
+    """A step whose loss runs out of memory in those of its calls that are not from a check (they have 8 samples)."""
+    calls = itertools.count()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Loss:
+        __module__ = "torch"  # not looked into: what it counts stays
+
+        def __call__(self, model, batch):
+            loss = nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+            if len(batch["x"]) == 8 and next(calls) in fails:
+                run_out()
+            return loss
+
+    return plimsoll.TrainStep(model, optimizer, Loss(), units="samples", never_cut=True, **options)
+
+
+class Hidden:
+    """Counts where nothing looks: in an object of C."""
+
+    def __init__(self):
+        self._file = bytearray(8)
+
+    def __call__(self):
+        self._file[0] += 1
+        return float(self._file[0])
+
+    def state_dict(self):
+        return {"count": self._file[0]}
+
+    def load_state_dict(self, state):
+        self._file[0] = state["count"]
+
+
+def test_a_model_whose_state_is_seen_is_retried_without_a_word():
+    torch.manual_seed(0)
+    model = Net()
+    with warnings.catch_warnings(action="error"):
+        step = step_of(model, fails={0})
+        step(batch_of())
+    assert step._retry.is_exact
+    assert step._retry.hidden is None
+
+
+def test_the_check_leaves_nothing_behind():
+    """Weights are those of the plain loop, dropout's masks included."""
+
+    def trained(train):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+        train(model)
+        return torch.cat([value.flatten().double() for value in model.state_dict().values()])
+
+    def plain(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            batch = batch_of(seed)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
+            optimizer.step()
+
+    def ours(model):
+        step = step_of(model)
+        for seed in range(3):
+            step(batch_of(seed))
+
+    assert torch.equal(trained(plain), trained(ours))
+
+
+def test_state_that_is_not_seen_is_named_and_an_error_is_raised_in_place_of_a_retry():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Net(Hidden()))
+    step = step_of(model, fails={1})
+    with pytest.warns(PlimsollWarning, match="state that is not put back.*the first module.* is 1"):
+        step(batch_of())
+    before = [value.clone() for value in model.parameters()]
+    with pytest.raises(OutOfMemoryError, match=r"not done again.*extra_state=\[.*allow_hidden_state=True"):
+        step(batch_of(1))
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_what_is_given_as_extra_state_is_put_back():
+    def trained(fails):
+        torch.manual_seed(0)
+        noise = Hidden()
+        model = Net(noise)
+        step = step_of(model, fails, extra_state=[noise])
+        for seed in range(3):
+            step(batch_of(seed))
+        return [value.detach().clone() for value in model.parameters()], noise.state_dict()
+
+    with warnings.catch_warnings(action="error"):
+        (weights, count), (others, again) = trained({1}), trained(())
+    assert all(map(torch.equal, weights, others))
+    assert count == again == {"count": 3}
+
+
+def test_extra_state_is_saved_with_the_step():
+    noise = Hidden()
+    step = step_of(Net(noise), extra_state=[noise])
+    step(batch_of())
+    state = step.state_dict()
+    noise()
+    step.load_state_dict(state)
+    assert noise.state_dict() == {"count": 1}
+    with pytest.raises(InputError, match="the state of 0 objects was saved"):
+        step.load_state_dict(state | {"extra_state": []})
+
+
+def test_hidden_state_may_be_allowed_by_name():
+    torch.manual_seed(0)
+    step = step_of(Net(Hidden()), fails={1}, allow_hidden_state=True)
+    with pytest.warns(PlimsollWarning, match="as allowed"):
+        step(batch_of())
+    assert step(batch_of(1)).oom_events
+
+
+def test_an_iterator_is_named_and_not_moved_by_the_check():
+    torch.manual_seed(0)
+    numbers = iter(range(100))
+    step = step_of(Net(lambda: float(next(numbers))), fails={1})
+    with pytest.warns(PlimsollWarning, match="numbers is an iterator"):
+        step(batch_of())
+    assert next(numbers) == 1
+    with pytest.raises(OutOfMemoryError, match="numbers is an iterator"):
+        step(batch_of(1))
+
+
+def test_what_only_failures_change_is_left_where_nothing_else_is_left_to_try():
+    torch.manual_seed(0)
+    left = [True]
+
+    def loss(model, batch):
+        if left and left.pop():
+            run_out()
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    model = Net()
+    step = plimsoll.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, units="samples")
+    assert step(batch_of()).micro_batch == 4
+    assert not left
+
+
+def test_state_that_passes_change_is_put_back_although_failures_changed_it():
+    torch.manual_seed(0)
+    left, seen = [True], []
+
+    def loss(model, batch):
+        seen.append(len(batch["x"]))
+        if left and left.pop():
+            run_out()
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    model = Net()
+    step = plimsoll.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, units="samples")
+    assert step(batch_of()).micro_batch == 4
+    assert seen == [4, 4]
+
+
+def test_a_failed_undo_is_tried_again_and_then_says_that_the_step_is_torn():
+    model = Net()
+    step = step_of(model)
+    failures = [run_out]
+    step._retry.put_back(lambda: failures.pop()() if failures else None)
+    with pytest.raises(plimsoll.errors.TornStepError, match="while step 1 was undone"):
+        step._retry.put_back(run_out)
