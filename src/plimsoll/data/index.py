@@ -28,7 +28,7 @@ from plimsoll.data.formats import Layout, Reading
 from plimsoll.data.formats._scanning import text_begin
 from plimsoll.data.rows import FileFault, Rows, Source, sorted_names
 from plimsoll.data.scan import Scanned, format_named, scan_files
-from plimsoll.errors import DataError
+from plimsoll.errors import DataError, PlimsollWarning
 from plimsoll.identity import changes_of, identity_of
 from plimsoll.records.units import format_bytes
 from plimsoll.store import Facts, Progress, silent, stored
@@ -63,11 +63,11 @@ def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress:
         folder, partial(_write_index, shown=named, files=files, left_out=left_out, reading=reading, progress=progress)
     )
     if facts["whole_files"]:
-        warnings.warn(_whole_files(facts), RuntimeWarning, stacklevel=2)
+        warnings.warn(_whole_files(facts), PlimsollWarning, stacklevel=2)
     if num_suspects := facts.get("num_suspects", 0):
         rows = f"{num_suspects:,} rows may have" if num_suspects > 1 else "a row may have"
         said = f"{rows} swallowed others, the first: {facts['first_suspect']}"
-        warnings.warn(said, RuntimeWarning, stacklevel=2)
+        warnings.warn(said, PlimsollWarning, stacklevel=2)
     return Corpus(folder, facts | {"num_hidden": num_hidden})  # of now: a hidden file makes no other index
 
 

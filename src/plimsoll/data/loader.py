@@ -28,12 +28,12 @@ from plimsoll.data.order import BlockShuffle
 from plimsoll.data.transfer import Moving, Transfer
 from plimsoll.data.windows import Dataset
 from plimsoll.data.workers import Feed, Task
-from plimsoll.errors import CheckpointError, DataError
+from plimsoll.errors import CheckpointError, DataError, PlimsollWarning
 
 
 def warn(text: str) -> None:
     """Warn of something that was survived."""
-    warnings.warn(text, RuntimeWarning, stacklevel=2)
+    warnings.warn(text, PlimsollWarning, stacklevel=2)
 
 
 @dataclass(frozen=True)

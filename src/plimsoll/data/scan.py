@@ -26,7 +26,7 @@ import xxhash
 
 from plimsoll.data.formats import Format, Found, Layout, Part, csv, jsonl, packed, tagged, text
 from plimsoll.data.formats._scanning import null_fault, opened
-from plimsoll.errors import DataError
+from plimsoll.errors import DataError, PlimsollWarning
 from plimsoll.forked import forked_pool
 
 PART_BYTES = 2 << 20
@@ -109,7 +109,7 @@ class _Scanners:
             warnings.warn(
                 "a process that looked at the files was killed, perhaps by the kernel for lack of memory: going on "
                 "without, and slower; nothing is lost",
-                RuntimeWarning,
+                PlimsollWarning,
                 stacklevel=2,
             )
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from plimsoll.integrations.transaction import scaler_as_now
+from plimsoll.run.retry import scaler_as_now
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

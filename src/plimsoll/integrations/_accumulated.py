@@ -24,6 +24,7 @@ import transformers
 from torch import Tensor, nn
 
 from plimsoll.device.base import Backend, backend_for
+from plimsoll.errors import PlimsollWarning
 from plimsoll.integrations._inputs import units_of
 from plimsoll.integrations.transaction import shape_of_any
 from plimsoll.records.loss_check import LossCheck
@@ -72,6 +73,7 @@ def warn_if_undivided(
             f"compute_loss), it counts {num_batches} times in the loss that is logged and in the gradients with "
             f"gradient_accumulation_steps={num_batches}: divide it by {num_batches} in compute_loss, or set the "
             "router's coefficient so much lower",
+            PlimsollWarning,
             stacklevel=2,
         )
     elif abs(undivided - 1) <= _ALL:
@@ -80,6 +82,7 @@ def warn_if_undivided(
             "Trainer takes it to be divided. If it is the mean of its own batch, the loss that is logged and the "
             f"gradients are {num_batches} times too large with gradient_accumulation_steps={num_batches}: set "
             "trainer.loss_is_scaled_for_ga = False before it trains; True if it is divided by the accumulation itself",
+            PlimsollWarning,
             stacklevel=2,
         )
 

@@ -33,11 +33,12 @@ from torch import Tensor, nn
 from plimsoll.errors import InputError
 from plimsoll.integrations._lightning_logs import joined_values, mean, remember
 from plimsoll.integrations._planned import planned, refuse_both
-from plimsoll.integrations.transaction import ON_THE_MODEL, PutBack, Transaction, scaler_as_now
+from plimsoll.integrations.transaction import ON_THE_MODEL, PutBack, Transaction
 from plimsoll.records.plan import Choice, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.outcome import at_least_fp32
+from plimsoll.run.retry import scaler_as_now
 from plimsoll.run.undo import Stateful
 from plimsoll.workload import Units, batch_size_of
 

@@ -309,9 +309,7 @@ class Transaction:
 
     def _gradients(self, samples: int) -> Tensor:
         """Run the batches that are not done; returns the mean loss of the last one."""
-        with self._retry.observing():
-            total = self._passes(samples)
-            self._retry.undo.passed()
+        total = self._retry.until_settled(partial(self._passes, samples), self._put_back)
         self.position.phase = "clip"
         failpoint("clip")
         self.loss = total
@@ -320,20 +318,24 @@ class Transaction:
     def _passes(self, samples: int) -> Tensor:
         total = self.loss
         self._unreached.begin()
-        for number in range(self._num_done, len(self._window)):
-            batch, shape, one_pass, random_state, _ = self._window[number]
-            if (
-                self.is_again and random_state is not None
-            ):  # between two batches the caller may have drawn numbers, such as the next batch
-                self.backend.restore_random_state(random_state)
-            self.micro_batch = self.position.micro_batch = min(samples, shape.num_samples)
-            total = torch.zeros((), device=self.workload.device)
-            for piece, share, _ in self._pieces(batch, samples, shape):
-                self.position.phase = "forward"
-                failpoint("forward")
-                total = total + one_pass(piece, share) * share
-                failpoint("backward")
-            self._num_done = number + 1
+        with self._retry.observing():
+            for number in range(self._num_done, len(self._window)):
+                total = self._passes_of(self._window[number], samples)
+                self._num_done = number + 1
+            self._retry.undo.passed()
+        return total
+
+    def _passes_of(self, one: _Batch, samples: int) -> Tensor:
+        if self.is_again and one.random_state is not None:
+            # Between two batches the caller may have drawn numbers, such as the next batch.
+            self.backend.restore_random_state(one.random_state)
+        self.micro_batch = self.position.micro_batch = min(samples, one.shape.num_samples)
+        total = torch.zeros((), device=self.workload.device)
+        for piece, share, _ in self._pieces(one.batch, samples, one.shape):
+            self.position.phase = "forward"
+            failpoint("forward")
+            total = total + one.one_pass(piece, share) * share
+            failpoint("backward")
         return total
 
     def _pieces(self, batch: Any, samples: int, shape: Shape) -> Iterator[Piece]:
@@ -448,13 +450,6 @@ class Transaction:
             samples = min(self._ladder.sizes[rung].samples, largest.num_samples)
             raise OutOfMemoryError(no_way_out(event, samples, largest, self._whole.reason()))
         return following
-
-
-def scaler_as_now(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-    """Make a scaler with the same scale that has seen no gradients: what it noted of them cannot be taken back."""
-    fresh = type(scaler)(scaler._device, enabled=scaler.is_enabled())
-    fresh.load_state_dict(scaler.state_dict())
-    return fresh
 
 
 def shape_of_any(batch: Any, units: Units) -> Shape:

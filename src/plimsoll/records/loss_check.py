@@ -30,6 +30,11 @@ class LossCheck(Frozen):
     difference: float | None = None
     gradient_difference: float | None = None
 
+    @classmethod
+    def not_computed(cls, why: str) -> LossCheck:
+        """What is found where nothing could be computed."""
+        return cls(verdict="not computed", why=f"{why}: the training finds out before it cuts a batch")
+
     @property
     def may_cut(self) -> bool:
         """Whether a batch may be cut, as far as is known."""

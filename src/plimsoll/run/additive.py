@@ -305,16 +305,11 @@ def loss_check_of(  # noqa: PLR0917 -- as for `Additivity`
         additivity.before_cut(batch, loss_of)
     if additivity.found is None and additivity.is_known:
         return _KNOWN
-    return additivity.found or not_computed("the loss of the samples that were given is no number")
+    return additivity.found or LossCheck.not_computed("the loss of the samples that were given is no number")
 
 
 def _no_room(what: str, event: OomEvent) -> LossCheck:
     return LossCheck(verdict="not shown", why=f"memory ran out while {what} ({event.shortage})", remedy=_ALLOW)
-
-
-def not_computed(why: str) -> LossCheck:
-    """What is found where nothing could be computed."""
-    return LossCheck(verdict="not computed", why=f"{why}: the training finds out before it cuts a batch")
 
 
 class _Loss(NamedTuple):
@@ -464,7 +459,7 @@ def _said(workload: Workload, recut_loss: bool, never_cut: bool, is_known: bool)
     if reason is not None:
         return LossCheck(verdict="not additive", why=reason.why, remedy=reason.remedy)
     is_empty = any(isinstance(one, FakeTensor) or one.is_meta for one in workload.model.parameters())
-    return not_computed("the parameters have no values here") if is_empty and not is_known else None
+    return LossCheck.not_computed("the parameters have no values here") if is_empty and not is_known else None
 
 
 def _is_watched(workload: Workload) -> bool:

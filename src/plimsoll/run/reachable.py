@@ -5,8 +5,9 @@ the modules that it names, too), what methods and partials are bound to, hooks o
 class attributes. Each of these is a `Place`, whose content can be copied (one level, not what is in it) and put back.
 
 Not followed: objects of the libraries in `_LIBRARIES` other than modules, optimizers and schedules (of a trainer its
-own attributes are, and the containers in them), data loaders and data sets, whose position is not a step's, and what
-only C code, an iterator or a running function holds; iterators are named. A container of more than `_MOST_ITEMS` items
+own attributes are, and the containers in them), an optimizer that is no root (its update is a transaction of its own),
+data loaders and data sets, whose position is not a step's, and what only C code, an iterator or a running function
+holds; iterators are named. A container of more than `_MOST_ITEMS` items
 is copied but not looked through, and after `_MOST_PLACES` places nothing more is.
 """
 
@@ -211,9 +212,11 @@ class _Walk:
         self.reached = Reached()
         self._before = before
         self._waiting: deque[tuple[str, Any]] = deque()
+        self._roots: set[int] = set()
 
     def follow(self, roots: Iterable[tuple[str, Any]]) -> Reached:
         self._waiting.extend(roots)
+        self._roots = {id(root) for _, root in self._waiting}
         seen = self.reached.seen
         while self._waiting:
             name, value = self._waiting.popleft()
@@ -260,7 +263,10 @@ class _Walk:
             self.reached.is_whole = False
             return
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        self._waiting.extend((f"{name}[{key!r}]" if isinstance(key, int | str) else name, item) for key, item in pairs)
+        self._waiting.extend(
+            (f"{name}[{key!r}]" if isinstance(key, int | str) else f"{name}[#{number}]", item)
+            for number, (key, item) in enumerate(pairs)
+        )
 
     def _look_into_function(self, name: str, function: FunctionType) -> None:
         if is_of_library(function.__module__):
@@ -289,6 +295,8 @@ class _Walk:
     def _look_into_object(self, name: str, value: Any) -> None:
         kind = type(value)
         if not isinstance(value, _FOLLOWED) and is_of_library(kind.__module__):
+            return
+        if isinstance(value, torch.optim.Optimizer) and id(value) not in self._roots:
             return
         self._waiting.append((kind.__name__, kind))
         if isinstance(value, nn.Module):

@@ -11,13 +11,14 @@ would need an exchange before it is known that all ranks get through it; and doe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import InputError
 from plimsoll.ranks import Ranks
+from plimsoll.records.run import OomEvent
 
 BUCKET_BYTES = 4 << 20
 _EXCHANGE_BYTES = 8 << 20  # gloo's ring takes up to three segments of 1 MiB, and the sockets' own
@@ -37,6 +38,14 @@ class Reduction:
         self._numbers = torch.zeros(len(self._parameters) + 1, dtype=torch.float64)
         self._buckets: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._lacking: list[nn.Parameter] = []
+
+    def add_up_all(self, loss: float, together: Callable[[Callable[[], None]], OomEvent | None]) -> float | OomEvent:
+        """Add up the losses and the gradients of all ranks; ``together`` runs what may run out of memory on one."""
+        loss = self.add_up_loss(loss)
+        if self.has_gaps and (event := together(self.fill)) is not None:
+            return event
+        self.add_up()
+        return loss
 
     def prepare(self) -> None:
         """Allocate what the exchange takes; memory may run out here, and nothing has been exchanged.

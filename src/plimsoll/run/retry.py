@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from plimsoll.run.boundary import Position, attempt, attempt_twice, without_fail
 from plimsoll.run.undo import Stateful, Undo
 from plimsoll.workload import batch_size_of, pick_samples
 
+T = TypeVar("T")
 LossOf = Callable[[], Tensor]
 
 _MOST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -164,6 +165,15 @@ class Retry:
                 "second try: the model may be changed; reload the last checkpoint, and give a larger budget"
             )
 
+    def until_settled(self, passes: Callable[[], T], put_back: Callable[[], None]) -> T:
+        """Run passes, and once more where they show that what a failure had changed is state (see `Undo.leave`)."""
+        result = passes()
+        while self.undo.has_left_state:
+            put_back()
+            self.undo.settle()
+            result = passes()
+        return result
+
     def refuse(self, event: OomEvent, ranks: Ranks) -> None:
         """Refuse to go on after an event, where not all that the step has changed is put back.
 
@@ -233,6 +243,13 @@ class Retry:
 def first_samples(batch: Any) -> Any:
     """The samples of a batch that are compared: few, and as many as BatchNorm needs."""
     return pick_samples(batch, range(min(_NUM_SAMPLES, batch_size_of(batch))))
+
+
+def scaler_as_now(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    """Make a scaler with the same scale that has seen no gradients: what it noted of them cannot be taken back."""
+    fresh = type(scaler)(scaler._device, enabled=scaler.is_enabled())
+    fresh.load_state_dict(scaler.state_dict())
+    return fresh
 
 
 def _print_of(tensor: Tensor) -> _Print:

@@ -7,17 +7,21 @@ next exchanges nothing. Techniques that are for the whole run are installed once
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
 from typing import Any
 
 from plimsoll.device.base import Backend
-from plimsoll.errors import InputError
+from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning
+from plimsoll.ranks import Ranks
 from plimsoll.records.plan import Choice
 from plimsoll.records.run import OomEvent
+from plimsoll.run.boundary import Position
 from plimsoll.run.pieces import Shape
 from plimsoll.run.recover import Ladder, Size, action_of, micro_batch_sizes
+from plimsoll.run.together import attempt_together
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, installed, technique_of
 from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import Reason, Workload
@@ -129,6 +133,29 @@ class Rungs:
         with ExitStack() as stack:
             for _, one in leaving:
                 stack.push(one)
+
+
+def take_back(rungs: Rungs, workload: Workload, backend: Backend, position: Position) -> None:
+    """Take the techniques back; where there is no room for what is off the device, it stays there, with a warning.
+
+    Raises:
+        OutOfMemoryError: if a model that is shared out over the ranks is not whole again on all of them.
+    """
+    is_shared = workload.sharded is not None  # then all ranks close, and none waits for one that fails in it
+    event = attempt_together(rungs.close, backend, position, workload.ranks if is_shared else Ranks())
+    if isinstance(event, OomEvent) and is_shared:
+        raise OutOfMemoryError(
+            f"memory ran out while the model was put together from the parts of {workload.ranks.world_size} ranks "
+            f"({event.shortage}): its checkpoints are intact; give a larger budget, or train with fewer ranks, or "
+            "with one that has room for all of it"
+        )
+    if isinstance(event, OomEvent):
+        warnings.warn(
+            f"memory ran out while the techniques of the plan were taken back ({event.shortage}): parameters or "
+            "optimizer states stay in a file or in the host's memory, where they can be used and saved",
+            PlimsollWarning,
+            stacklevel=3,
+        )
 
 
 def ladder_of(

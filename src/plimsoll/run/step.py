@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -53,8 +52,8 @@ from plimsoll.run.outcome import Outcome, StepResult, at_least_fp32, note
 from plimsoll.run.pieces import NOTHING, Shape, Spare, mean_loss, no_way_out, parts_of_all, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size, state_after_death
 from plimsoll.run.reduction import Reduction
-from plimsoll.run.retry import Retry, first_samples
-from plimsoll.run.rungs import Rungs, after_oom, ladder_of
+from plimsoll.run.retry import Retry, first_samples, scaler_as_now
+from plimsoll.run.rungs import Rungs, after_oom, ladder_of, take_back
 from plimsoll.run.sparse import clip
 from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.run.undo import Stateful
@@ -107,23 +106,15 @@ class TrainStep:
         loss: LossFunction = model_loss,
         *,
         units: Units | None = None,
-        micro_batch: int | None = None,
-        rungs: Sequence[Sequence[Choice]] | None = None,
-        clip_norm: float | None = None,
-        schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+        micro_batch: int | None = None, rungs: Sequence[Sequence[Choice]] | None = None,
+        clip_norm: float | None = None, schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
         precision: Precision = "fp32",
-        recut_batch_norm: bool = False,
-        recut_loss: bool = False,
-        never_cut: bool = False,
-        extra_state: Sequence[Stateful] = (),
-        allow_hidden_state: bool = False,
-        grow_after: int = 50,
-        full_length: int | None = None,
-        backend: Backend | None = None,
-        position: Position | None = None,
-        files: MappedPool | None = None,
-        ranks: Ranks | None = None,
-    ) -> None:
+        recut_batch_norm: bool = False, recut_loss: bool = False, never_cut: bool = False,
+        extra_state: Sequence[Stateful] = (), allow_hidden_state: bool = False,
+        grow_after: int = 50, full_length: int | None = None,
+        backend: Backend | None = None, position: Position | None = None,
+        files: MappedPool | None = None, ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
         self.ranks = ranks or Ranks()
         device = device_of(model)
         kind = backend.kind if backend else device.type
@@ -209,8 +200,7 @@ class TrainStep:
         outcome: Outcome | OomEvent | None = None
         try:
             while not isinstance(outcome, Outcome):
-                size = min(ladder.sizes[rung].samples, shape.num_samples)
-                self.position.micro_batch = size
+                size = self.position.micro_batch = min(ladder.sizes[rung].samples, shape.num_samples)
                 outcome = self._run(batch, ladder.sizes[rung]._replace(samples=size), own, shape)
                 if isinstance(outcome, OomEvent):
                     self._put_back()
@@ -291,20 +281,7 @@ class TrainStep:
         """
         self._commit.forget()
         self.unreached.close()
-        is_shared = self.workload.sharded is not None  # then all ranks close, and none waits for one that fails in it
-        event = attempt_together(self._rungs.close, self.backend, self.position, self.ranks if is_shared else Ranks())
-        if isinstance(event, OomEvent) and is_shared:
-            raise OutOfMemoryError(
-                f"memory ran out while the model was put together from the parts of {self.ranks.world_size} ranks "
-                f"({event.shortage}): its checkpoints are intact; give a larger budget, or train with fewer ranks, or "
-                "with one that has room for all of it"
-            )
-        if isinstance(event, OomEvent):
-            warnings.warn(
-                f"memory ran out while the techniques of the plan were taken back ({event.shortage}): parameters or "
-                "optimizer states stay in a file or in the host's memory, where they can be used and saved",
-                stacklevel=2,
-            )
+        take_back(self._rungs, self.workload, self.backend, self.position)
 
     def drop_optimizer_states(self) -> None:
         """Give back the memory of the optimizer's states, when no step follows."""
@@ -328,7 +305,7 @@ class TrainStep:
                 refuse_recut(self.additivity.before_cut(batch), size.samples, shape, self.ranks)
         loss = self._together(lambda: self._gradients_at(batch, size, own, shape))
         if self._reduction is not None and not isinstance(loss, OomEvent):
-            loss = self._reduced(self._reduction, loss)
+            loss = self._reduction.add_up_all(loss, self._together)
         if isinstance(loss, OomEvent):
             return loss
         refuse_non_finite("loss", loss, self.workload, self.position)
@@ -376,11 +353,7 @@ class TrainStep:
         """Gradients with the techniques of a level, which are installed first if others were in force."""
         self.position.phase = "copy"
         self._use(size.level)
-        loss = self._once(batch, size.samples, own, shape)
-        while self._retry.undo.has_left_state:
-            self._put_back()
-            self._retry.undo.settle()
-            loss = self._once(batch, size.samples, own, shape)
+        loss = self._retry.until_settled(partial(self._once, batch, size.samples, own, shape), self._put_back)
         if self.workload.sharded is not None:
             self.workload.sharded.hand_over()
         if self._reduction is not None:
@@ -399,16 +372,6 @@ class TrainStep:
 
     def _loss_of(self, batch: Any) -> torch.Tensor:
         return mean_loss(self.workload, move_batch(first_samples(batch), self.workload.device))
-
-    def _reduced(self, reduction: Reduction, loss: float) -> float | OomEvent:
-        """Add up what all ranks have; returns the loss of the whole batch."""
-        loss = reduction.add_up_loss(loss)
-        if reduction.has_gaps:
-            event = self._together(reduction.fill)
-            if event is not None:
-                return event
-        reduction.add_up()
-        return loss
 
     def _use(self, level: int) -> None:
         if not self._rungs.is_in_force(level):
@@ -497,10 +460,7 @@ class TrainStep:
         self._early = None
         self._commit.forget()
         if self._scaler is not None:
-            # What `unscale_` noted for this optimizer can only be dropped with the scaler; its scale is unchanged.
-            state = self._scaler.state_dict()
-            self._scaler = torch.amp.GradScaler(self.workload.device.type)
-            self._scaler.load_state_dict(state)
+            self._scaler = scaler_as_now(self._scaler)
 
     def _shape_of(self, batch: Any) -> Shape:
         if not self.ranks.is_alone and isinstance(batch, Mapping) and not batch:

@@ -26,7 +26,7 @@ from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import format_bytes
-from plimsoll.run.additive import loss_check_of, not_computed
+from plimsoll.run.additive import loss_check_of
 from plimsoll.run.boundary import without_fail
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.predict import model_bytes
@@ -127,9 +127,11 @@ class JobSubject:
             return found
         num_bytes = sum(one.nbytes for one in workload.model.parameters())
         if num_bytes > _MOST_BUILT_BYTES:
-            return not_computed(f"the model of {format_bytes(num_bytes)} is not built to plan")
+            return LossCheck.not_computed(f"the model of {format_bytes(num_bytes)} is not built to plan")
         checked = without_fail(self._checked)
-        return not_computed(f"it fails on made-up samples ({checked})") if isinstance(checked, str) else checked
+        return (
+            LossCheck.not_computed(f"it fails on made-up samples ({checked})") if isinstance(checked, str) else checked
+        )
 
     def _checked(self) -> LossCheck:
         job, texts = self._job, self._texts

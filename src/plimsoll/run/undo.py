@@ -35,9 +35,10 @@ from plimsoll.run.reachable import Place, Reached, may_hold_state, reached_from
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
 from plimsoll.run.written import Writes, has_storage, key_of
 
-_MOST_ARRAY_BYTES = 1 << 20
-"""Arrays of numpy up to this size are copied before each step: no counter says whether they were written."""
 _SMALL_BYTES = 1 << 20
+"""Arrays of numpy up to this size are copied before each step: no counter says whether they were written."""
+_MOST_ARRAY_BYTES = 64 << 20
+"""Larger ones are not copied in the steps that are observed, in which it is seen whether they were written."""
 _LONGEST_PAUSE_STEPS = 200
 
 
@@ -61,6 +62,7 @@ class _Before:
     copies: list[tuple[str, SavedTensor | SavedArray]] = field(default_factory=list)
     generators: list[SavedGenerator] = field(default_factory=list)
     versions: list[tuple[str, Tensor, int, int]] = field(default_factory=list)
+    leaves: list[tuple[Tensor, bool]] = field(default_factory=list)
 
     def changed(self) -> Iterator[tuple[str, Place, Any]]:
         """The places that have other things in them now: name, place, and what was in it."""
@@ -94,7 +96,7 @@ class Undo:
         self._left: list[tuple[str, Place, Any]] = []  # those of them that were left as they were after it
         self._written: set[str] = set()  # names of tensors and arrays that passes have written
         self._placed: set[str] = set()  # names of tensors that passes have put into another storage
-        self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
+        self._spare: dict[tuple[str, int], Tensor] = {}  # copies of earlier steps, to be filled again
         self._writes: Writes | None = None
         self._observes, self._has_observed = observes, False
         self._kinds: set[Any] = set()  # modes of the modules and kinds of batches that were observed
@@ -111,6 +113,7 @@ class Undo:
     def remember(self, batch: Any = None) -> None:
         """Take the state as it is now for the one to go back to; ``batch`` is a part of it."""
         self.lost = ()
+        self._let_go()
         self._random_state = self._backend.random_state()
         if self._reached is None:
             self._reached = reached_from(self._roots.items())
@@ -126,7 +129,8 @@ class Undo:
 
     def forget(self) -> None:
         """Let go of what was remembered, and look for everything anew: techniques are about to change the modules."""
-        self._reached, self._before, self._extra, self._random_state = None, [], [], {}
+        self._let_go()
+        self._reached, self._extra, self._random_state = None, [], {}
 
     @property
     def has_remembered(self) -> bool:
@@ -167,13 +171,13 @@ class Undo:
         if self.is_due:
             self._has_observed = True
             self._kinds.add(self._kind)
-            self._spare = {name: content for name, content in self._spare.items() if name in self._written}
         for before in self._before:
             before.versions = []  # the update writes what is trained
 
     def done(self) -> None:
         """Let go of the state of before the step."""
-        self._before, self._extra, self._failed, self._left = [], [], [], []
+        self._let_go()
+        self._extra, self._failed, self._left = [], [], []
         self._strangers += self._new_strangers
         self._new_strangers = []
 
@@ -211,13 +215,17 @@ class Undo:
         """Names of iterators that are kept where training code may go on with them."""
         return [name for before in self._before for name in before.reached.iterators]
 
-    def settle(self, *, all_of_it: bool = False) -> bool:
-        """Put back what was left but is changed by passes that go through, too, or all; returns whether any was."""
-        settled = [one for one in self._left if all_of_it or one[0] in self._moving]
-        for _, place, content in settled:
+    def settle(self, *, all_of_it: bool = False) -> None:
+        """Put back what was left but is changed by passes that go through, too, or all."""
+        settled = [(place, content) for name, place, content in self._left if all_of_it or name in self._moving]
+        for place, content in settled:
             place.fill(content)
-        self._left = [one for one in self._left if one not in settled]
-        return bool(settled)
+        for before in self._before:
+            for number, (_, one) in enumerate(before.reached.places):
+                before.contents[number] = next(
+                    (content for place, content in settled if place is one), before.contents[number]
+                )
+        self._left = [] if all_of_it else [one for one in self._left if one[0] not in self._moving]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -236,6 +244,9 @@ class Undo:
                 place.fill(content)
             for _, saved in (*before.places, *reversed(before.copies)):  # the oldest copy of a storage is the last
                 saved.restore()
+            for tensor, requires_grad in before.leaves:
+                if tensor.requires_grad != requires_grad:
+                    tensor.requires_grad_(requires_grad)
             for generator in before.generators:
                 generator.restore()
         for one, state in zip(self._extra_state, self._extra, strict=bool(self._extra)):
@@ -245,43 +256,51 @@ class Undo:
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
+    def _let_go(self) -> None:
+        """Forget the state of before, but keep the memory of copies that the next step will need again."""
+        for name, saved in (one for before in self._before for one in before.copies if one[0] in self._written):
+            if isinstance(saved, SavedTensor):
+                self._spare[name, saved.content.nbytes] = saved.content
+        self._before = []
+
     @torch.no_grad()
     def _remembered(self, reached: Reached, *, is_new: bool) -> _Before:
         before = _Before(reached, [place.content() for _, place in reached.places])
-        is_due = self.is_due
-        buffers = {id(one) for module in reached.modules for one in module._buffers.values()} if is_new else ()
+        buffers = {id(one) for module in reached.modules for one in module._buffers.values()}
         for name, tensor in reached.tensors.values():
-            if self._is_copied(name, tensor, is_known=not is_due and id(tensor) not in buffers):
+            if self._is_copied(name, tensor, is_new=is_new, is_buffer=id(tensor) in buffers):
                 before.copies.append((name, self._copied(name, tensor)))
-            if (is_due or name in self._placed) and has_storage(tensor) and not is_marked(tensor):
+            if (self.is_due or name in self._placed) and has_storage(tensor) and not is_marked(tensor):
                 before.places.append((name, SavedPlace.of(tensor)))
+            if tensor.is_leaf:
+                before.leaves.append((tensor, tensor.requires_grad))
             if not tensor.is_inference():  # which counts no versions
                 before.versions.append((name, tensor, tensor._version, _address(tensor)))
+        most_bytes = _MOST_ARRAY_BYTES if self.is_due else _SMALL_BYTES
         for name, array in reached.arrays:
-            is_copied = is_due or array.nbytes <= _MOST_ARRAY_BYTES or name in self._written
-            if is_copied and array.flags.writeable:
+            if array.flags.writeable and (array.nbytes <= most_bytes or name in self._written):
                 before.copies.append((name, SavedArray(array, array.copy())))
         before.generators = [SavedGenerator.of(generator) for _, generator in reached.generators]
         return before
 
-    def _is_copied(self, name: str, tensor: Tensor, *, is_known: bool) -> bool:
+    def _is_copied(self, name: str, tensor: Tensor, *, is_new: bool, is_buffer: bool) -> bool:
         """Whether a tensor is copied before the step: one that some step has written is.
 
-        In a step that is observed, and of what cannot be, all are copied that are small, or buffers of floats
-        (BatchNorm's, whose kernels count no versions), but for parameters and the batch.
+        Others are as long as nothing was seen of them, if they are small, or buffers of floats (BatchNorm's, whose
+        kernels count no versions), but for parameters and the batch: in a step that is observed (what numpy writes is
+        seen by comparing), if they have come since, and if they cannot be observed.
         """
         if name in self._written:
             return True
-        is_seen = is_known and self._has_observed and has_storage(tensor)
+        is_seen = self._has_observed and not self.is_due and has_storage(tensor) and not (is_new and is_buffer)
         if is_seen or isinstance(tensor, nn.Parameter) or tensor.requires_grad or name.startswith("batch"):
             return False
-        return tensor.is_floating_point() or tensor.nbytes <= _SMALL_BYTES
+        return tensor.nbytes <= _SMALL_BYTES or (is_buffer and tensor.is_floating_point())
 
     def _copied(self, name: str, tensor: Tensor) -> SavedTensor:
-        """Copy it, into the memory of the last copy where that is as large."""
-        saved = SavedTensor.of(tensor, self._spare.get(name))
-        self._spare[name] = saved.content
-        return saved
+        """Copy it, into the memory of the last copy if there is one."""
+        num_bytes = tensor.untyped_storage().nbytes() if has_storage(tensor) else tensor.nbytes
+        return SavedTensor.of(tensor, self._spare.pop((name, num_bytes), None))
 
     def _news(self, before: _Before) -> Iterator[tuple[str, Any]]:
         """What has come, since everything was looked for, into places that change."""

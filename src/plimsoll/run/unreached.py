@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from plimsoll.errors import PlimsollWarning
+
 _FEW_STEPS, _MANY_STEPS = 5, 100
 _MOST_NAMES = 3
 
@@ -164,7 +166,7 @@ class UnreachedWatch:
         num_all = len(self._reached) + len(self._watched)
         for cause, names in found.items():
             one = Unreached(tuple(sorted(names, key=order.index)), num_all, step, cause)
-            warnings.warn(f"{one}: {cause.why}: {cause.remedy}", stacklevel=5)
+            warnings.warn(f"{one}: {cause.why}: {cause.remedy}", PlimsollWarning, stacklevel=5)
             self._found.append(one)
             self._said.update(names)
 

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from plimsoll.errors import InputError
+from plimsoll.errors import InputError, PlimsollWarning
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category, Trace
 from plimsoll.techniques._base import Choices, Setting
@@ -85,6 +85,7 @@ class ChunkedLoss:
             warnings.warn(
                 f"chunked_loss saved nothing: no cross entropy was taken of the outputs of `{name}`, but "
                 f"`{tally.asked_by}`, which needs all of them: leave chunked_loss out",
+                PlimsollWarning,
                 stacklevel=3,
             )
 

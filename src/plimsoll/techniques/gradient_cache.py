@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from plimsoll.errors import InputError
+from plimsoll.errors import InputError, PlimsollWarning
 from plimsoll.records.plan import Choice, Numerics, micro_batch_choice
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
@@ -102,7 +102,8 @@ class GradientCache:
         with _sliced(workload, part, slicing):
             yield
         if slicing.num_whole and not slicing.num_sliced:
-            warnings.warn(f"{choice} saved nothing: {_no_rows(workload)}: leave gradient_cache out", stacklevel=3)
+            text = f"{choice} saved nothing: {_no_rows(workload)}: leave gradient_cache out"
+            warnings.warn(text, PlimsollWarning, stacklevel=3)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from corpora import check_all_ways, written
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
-from plimsoll.errors import DataError, OutputError
+from plimsoll.errors import DataError, OutputError, PlimsollWarning
 
 
 @pytest.fixture
@@ -70,10 +70,10 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_with_the_reason(texts: 
     late = b"good line\n" * 60_000 + b"\xff"  # beyond the first chunk: what was indexed of it is taken back
     (texts / "bad.txt").write_bytes(late)
     with pytest.warns(
-        RuntimeWarning, match=r"1 of 3 files \(585\.9 KiB\) are left out whole .*bad\.txt: line 60001: byte"
+        PlimsollWarning, match=r"1 of 3 files \(585\.9 KiB\) are left out whole .*bad\.txt: line 60001: byte"
     ):
         corpus = opened(texts)
-    with pytest.warns(RuntimeWarning, match="to leave out only what is at fault in them, set on_error: skip"):
+    with pytest.warns(PlimsollWarning, match="to leave out only what is at fault in them, set on_error: skip"):
         opened(texts)  # each time
     assert list(corpus) == ["one", "two", "thr\u00e9e"]
     assert [Path(entry.partition(": ")[0]).name for entry in corpus.skipped] == ["image.png", "bad.txt"]

@@ -8,7 +8,7 @@ import pytest
 from corpora import opened, written
 from plimsoll.data import rows
 from plimsoll.data.rows import sorted_names
-from plimsoll.errors import DataError
+from plimsoll.errors import DataError, PlimsollWarning
 
 
 def test_names_of_classes_are_sorted_as_what_they_are():
@@ -42,7 +42,7 @@ def test_what_was_found_of_a_file_is_taken_back_if_it_turns_out_to_be_no_text(tm
     written(tmp_path / "texts" / "a.txt", b"one\n" + blank + b"two\n")
     written(tmp_path / "texts" / "b.txt", b"three\n" + blank + b"four\n" * 9 + b"\xff\n")
     written(tmp_path / "texts" / "c.txt", b"five\n" + blank)
-    with pytest.warns(RuntimeWarning, match=r"b\.txt: line 3145739: byte"):
+    with pytest.warns(PlimsollWarning, match=r"b\.txt: line 3145739: byte"):
         corpus = opened(tmp_path / "texts")
     assert list(corpus) == ["one", "two", "five"]
     assert [corpus[number] for number in range(3)] == ["one", "two", "five"]

@@ -12,7 +12,7 @@ from corpora import check_all_ways, cut_into, opened, written
 from plimsoll.data import scan
 from plimsoll.data.formats import Found, Layout, Part
 from plimsoll.data.scan import Scanned, scan_files
-from plimsoll.errors import DataError
+from plimsoll.errors import DataError, PlimsollWarning
 
 
 def test_parts_and_files_come_in_their_order(tmp_path: Path):
@@ -75,7 +75,7 @@ def _killed_after_some(parts: list[Part]) -> list[Found | DataError]:
 
 def test_a_process_that_is_killed_loses_nothing(lines: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scan, "_scan_all", _killed_after_some)
-    with cut_into(1 << 15, 1 << 14), pytest.warns(RuntimeWarning, match="was killed, perhaps by the kernel"):
+    with cut_into(1 << 15, 1 << 14), pytest.warns(PlimsollWarning, match="was killed, perhaps by the kernel"):
         corpus = opened(lines, unit="line")
     assert list(corpus) == ["a line"] * 100_000
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from plimsoll.data import workers as workers_module
 from plimsoll.data.batching import Buckets
 from plimsoll.data.loader import Loader
-from plimsoll.errors import KilledError
+from plimsoll.errors import KilledError, PlimsollWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more than there are cores
 
@@ -223,7 +223,7 @@ def test_without_a_listener_it_is_a_warning(loader_of):
     loader = loader_of(Numbers(), BUCKETS, 1, workers=2)
     ids_of(loader, 2)
     kill_one()
-    with pytest.warns(RuntimeWarning, match="reading with 2 workers failed"):
+    with pytest.warns(PlimsollWarning, match="reading with 2 workers failed"):
         ids_of(loader, 10)
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from plimsoll.errors import DataError, InputError, OutOfMemoryError
-from plimsoll.integrations.transaction import Transaction, scaler_as_now
+from plimsoll.integrations.transaction import Transaction
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run.failpoints import armed, exhaust_memory
+from plimsoll.run.retry import scaler_as_now
 from plimsoll.techniques import TECHNIQUES
 
 CHECKPOINTS = Choice(technique="checkpointing", options={"blocks": "all"})

@@ -373,3 +373,10 @@ def test_what_only_numpy_writes_is_put_back_by_the_oldest_copy():
         before.restore()
         model.mean.numpy()[:] += 1
     assert torch.equal(model.mean, torch.zeros(2))
+
+
+def test_what_is_frozen_or_unfrozen_is_put_back():
+    model = nn.Linear(1, 1)
+    with left_alone({"model": model}, backend_for("cpu")):
+        model.weight.requires_grad_(False)
+    assert model.weight.requires_grad

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corpora import check_all_ways, cut_into, opened, written
-from plimsoll.errors import DataError
+from plimsoll.errors import DataError, PlimsollWarning
 
 BORDERS = st.sampled_from([(8, 8), (24, 16), (64, 24), (256, 64)])
 TEXTS = st.text(st.sampled_from(list('ab \n\r\t"\\,\u00e9\u20ac\U0001f600\u2028')), max_size=12)
@@ -225,10 +225,10 @@ def test_two_stray_quotes_that_swallow_rows_are_warned_of(tmp_path: Path, num_be
     rows = "".join(f"row {number},1\n" for number in range(30))
     path = written(tmp_path / "a.csv", f'text,label\n{before}"one,1\n{rows}x",1\nlast,0\n')
     said = rf"a row may have swallowed others, .*a\.csv: line {num_before + 2}: a quoted field takes the 30 lines"
-    with pytest.warns(RuntimeWarning, match=said):
+    with pytest.warns(PlimsollWarning, match=said):
         corpus = opened(path)
     assert len(corpus) == num_before + 2
-    with pytest.warns(RuntimeWarning, match=said):  # from the cache
+    with pytest.warns(PlimsollWarning, match=said):  # from the cache
         opened(path)
     assert len(opened(path, quotes=False)) == num_before + 33
 
