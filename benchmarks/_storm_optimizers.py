@@ -330,6 +330,9 @@ SCHEDULES: dict[str, Callable[[optim.Optimizer], Any]] = {
     "warm-up": lambda one: optim.lr_scheduler.LambdaLR(one, lambda step: min(1.0, (step + 1) / 3)),
     "one cycle, moving the betas": lambda one: optim.lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=10),
     "cosine with restarts": lambda one: optim.lr_scheduler.CosineAnnealingWarmRestarts(one, T_0=2),
+    "rates from a tensor": lambda one: optim.lr_scheduler.LambdaLR(
+        one, lambda step: float(torch.linspace(1, 0.1, 10)[step].clone())
+    ),
     "two in turn": lambda one: optim.lr_scheduler.SequentialLR(
         one, [optim.lr_scheduler.ConstantLR(one, 0.1), optim.lr_scheduler.ExponentialLR(one, 0.9)], [2]
     ),

@@ -6,10 +6,11 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy
 import torch
@@ -18,8 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import plimsoll
 from _storm_state import State, differences, state_of
+from plimsoll import errors
+from plimsoll.device.cpu import CpuBackend
 from plimsoll.errors import PlimsollError, PlimsollWarning, TornStepError
 
+AfterUpdateError: Any = getattr(errors, "AfterUpdateError", ())
 ABSURD_BYTES = 1 << 60
 NUM_SAMPLES = 4
 
@@ -90,6 +94,14 @@ class Failing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs or {})
 
 
+def in_pieces() -> AbstractContextManager[Any]:
+    """Let updates go piece by piece, as on a GPU, so that each of their allocations can fail.
+
+    One that the CPU does at once has allocated all its room beforehand, where no allocator runs out in it.
+    """
+    return mock.patch.object(CpuBackend, "reserved", return_value=None)
+
+
 @cache
 def allocates(func: Any) -> bool:
     """Whether an operator returns a tensor that is no view or argument of before."""
@@ -149,14 +161,14 @@ class Run:
         self.kind, self.training = kind, kind.made()
         self.step = step_of(self.training)
         self.cuts: list[tuple[int, int]] = []
-        self.losses: list[float] = []
+        self.losses: list[float | None] = []
         self.num_allocations: list[int] = []
         self.failed: list[str] = []
 
     def do(self, number: int, fails: Callable[[int], bool] = lambda _: False) -> None:
         """Do a step, counted from 1."""
         failing = Failing(fails, lambda: self.step.position.phase)
-        with failing:
+        with failing, in_pieces():
             self.failed = failing.failed
             result = self.step(self.training.batches[number - 1])
         self.num_allocations.append(failing.num_allocations)
@@ -195,24 +207,28 @@ def _tried(run: Run, plan: Plan, references: dict[Any, State]) -> Trial:
     where = " ... ".join(dict.fromkeys([*run.failed[:1], *run.failed[-1:]]))
     if error is not None and (outcome := _outcome_of(error)) is not None:
         return Trial(outcome, _said(error), where)
-    if error is not None and (changed := differences(before, run.training.state())):
+    is_done = error is None or isinstance(error, AfterUpdateError)
+    if not is_done and (changed := differences(before, run.training.state())):
         return Trial(CHANGED, f"{_some(changed)} after {_said(error)}", where)
     try:
-        for number in range(plan.step + (error is None), plan.step + 2):
+        if error is not None and is_done:
+            run.follow()
+        for number in range(plan.step + is_done, plan.step + 2):
             run.do(number)
         found = run.differing(references)
     except Exception as later:  # noqa: BLE001
         return Trial(RAW if error is None else CHANGED, f"afterwards {_said(later)}", where)
     if error is None:
         return Trial(DIFFERENT, f"{_some(found)} with cuts {run.cuts}", where) if found else Trial(EQUAL, "", where)
-    return Trial(CHANGED if found else UNCHANGED, f"{_some(found)} after {_said(error)}", where)
+    outcome = CHANGED if found else NAMED if is_done else UNCHANGED
+    return Trial(outcome, f"{_some(found)} after {_said(error)}", where)
 
 
 def _outcome_of(error: BaseException) -> str | None:
     """What an error comes to whatever the state is; ``None`` where it must be as before."""
     if not isinstance(error, PlimsollError):
         return RAW
-    if isinstance(error, TornStepError):
+    if isinstance(error, TornStepError) and not isinstance(error, AfterUpdateError):
         return CHANGED
     return NAMED if "not put back" in str(error) else None
 

@@ -74,7 +74,7 @@ def _leaves(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, 
 
 def _inside(name: str, content: Mapping[str, Any], seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
     for key, one in content.items():
-        if "hook" not in key:  # functions; what they keep is named by the kind
+        if "hook" not in key and not key.startswith("_plimsoll"):  # functions, and marks of techniques in force
             yield from _leaves(f"{name}.{key}" if name else key, one, seen)
 
 
@@ -89,13 +89,10 @@ def _optimizer(name: str, optimizer: torch.optim.Optimizer, seen: dict[int, Any]
 
 
 def _bits(tensor: Tensor) -> Any:
+    """Type, shape and bytes; of a copy, since a tensor that numpy has seen cannot be resized any more."""
     with torch.no_grad():
         if tensor.layout != torch.strided:
             dense = tensor.coalesce()
             return _bits(dense.indices()), _bits(dense.values())
-        whole = tensor.detach().cpu().contiguous()
-        return (
-            tensor.dtype,
-            tuple(tensor.shape),
-            whole.view(torch.uint8).numpy().tobytes() if whole.dim() else whole.item(),
-        )
+        copied = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+        return tensor.dtype, tuple(tensor.shape), copied.view(torch.uint8).numpy().tobytes()

@@ -190,7 +190,8 @@ def main() -> None:
         bad = sum(one.outcomes[outcome] for outcome in FAULTS)
         said = f"{bad} not as they should be" if bad else "all as they should be"
         head = f"[{len(found)}/{len(names)}] {one.group}: {one.name}, {one.seconds:.0f} s"
-        print(f"{head}: {counted(one.num_failures, 'failure')}, {said}", file=sys.stderr, flush=True)
+        lines = [f"{head}: {counted(one.num_failures, 'failure')}, {said}", *map(str, one.faults)]
+        print("\n    ".join(lines), file=sys.stderr, flush=True)
     ordered = [found[name] for name in names]
     faults = [fault for one in ordered for fault in one.faults]
     summary = rows(ordered, by_group=True)

@@ -14,14 +14,16 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import storm  # noqa: E402
-from _storm_run import CHANGED, DIFFERENT, RAW, Failing, Plan, tried  # noqa: E402
+from _storm_run import CHANGED, DIFFERENT, RAW, Failing, Plan, Run, tried  # noqa: E402
 from _storm_state import differences, state_of  # noqa: E402
 from plimsoll.errors import OutOfMemoryError, TornStepError  # noqa: E402
 from plimsoll.run.step import TrainStep  # noqa: E402
 from plimsoll.run.undo import Undo  # noqa: E402
 
-SLICE = storm.all_kinds()
-TEACHER = SLICE["state in forward: teacher in place"]
+KINDS = storm.all_kinds()
+TEACHER = KINDS["state in forward: teacher in place"]
+IMPORTS = ("GPT-2", "BERT")  # transformers, which takes seconds
+SLICE = [name for name in list(KINDS)[::10] if not any(part in name for part in IMPORTS)]
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +34,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", [name for place, name in enumerate(SLICE) if place % 7 == 0])
+@pytest.mark.parametrize("name", SLICE)
 @pytest.mark.filterwarnings("ignore")
 def test_a_slice_of_the_storm(name: str):
     found = storm.found_of(name, most=4)
@@ -41,8 +43,7 @@ def test_a_slice_of_the_storm(name: str):
 
 
 def test_there_are_as_many_kinds_as_were_promised():
-    assert len(SLICE) >= 102
-    assert all(torch.is_tensor(next(kind.made().model.parameters())) for kind in list(SLICE.values())[::10])
+    assert len(KINDS) >= 102
 
 
 # -- it sees what is wrong ---------------------------------------------------------------------------------------------
@@ -86,12 +87,13 @@ def test_a_torn_step_is_a_change(monkeypatch):
     assert tried(TEACHER, Plan(step=1, allocation=1), {}).outcome == CHANGED
 
 
-def test_what_fails_is_counted_in_forward_backward_and_update():
-    phases = []
-    for allocation in (8, 16, 30):
-        trial = tried(TEACHER, Plan(step=1, allocation=allocation), {})
-        phases.append(trial.where.partition(",")[0])
-    assert phases == ["forward", "backward", "optimizer"]
+def test_allocations_are_seen_in_every_phase_and_in_the_undo():
+    run, phases = Run(TEACHER), []
+    run.do(1, lambda number: bool(phases.append(run.step.position.phase)))
+    assert {"forward", "backward", "optimizer"} <= set(phases)
+    run.do(2, lambda number: number == 12)
+    assert len(run.failed) == 1
+    assert run.num_allocations[1] > run.num_allocations[0] / 2
 
 
 def test_the_failing_operator_has_the_error_of_the_allocator():
