@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from plimsoll.errors import PlimsollError, PlimsollWarning, TornStepError
 
 AfterUpdateError: Any = getattr(errors, "AfterUpdateError", ())
 ABSURD_BYTES = 1 << 60
+NAMES_STATE = re.compile(r"(is not|cannot be) put back")
 NUM_SAMPLES = 4
 
 
@@ -188,7 +190,7 @@ def tried(kind: Kind, plan: Plan, references: dict[Any, State]) -> Trial:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", PlimsollWarning)
         trial = _tried(Run(kind), plan, references)
-    named = [str(one.message) for one in warned if "not put back" in str(one.message)]
+    named = [str(one.message) for one in warned if NAMES_STATE.search(str(one.message))]
     if trial.outcome == DIFFERENT and named:
         return trial._replace(outcome=NAMED, said=f"{trial.said}, as warned: {named[0]}")
     return trial
@@ -230,7 +232,7 @@ def _outcome_of(error: BaseException) -> str | None:
         return RAW
     if isinstance(error, TornStepError) and not isinstance(error, AfterUpdateError):
         return CHANGED
-    return NAMED if "not put back" in str(error) else None
+    return NAMED if NAMES_STATE.search(str(error)) else None
 
 
 def _said(error: BaseException) -> str:

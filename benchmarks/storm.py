@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 import torch
 
+import _storm_kept
 import _storm_losses
 import _storm_models
 import _storm_optimizers
@@ -96,7 +97,7 @@ class Found:
 @cache
 def all_kinds() -> dict[str, Kind]:
     """Every kind by its name, in the order of the table."""
-    modules = (_storm_models, _storm_states, _storm_losses, _storm_optimizers, _storm_plans)
+    modules = (_storm_models, _storm_states, _storm_kept, _storm_losses, _storm_optimizers, _storm_plans)
     return {f"{kind.group}: {kind.name}": kind for module in modules for kind in module.kinds()}
 
 
