@@ -27,7 +27,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import cache
@@ -93,6 +93,13 @@ class Found:
     def num_failures(self) -> int:
         return self.outcomes.total()
 
+    def said(self) -> str:
+        """Say it, with what is not as it should be below."""
+        num_bad = sum(self.outcomes[outcome] for outcome in FAULTS)
+        judged = f"{num_bad} not as they should be" if num_bad else "all as they should be"
+        head = f"{self.group}: {self.name}, {self.seconds:.0f} s: {counted(self.num_failures, 'failure')}, {judged}"
+        return "\n    ".join([head, *map(str, self.faults)])
+
 
 @cache
 def all_kinds() -> dict[str, Kind]:
@@ -152,24 +159,18 @@ def stormed(names: Sequence[str], most: int, num_processes: int) -> Iterator[Fou
         yield from (done.result() for done in as_completed([pool.submit(found_of, name, most) for name in names]))
 
 
-def rows(found: Iterable[Found], by_group: bool) -> str:
+def rows(found: Sequence[Found], by_group: bool) -> str:
     """The table of kinds, or of groups of kinds and all."""
     lines: dict[str, list[Found]] = {}
     for one in found:
         lines.setdefault(one.group if by_group else f"{one.group}: {one.name}", []).append(one)
     if by_group:
-        lines["all"] = [one for group in lines.values() for one in group]
-    cells = [
-        (
-            name,
-            *([len(group)] if by_group else []),
-            *(sum(one.outcomes[outcome] for one in group) for outcome in OUTCOMES),
-        )
-        for name, group in lines.items()
-    ]
-    header = ["training", *(["kinds"] if by_group else []), "failures", *OUTCOMES]
-    place = 2 if by_group else 1
-    return table(header, [(*line[:place], f"{sum(line[place:]):,}", *line[place:]) for line in cells])
+        lines["all"] = [*found]
+    cells = []
+    for name, group in lines.items():
+        numbers = [sum(one.outcomes[outcome] for one in group) for outcome in OUTCOMES]
+        cells.append((name, *([len(group)] if by_group else []), f"{sum(numbers):,}", *(f"{one:,}" for one in numbers)))
+    return table(("training", *(["kinds"] if by_group else []), "failures", *OUTCOMES), cells)
 
 
 def main() -> None:
@@ -188,11 +189,7 @@ def main() -> None:
     found, started = {}, time.time()
     for one in stormed(names, arguments.failures, arguments.processes):
         found[f"{one.group}: {one.name}"] = one
-        bad = sum(one.outcomes[outcome] for outcome in FAULTS)
-        said = f"{bad} not as they should be" if bad else "all as they should be"
-        head = f"[{len(found)}/{len(names)}] {one.group}: {one.name}, {one.seconds:.0f} s"
-        lines = [f"{head}: {counted(one.num_failures, 'failure')}, {said}", *map(str, one.faults)]
-        print("\n    ".join(lines), file=sys.stderr, flush=True)
+        print(f"[{len(found)}/{len(names)}] {one.said()}", file=sys.stderr, flush=True)
     ordered = [found[name] for name in names]
     faults = [fault for one in ordered for fault in one.faults]
     summary = rows(ordered, by_group=True)
@@ -202,7 +199,7 @@ def main() -> None:
     text = f"{said}.\n\n{rows(ordered, by_group=False)}\n\n{listed}"
     file_result(arguments.out, "storm", "Allocations that fail, one after the other", text, summary, threads=1)
     totals = {outcome: sum(one.outcomes[outcome] for one in ordered) for outcome in OUTCOMES}
-    print(json.dumps({"kinds": len(ordered), "failures": sum(totals.values()), **totals, "equal": totals[EQUAL]}))
+    print(json.dumps({"kinds": len(ordered), "failures": sum(totals.values()), **totals}))
     sys.exit(bool(faults))
 
 
