@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from plimsoll.run.failpoints import exhaust_memory
+from tally import Tally, in_a_check
 
 NUM_SAMPLES, BATCH_SAMPLES, LENGTH, NUM_WORDS = 64, 8, 16, 50
 
@@ -87,14 +88,12 @@ class MeanLoss(Trainer):
 @contextmanager
 def short_of_memory(model: nn.Module, passes: Sequence[int], seen: Counter[tuple[int, ...]]) -> Iterator[None]:
     """Let memory run out in the given forward passes of training, and count the samples of the others."""
-    num_passes = 0
+    num_passes = Tally()
 
     def before(module: nn.Module, arguments: Any, options: dict[str, Any]) -> None:
-        nonlocal num_passes
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or in_a_check():
             return
-        num_passes += 1
-        if num_passes in passes:
+        if num_passes.next() in passes:
             exhaust_memory()
         seen.update(tuple(row) for row in options["input_ids"].tolist())
 

@@ -19,7 +19,7 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
@@ -62,6 +62,10 @@ class Place(ABC):
     def fill(self, content: Any) -> None:
         """Have this content again."""
 
+    def copier(self) -> Callable[[], Any]:
+        """What copies the content most quickly, perhaps with more that `fill` takes; for every step."""
+        return self.content
+
 
 @dataclass(slots=True)
 class Items(Place):
@@ -78,6 +82,11 @@ class Items(Place):
         container = self.container
         container.clear()
         (container.extend if isinstance(container, list | deque) else container.update)(content)
+
+    def copier(self) -> Callable[[], Any]:
+        """Copy as Python does."""
+        copy: Callable[[], Any] = self.container.copy
+        return copy if type(self.container) in {dict, list, deque} else self.content
 
 
 @dataclass(slots=True)
@@ -108,6 +117,11 @@ class Attributes(Place):
             for name in own.keys() - content.keys() - self.left_out:
                 del own[name]
             own.update(content)
+
+    def copier(self) -> Callable[[], Any]:
+        """Copy as Python does, what is left out as well."""
+        own = vars(self.owner)
+        return self.content if isinstance(own, MappingProxyType) else own.copy
 
 
 @dataclass(slots=True)
@@ -314,6 +328,7 @@ class _Walk:
             self._put(name, Items(own[kinds]))
         self._put(name, Attributes(module, _HOOKS_OF_MODULES))
         kept = [own[hooks] for hooks in _HOOKS_OF_MODULES & own.keys() if isinstance(own[hooks], dict)]
+        self.reached.seen.update((id(own[left_out]), own[left_out]) for left_out in _HOOKS_OF_MODULES & own.keys())
         self._waiting.extend((f"a hook of {name}", hook) for hooks in kept for hook in hooks.values())
 
     def _put(self, name: str, place: Place, own_name: str = "") -> None:

@@ -17,7 +17,7 @@ Does NOT see a first write in a later step that counts no version (through ``.da
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,22 +53,54 @@ class Stateful(Protocol):
 
 
 @dataclass(slots=True)
+class _Watched:
+    """What is looked after in each step of what was reached: found once, for a step must cost microseconds.
+
+    Attributes:
+        copiers: what copies the content of each place.
+        copied: tensors that are copied, by name.
+        placed: tensors of which it is noted where they are.
+        leaves: tensors that may be frozen and unfrozen.
+        counted: tensors whose versions say whether they were written.
+        stored: tensors that have an address.
+    """
+
+    copiers: list[Callable[[], Any]]
+    copied: list[tuple[str, Tensor]] = field(default_factory=list)
+    placed: list[tuple[str, Tensor]] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
+    counted: list[tuple[str, Tensor]] = field(default_factory=list)
+    stored: list[tuple[str, Tensor]] = field(default_factory=list)
+
+    def versions(self) -> list[int]:
+        return [tensor._version for _, tensor in self.counted]
+
+    def addresses(self) -> list[int]:
+        return [tensor.data_ptr() for _, tensor in self.stored]
+
+
+@dataclass(slots=True)
 class _Before:
     """What was reached, and how it was before the step."""
 
     reached: Reached
+    watched: _Watched
     contents: list[Any]
     places: list[tuple[str, SavedPlace]] = field(default_factory=list)
     copies: list[tuple[str, SavedTensor | SavedArray]] = field(default_factory=list)
     generators: list[SavedGenerator] = field(default_factory=list)
-    versions: list[tuple[str, Tensor, int, int]] = field(default_factory=list)
-    leaves: list[tuple[Tensor, bool]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    have_gradients: list[bool] = field(default_factory=list)
 
-    def changed(self) -> Iterator[tuple[str, Place, Any]]:
-        """The places that have other things in them now: name, place, and what was in it."""
-        for (name, place), content in zip(self.reached.places, self.contents, strict=True):
-            if not _is_same(place.content(), content):
-                yield name, place, content
+    def changed(self) -> Iterator[tuple[str, Place, Any, Any]]:
+        """The places that have other things in them now: name, place, what was in it, and what is."""
+        for (name, place), copier, content in zip(
+            self.reached.places, self.watched.copiers, self.contents, strict=True
+        ):
+            now = copier()
+            if not _is_same(now, content):
+                yield name, place, content, now
 
 
 class Undo:
@@ -90,6 +122,9 @@ class Undo:
         self.lost: tuple[str, ...] = ()
         self._roots, self._backend, self._extra_state = dict(roots), backend, extra_state
         self._reached: Reached | None = None
+        self._watched: _Watched | None = None  # of it ...
+        self._watched_for: tuple[Any, ...] = ()  # ... as long as this is so
+        self._is_updating = False  # which writes what is trained
         self._before: list[_Before] = []
         self._moving: set[str] = set()  # names of places that passes have changed
         self._failed: list[tuple[str, Place, Any, Any]] = []  # other places: contents before a failed try and after it
@@ -112,7 +147,7 @@ class Undo:
 
     def remember(self, batch: Any = None) -> None:
         """Take the state as it is now for the one to go back to; ``batch`` is a part of it."""
-        self.lost = ()
+        self.lost, self._is_updating = (), False
         self._let_go()
         self._random_state = self._backend.random_state()
         if self._reached is None:
@@ -130,7 +165,7 @@ class Undo:
     def forget(self) -> None:
         """Let go of what was remembered, and look for everything anew: techniques are about to change the modules."""
         self._let_go()
-        self._reached, self._extra, self._random_state = None, [], {}
+        self._reached, self._watched, self._extra, self._random_state = None, None, [], {}
 
     @property
     def has_remembered(self) -> bool:
@@ -164,15 +199,14 @@ class Undo:
             self._placed.update(name for name, saved in places if name not in self._placed and saved.is_changed())
         if self._writes is not None or self._num_steps >= self._next_look:
             self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
-            self._moving.update(name for before in self._before for name, _, _ in before.changed())
+            self._moving.update(name for before in self._before for name, *_ in before.changed())
 
     def observed(self) -> None:
         """Take the passes since `remember` for all that there are of their kind, and for those of a step."""
         if self.is_due:
             self._has_observed = True
             self._kinds.add(self._kind)
-        for before in self._before:
-            before.versions = []  # the update writes what is trained
+        self._is_updating = True
 
     def done(self) -> None:
         """Let go of the state of before the step."""
@@ -231,22 +265,17 @@ class Undo:
     def restore(self) -> None:
         """Go back to the remembered state, and name in ``lost`` what cannot be put back. It may be done again."""
         self._take_writes()
-        failed = [
-            (name, place, content, place.content())
-            for before in self._before
-            for name, place, content in before.changed()
-            if name not in self._moving
-        ]
-        self._failed = failed or self._failed
+        changed = [one for before in self._before for one in before.changed()]
+        self._failed = [one for one in changed if one[0] not in self._moving] or self._failed
         self.lost = self.lost or (*self._newly_written(), *self._unknown())
+        for _, place, content, _ in changed:
+            place.fill(content)
         for before in self._before:
-            for _, place, content in before.changed():
-                place.fill(content)
             for _, saved in (*before.places, *reversed(before.copies)):  # the oldest copy of a storage is the last
                 saved.restore()
-            for tensor, requires_grad in before.leaves:
-                if tensor.requires_grad != requires_grad:
-                    tensor.requires_grad_(requires_grad)
+            for tensor, has_gradient in zip(before.watched.leaves, before.have_gradients, strict=True):
+                if tensor.requires_grad != has_gradient:
+                    tensor.requires_grad_(has_gradient)
             for generator in before.generators:
                 generator.restore()
         for one, state in zip(self._extra_state, self._extra, strict=bool(self._extra)):
@@ -265,25 +294,43 @@ class Undo:
 
     @torch.no_grad()
     def _remembered(self, reached: Reached, *, is_new: bool) -> _Before:
-        before = _Before(reached, [place.content() for _, place in reached.places])
-        buffers = {id(one) for module in reached.modules for one in module._buffers.values()}
-        for name, tensor in reached.tensors.values():
-            if self._is_copied(name, tensor, is_new=is_new, is_buffer=id(tensor) in buffers):
-                before.copies.append((name, self._copied(name, tensor)))
-            if (self.is_due or name in self._placed) and has_storage(tensor) and not is_marked(tensor):
-                before.places.append((name, SavedPlace.of(tensor)))
-            if tensor.is_leaf:
-                before.leaves.append((tensor, tensor.requires_grad))
-            if not tensor.is_inference():  # which counts no versions
-                before.versions.append((name, tensor, tensor._version, _address(tensor)))
-        most_bytes = _MOST_ARRAY_BYTES if self.is_due else _SMALL_BYTES
+        is_due = self.is_due
+        watched = self._watched_of(reached, is_new=is_new, is_due=is_due)
+        before = _Before(reached, watched, [copier() for copier in watched.copiers])
+        before.copies = [(name, self._copied(name, tensor)) for name, tensor in watched.copied]
+        before.places = [(name, SavedPlace.of(tensor)) for name, tensor in watched.placed]
+        before.versions, before.addresses = watched.versions(), watched.addresses()
+        before.have_gradients = [tensor.requires_grad for tensor in watched.leaves]
+        most_bytes = _MOST_ARRAY_BYTES if is_due else _SMALL_BYTES
         for name, array in reached.arrays:
             if array.flags.writeable and (array.nbytes <= most_bytes or name in self._written):
                 before.copies.append((name, SavedArray(array, array.copy())))
         before.generators = [SavedGenerator.of(generator) for _, generator in reached.generators]
         return before
 
-    def _is_copied(self, name: str, tensor: Tensor, *, is_new: bool, is_buffer: bool) -> bool:
+    def _watched_of(self, reached: Reached, *, is_new: bool, is_due: bool) -> _Watched:
+        known = is_due, self._has_observed, len(self._written), len(self._placed)
+        if reached is self._reached and self._watched is not None and self._watched_for == known:
+            return self._watched
+        watched = _Watched([place.copier() for _, place in reached.places])
+        buffers = {id(one) for module in reached.modules for one in module._buffers.values()}
+        for name, tensor in reached.tensors.values():
+            is_seen = self._has_observed and not is_due and has_storage(tensor)
+            if self._is_copied(name, tensor, id(tensor) in buffers, is_seen and not is_new):
+                watched.copied.append((name, tensor))
+            if has_storage(tensor):
+                watched.stored.append((name, tensor))
+                if (is_due or name in self._placed) and not is_marked(tensor):
+                    watched.placed.append((name, tensor))
+            if tensor.is_leaf:
+                watched.leaves.append(tensor)
+            if not tensor.is_inference():  # which counts no versions
+                watched.counted.append((name, tensor))
+        if reached is self._reached:
+            self._watched, self._watched_for = watched, known
+        return watched
+
+    def _is_copied(self, name: str, tensor: Tensor, is_buffer: bool, is_seen: bool) -> bool:
         """Whether a tensor is copied before the step: one that some step has written is.
 
         Others are as long as nothing was seen of them, if they are small, or buffers of floats (BatchNorm's, whose
@@ -292,7 +339,6 @@ class Undo:
         """
         if name in self._written:
             return True
-        is_seen = self._has_observed and not self.is_due and has_storage(tensor) and not (is_new and is_buffer)
         if is_seen or isinstance(tensor, nn.Parameter) or tensor.requires_grad or name.startswith("batch"):
             return False
         return tensor.nbytes <= _SMALL_BYTES or (is_buffer and tensor.is_floating_point())
@@ -300,11 +346,12 @@ class Undo:
     def _copied(self, name: str, tensor: Tensor) -> SavedTensor:
         """Copy it, into the memory of the last copy if there is one."""
         num_bytes = tensor.untyped_storage().nbytes() if has_storage(tensor) else tensor.nbytes
-        return SavedTensor.of(tensor, self._spare.pop((name, num_bytes), None))
+        return SavedTensor.of(tensor, self._spare.pop((name, num_bytes), None), whole=self._observes)
 
     def _news(self, before: _Before) -> Iterator[tuple[str, Any]]:
         """What has come, since everything was looked for, into places that change."""
-        for (name, _), content in zip(before.reached.places, before.contents, strict=True):
+        places = zip(before.reached.places, before.contents, strict=True) if self._moving else ()
+        for (name, _), content in places:
             if name in self._moving:
                 pairs = content.items() if isinstance(content, dict) else enumerate(content)
                 for key, value in pairs:
@@ -341,11 +388,15 @@ class Undo:
 
     def _newly_written(self) -> list[str]:
         """What was written, or put into another storage, and is not among what is put back."""
-        found = []
-        for name, tensor, version, address in (one for before in self._before for one in before.versions):
-            is_elsewhere = _address(tensor) != address and name not in self._placed
-            if is_elsewhere or (tensor._version != version and name not in self._written):
-                found.append(name)
+        found: list[str] = []
+        for before in [] if self._is_updating else self._before:
+            versions, addresses = before.watched.versions(), before.watched.addresses()
+            if versions != before.versions:
+                pairs = zip(before.watched.counted, before.versions, versions, strict=True)
+                found += [name for (name, _), old, new in pairs if old != new and name not in self._written]
+            if addresses != before.addresses:
+                pairs = zip(before.watched.stored, before.addresses, addresses, strict=True)
+                found += [name for (name, _), old, new in pairs if old != new and name not in self._placed]
         return found
 
 
@@ -379,7 +430,3 @@ def _is_same(one: Any, other: Any) -> bool:
             name is key and value is kept for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True)
         )
     return all(value is kept for value, kept in zip(one, other, strict=True))
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr() if has_storage(tensor) else 0
