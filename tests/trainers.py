@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.tally import Tally, in_a_check
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -20,7 +21,6 @@ from transformers import (
 )
 
 from plimsoll.run.failpoints import exhaust_memory
-from tally import Tally, in_a_check
 
 NUM_SAMPLES, BATCH_SAMPLES, LENGTH, NUM_WORDS = 64, 8, 16, 50
 

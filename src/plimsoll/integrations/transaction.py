@@ -271,6 +271,7 @@ class Transaction:
         self._ask_before_cut(size.samples)
         if finish is None:
             self._gradients(size.samples)
+            self._retry.undo.pause()
             return
         with self._updating():
             finish(partial(self._all_gradients, size.samples))
@@ -281,7 +282,7 @@ class Transaction:
         if not undo.has_remembered:
             first = self._window[0]
             loss_of = None if self._num_done else lambda: first.loss_of(first_samples(first.batch), 1.0)
-            self._retry.remember(batches, loss_of, self._parameters)
+            self._retry.remember(batches, loss_of, self._parameters, self._put_back_of_caller)
         elif self._num_remembered < len(batches):
             undo.remember_also(batches[-1])
         self._num_remembered = len(batches)

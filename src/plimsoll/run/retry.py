@@ -119,13 +119,17 @@ class Retry:
         for one, state in zip(self.extra_state, states, strict=True):
             one.load_state_dict(state)
 
-    def remember(self, batch: Any, loss_of: LossOf | None, parameters: Sequence[nn.Parameter] | None) -> None:
+    def remember(
+        self, batch: Any, loss_of: LossOf | None, parameters: Sequence[nn.Parameter] | None,
+        others: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """Take the state as it is now for the one to go back to, and see once for each kind of batch that it is all.
 
         Args:
             batch: the whole batch.
             loss_of: computes the loss of the first samples; ``None`` where nothing is to be compared.
             parameters: whose gradients are compared; ``None`` where passes must not go backward.
+            others: puts back what a pass changes and is not the undo's.
         """
         self.undo.remember(batch)
         if loss_of is None or not self.undo.is_due:
@@ -134,10 +138,11 @@ class Retry:
             what = "is an iterator, whose position" if len(iterators) == 1 else "are iterators, whose positions"
             self._note(f"{' and '.join(iterators[:_MOST_NAMES])} {what} cannot be put back")
             return
-        one_pass = partial(self._pass, loss_of, parameters)
+        go_back = partial(self._go_back, parameters, others)
+        one_pass = partial(self._pass, loss_of, parameters, go_back)
         with warnings.catch_warnings(action="ignore"):
             found = attempt(partial(self._compare, one_pass), self._backend, self._position)
-        self._go_back(parameters)
+        go_back()
         if isinstance(found, OomEvent):
             self._backend.release()
         elif found is not None:
@@ -155,6 +160,7 @@ class Retry:
         """
 
         def work() -> None:
+            self.undo.look()
             others()
             self.undo.restore()
 
@@ -206,9 +212,11 @@ class Retry:
             outputs.append(kept)
         return _said(first, second, *outputs)
 
-    def _pass(self, loss_of: LossOf, parameters: Sequence[nn.Parameter] | None) -> _Pass | None:
+    def _pass(
+        self, loss_of: LossOf, parameters: Sequence[nn.Parameter] | None, go_back: Callable[[], None]
+    ) -> _Pass | None:
         """One pass from the remembered state; ``None`` where so few samples fail, as the whole batch need not."""
-        self._go_back(parameters)
+        go_back()
         loss: Tensor | None = None
 
         def forward_backward() -> None:
@@ -227,9 +235,11 @@ class Retry:
         gradients = [one.grad for one in parameters or () if one.grad is not None]
         return _Pass(_print_of(loss), [*map(_print_of, gradients)], [*map(_print_of, self.undo.written())])
 
-    def _go_back(self, parameters: Sequence[nn.Parameter] | None) -> None:
+    def _go_back(self, parameters: Sequence[nn.Parameter] | None, others: Callable[[], None]) -> None:
         for parameter in parameters or ():
             parameter.grad = None
+        self.undo.look()
+        others()
         self.undo.restore()
 
     def _note(self, why: str) -> None:

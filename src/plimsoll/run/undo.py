@@ -102,6 +102,35 @@ class _Before:
             if not _is_same(now, content):
                 yield name, place, content, now
 
+    @torch.no_grad()
+    def rebase(self, contents: list[Any], versions: list[int]) -> list[str]:
+        """Take what others have changed for the state of before; names what passes had changed, too.
+
+        ``contents`` and ``versions`` are those that the passes left.
+        """
+        entangled = []
+        for number, ((name, _), copier, left) in enumerate(
+            zip(self.reached.places, self.watched.copiers, contents, strict=True)
+        ):
+            before, now = self.contents[number], copier()
+            if _is_same(now, left):
+                continue
+            if _is_same(before, left):
+                self.contents[number] = now
+            elif isinstance(now, dict):
+                self.contents[number] = _merged(before, left, now)
+            else:
+                entangled.append(name)
+        written: set[str] = set()
+        for number, ((name, tensor), left) in enumerate(zip(self.watched.counted, versions, strict=True)):
+            if tensor._version != left:
+                (written.add if self.versions[number] == left else entangled.append)(name)
+                self.versions[number] = tensor._version
+        for name, saved in self.copies:
+            if name in written and isinstance(saved, SavedTensor):
+                saved.content.copy_(saved.value)
+        return entangled
+
 
 class Undo:
     """Remembers the state before a step and puts it back.
@@ -114,17 +143,21 @@ class Undo:
 
     Attributes:
         lost: names of what the last `restore` could not put back.
+        entangled: names of what was changed by passes as well as between them.
     """
 
     def __init__(
         self, roots: Mapping[str, Any], backend: Backend, extra_state: Sequence[Stateful] = (), observes: bool = True
     ) -> None:
         self.lost: tuple[str, ...] = ()
+        self.entangled: list[str] = []
+        self._paused: list[tuple[list[Any], list[int]]] = []  # contents and versions
         self._roots, self._backend, self._extra_state = dict(roots), backend, extra_state
         self._reached: Reached | None = None
         self._watched: _Watched | None = None  # of it ...
         self._watched_for: tuple[Any, ...] = ()  # ... as long as this is so
         self._is_updating = False  # which writes what is trained
+        self._has_looked = False  # since the last pass
         self._before: list[_Before] = []
         self._moving: set[str] = set()  # names of places that passes have changed
         self._failed: list[tuple[str, Place, Any, Any]] = []  # other places: contents before a failed try and after it
@@ -147,7 +180,7 @@ class Undo:
 
     def remember(self, batch: Any = None) -> None:
         """Take the state as it is now for the one to go back to; ``batch`` is a part of it."""
-        self.lost, self._is_updating = (), False
+        self.lost, self.entangled, self._is_updating, self._has_looked = (), [], False, False
         self._let_go()
         self._random_state = self._backend.random_state()
         if self._reached is None:
@@ -158,8 +191,21 @@ class Undo:
         self._before = [before, self._remembered(reached_from(roots, self._reached), is_new=True)]
         self._extra = [copy.deepcopy(one.state_dict()) for one in self._extra_state]
 
+    def pause(self) -> None:
+        """Note how everything is after the passes of one of several batches: what follows is not theirs."""
+        self._paused = [
+            ([copier() for copier in before.watched.copiers], before.watched.versions()) for before in self._before
+        ]
+
     def remember_also(self, batch: Any) -> None:
-        """Take one more batch as it is now; the rest is as it was when the first was remembered."""
+        """Take one more batch as it is now; the rest is as it was when the first was remembered.
+
+        But for what has changed since `pause`: a loop that runs code of its own between two batches does not run it
+        again when both are done again.
+        """
+        for before, (contents, versions) in zip(self._before, self._paused, strict=True):
+            self.entangled += before.rebase(contents, versions)
+        self._paused = []
         self._before.append(self._remembered(reached_from([("batch", batch)], self._reached), is_new=True))
 
     def forget(self) -> None:
@@ -193,7 +239,7 @@ class Undo:
         self._written.update(self._newly_written())
         self._num_steps += 1
         if self._writes is not None:
-            copies = [one for before in self._before for one in before.copies]
+            copies = [one for before in self._before for one in before.copies if one[0]]
             self._written.update(name for name, saved in copies if name not in self._written and saved.is_changed())
             places = [one for before in self._before for one in before.places]
             self._placed.update(name for name, saved in places if name not in self._placed and saved.is_changed())
@@ -241,8 +287,8 @@ class Undo:
         return any(name in self._moving for name, _, _ in self._left)
 
     def written(self) -> list[Tensor]:
-        """The tensors of before that passes write, whole storages as bytes where they have one."""
-        copies = dict(one for before in self._before for one in before.copies)
+        """The tensors of before that passes were seen to write, whole storages as bytes where they have one."""
+        copies = dict(one for before in self._before for one in before.copies if one[0] in self._written)
         return [saved.value for saved in copies.values() if isinstance(saved, SavedTensor)]
 
     def iterators(self) -> list[str]:
@@ -261,13 +307,23 @@ class Undo:
                 )
         self._left = [] if all_of_it else [one for one in self._left if one[0] not in self._moving]
 
+    def look(self) -> None:
+        """See what passes have changed, and name in ``lost`` what of it cannot be put back.
+
+        Who puts back things of his own looks before that; otherwise `restore` does.
+        """
+        if not self._has_looked:
+            self._take_writes()
+            changed = [one for before in self._before for one in before.changed()]
+            self._failed = [one for one in changed if one[0] not in self._moving] or self._failed
+            self.lost = self.lost or (*self._newly_written(), *self._unknown(), *self.entangled)
+        self._has_looked = True
+
     @torch.no_grad()
     def restore(self) -> None:
-        """Go back to the remembered state, and name in ``lost`` what cannot be put back. It may be done again."""
-        self._take_writes()
+        """Go back to the remembered state. It may be done again."""
+        self.look()
         changed = [one for before in self._before for one in before.changed()]
-        self._failed = [one for one in changed if one[0] not in self._moving] or self._failed
-        self.lost = self.lost or (*self._newly_written(), *self._unknown())
         for _, place, content, _ in changed:
             place.fill(content)
         for before in self._before:
@@ -282,6 +338,9 @@ class Undo:
             one.load_state_dict(copy.deepcopy(state))
         if self._random_state:
             self._backend.restore_random_state(self._random_state)
+        for before in self._before:
+            before.versions, before.addresses = before.watched.versions(), before.watched.addresses()
+        self._has_looked = False
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
@@ -346,7 +405,7 @@ class Undo:
     def _copied(self, name: str, tensor: Tensor) -> SavedTensor:
         """Copy it, into the memory of the last copy if there is one."""
         num_bytes = tensor.untyped_storage().nbytes() if has_storage(tensor) else tensor.nbytes
-        return SavedTensor.of(tensor, self._spare.pop((name, num_bytes), None), whole=self._observes)
+        return SavedTensor.of(tensor, self._spare.pop((name, num_bytes), None), as_bytes=self._observes)
 
     def _news(self, before: _Before) -> Iterator[tuple[str, Any]]:
         """What has come, since everything was looked for, into places that change."""
@@ -368,11 +427,11 @@ class Undo:
         reached += [(name, saved.before) for before in self._before for name, saved in before.places]
         names = {key_of(tensor): name for name, tensor in reversed(reached) if has_storage(tensor)}
         for key, (storage, content, shape, line) in self._writes.written.items():
-            name = names.get(key, f"a tensor of shape {shape} that {line} writes")
-            self._before[0].copies.append((name, SavedTensor(storage, content)))
+            self._before[0].copies.append((names.get(key, ""), SavedTensor(storage, content)))
             if key in names:
-                self._written.add(name)
+                self._written.add(names[key])
             elif line is not None:
+                name = f"a tensor of shape {shape} that {line} writes"
                 self._new_strangers.append((name, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
         self._writes.written.clear()
 
@@ -410,6 +469,12 @@ def left_alone(roots: Mapping[str, Any], backend: Backend, batch: Any = None) ->
             yield undo
         finally:
             undo.restore()
+
+
+def _merged(before: dict[Any, Any], left: dict[Any, Any], now: dict[Any, Any]) -> dict[Any, Any]:
+    """What was before, with what has changed from what was left to now."""
+    new = {key: value for key, value in now.items() if key not in left or left[key] is not value}
+    return {key: value for key, value in (before | new).items() if key in now or key not in left}
 
 
 def _kind_of(batch: Any) -> Any:
