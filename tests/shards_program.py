@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tests.ranks_program import batch_of, loss_of, rungs_of, stacked_model
 
-from plimsoll.ranks import Ranks, joined
+from plimsoll.ranks import PeerOutOfMemory, Ranks, joined
 from plimsoll.run import checkpoint, checkpoint_sharded
 from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
@@ -41,7 +41,7 @@ def go_on(ranks: Ranks, case: dict[str, Any]) -> list[float]:
         "keep": 2,
     }
     if "short_of_memory" in case:
-        fails_to_write(case["short_of_memory"] == ranks.rank, step, root, facts)
+        fails_to_write(case["short_of_memory"], step, root, facts)
     if step.workload.sharded is None:
         if ranks.rank == 0:
             checkpoint.save(root, step.num_steps, model=model, optimizer=optimizer, **facts)
@@ -51,14 +51,15 @@ def go_on(ranks: Ranks, case: dict[str, Any]) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
-def fails_to_write(is_short: bool, step: TrainStep, root: Path, facts: dict[str, Any]) -> None:
-    """Try to write a checkpoint with no memory left on one rank: all of them are told, and nothing stays behind."""
+def fails_to_write(rank: int, step: TrainStep, root: Path, facts: dict[str, Any]) -> None:
+    """Try to write a checkpoint with no memory left on one rank: all are told which, and nothing stays behind."""
     try:
-        with armed("checkpoint", 1) if is_short else nullcontext():
+        with armed("checkpoint", 1) if rank == step.ranks.rank else nullcontext():
             checkpoint_sharded.save(root, step.num_steps, workload=step.workload, ranks=step.ranks, **facts)
         raise AssertionError("a checkpoint was written without memory")
-    except MemoryError:
-        pass
+    except PeerOutOfMemory as error:
+        told = error.rank, f"memory ran out on rank {rank}: " in str(error)
+    assert told == (rank, True)
     step.ranks.agree(False)
     assert not list(root.glob(f"*step-{step.num_steps:08d}*"))
     step.ranks.agree(False)

@@ -16,6 +16,7 @@
     |-- OutOfMemoryError (MemoryError)     3   no fallback held; the step was undone
     |   |-- WornProcessError              76   an OOM with every fallback, under a supervisor that starts a new process
     |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3 without one)
+    |       `-- AfterUpdateError               an OOM in what follows the update, which is done: do not repeat the step
     |-- RankLostError                     77   another rank ended or does not answer; all begin again, or --resume
     |-- KilledError                      137   (139 for SIGSEGV) the training died of a signal, and not surely of memory
     `-- Interrupted                      130   (143 for SIGTERM) the step is saved, or the message says which
@@ -106,6 +107,10 @@ class TornStepError(OutOfMemoryError):
     """Memory ran out inside ``optimizer.step()`` where no copy for the undo could be kept: reload a checkpoint."""
 
     exit_code = 75  # EX_TEMPFAIL, from the training process to its supervisor, which reloads; users see 3
+
+
+class AfterUpdateError(TornStepError):
+    """Memory ran out in what follows an update (a schedule, a gradient scaler): the update is done, the rest is not."""
 
 
 class WornProcessError(OutOfMemoryError):

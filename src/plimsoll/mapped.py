@@ -139,6 +139,10 @@ class StorageSet:
         address, known = storage._cdata, self._known
         known[address] = weakref.ref(storage, lambda gone: known.pop(address) if known.get(address) is gone else None)
 
+    def discard(self, tensor: Tensor) -> None:
+        """Take the storage of a tensor out of the set, if it is in it."""
+        self._known.pop(tensor.untyped_storage()._cdata, None)
+
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._known
 

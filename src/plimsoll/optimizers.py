@@ -131,12 +131,18 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # Adafactor says `torch.optim`
 
 
+SEPARABLE_HOOKS: list[Callable[..., None]] = []
+"""Hooks on the steps of all optimizers that may be called with some of the parameters after the others."""
+
+
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
     """Whether parameters can be updated one after another: nothing in a step looks at several of them together."""
+    if not (is_of_torch(optimizer) or isinstance(optimizer, SeparableOptimizer)):
+        return False
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    of_all = optimizer_module._global_optimizer_pre_hooks or optimizer_module._global_optimizer_post_hooks
-    is_known = is_of_torch(optimizer) or isinstance(optimizer, SeparableOptimizer)
-    return is_known and not (own or of_all)
+    before, after = optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
+    of_all = [hook for hook in (*before.values(), *after.values()) if hook not in SEPARABLE_HOOKS]
+    return not (own or of_all)
 
 
 def _optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:

@@ -47,10 +47,17 @@ _EXCHANGE_BYTES = 2 << 20
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 
 
-class PeerOutOfMemory(Exception):
-    """Memory ran out on another rank, inside of work that all do together; `plimsoll.run.boundary` takes it for one."""
+class PeerOutOfMemory(MemoryError):
+    """Memory ran out on another rank, inside of work that all do together; `plimsoll.run.boundary` takes it for one.
+
+    ``rank`` is the first on which it did, where that is known.
+    """
 
     family = "another rank"
+
+    def __init__(self, rank: int | None = None, text: str = "") -> None:
+        super().__init__(text or f"memory ran out on {'another rank' if rank is None else f'rank {rank}'}")
+        self.rank = rank
 
 
 class Ranks:
@@ -85,7 +92,11 @@ class Ranks:
         return self.world_size == 1
 
     def agree(self, flag: bool, place: int = 0) -> bool:
-        """Return whether ``flag`` is set on any rank; all must ask.
+        """Return whether ``flag`` is set on any rank; all must ask (see `first_of`)."""
+        return self.first_of(flag, place) is not None
+
+    def first_of(self, flag: bool, place: int = 0) -> int | None:
+        """Return the first rank on which ``flag`` is set, ``None`` if it is on none; all must ask.
 
         Args:
             flag: what this rank says.
@@ -96,16 +107,16 @@ class Ranks:
         """
         told = self._told
         if told is None:
-            return flag
-        told[0], told[1], told[2] = flag, place, -place
+            return self.rank if flag else None
+        told[0], told[1], told[2] = (self.world_size - self.rank) * flag, place, -place
         self.exchange(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group))
-        is_set, last, first = told.tolist()
-        if not is_set and last != -first:
+        highest, last, first = told.tolist()
+        if not highest and last != -first:
             raise InputError(
                 f"the {self.world_size} ranks are not at the same place of the model that is shared out over them: for "
                 "some samples it leaves out blocks, or parameters of them; train it without fully_shard"
             )
-        return bool(is_set)
+        return self.world_size - int(highest) if highest else None
 
     def require_all(self, place: int = 0) -> None:
         """Ask, inside of work that is done together and before it exchanges something, whether all got here.
@@ -114,8 +125,9 @@ class Ranks:
             PeerOutOfMemory: if memory ran out on a rank that did not.
             InputError: if they are at different places (see `agree`).
         """
-        if self.agree(False, place):
-            raise PeerOutOfMemory("memory ran out on another rank")
+        rank = self.first_of(False, place)
+        if rank is not None:
+            raise PeerOutOfMemory(rank)
 
     def add_up(self, numbers: Tensor) -> Tensor:
         """Sum a tensor on the CPU over the ranks, in place: it must be of the same size on each."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +15,14 @@ import psutil
 import pytest
 
 from end_to_end.commands import (
+    SMALL_JOB,
     assert_each_sample_once,
     assert_same_bits,
     finish,
     kill_all,
     learned,
     lines_of,
+    plimsoll,
     start,
     steps_of,
     steps_since_start,
@@ -28,6 +33,7 @@ from end_to_end.commands import (
 )
 from end_to_end.conftest import SLOW_STEPS
 from plimsoll.device.cgroup import oom_kill_count
+from plimsoll.errors import OutputError
 from plimsoll.records.run import CheckpointLine, DeathLine, RunRecord, StartLine
 
 kills_are_counted = pytest.mark.skipif(
@@ -142,17 +148,63 @@ def test_a_death_before_the_first_checkpoint_starts_anew(slow_job, cache, undist
 
 
 @pytest.mark.slow
-def test_when_only_the_supervisor_is_killed_the_training_process_saves_and_ends(slow_job, cache, tmp_path):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_when_only_the_supervisor_is_killed_the_training_process_saves_and_ends(num_ranks, slow_job, cache, tmp_path):
+    """Of several ranks what has started them is told, and tells them."""
     run = tmp_path / "run"
-    process = start("train", slow_job, "--out", run, "--cache", cache, "--json")
+    process = start("train", slow_job, "--out", run, "--cache", cache, "--json", "--nproc", num_ranks)
     wait_until(lambda: len(steps_of(run)) >= 3, process)
-    worker = wait_for_worker(process)
     process.kill()
-    process.communicate(timeout=60)  # until the training process has closed standard error, too
-    worker.wait(timeout=60)
+    process.communicate(timeout=60)  # until the training processes have closed standard error, too
+    wait_until_ended = time.monotonic() + 60
+    while RunRecord.from_directory(run).status == "running" and time.monotonic() < wait_until_ended:
+        time.sleep(0.05)
     assert RunRecord.from_directory(run).status == "interrupted"
     last_saved = [line.step for line in lines_of(run) if isinstance(line, CheckpointLine)][-1]
     assert last_saved == len(steps_of(run)) < SLOW_STEPS
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Where sockets have short paths."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.slow
+def test_the_next_command_removes_the_temporary_files_that_a_kill_has_left(short_folder, cache, tmp_path):
+    """What reads ahead has sockets there; with ranks, torchrun has a folder."""
+    run, folder = tmp_path / "run", short_folder
+    job = write_job(tmp_path / "job.yaml", model="slow_models:slow", steps=12, data=SMALL_JOB["data"] | {"workers": 1})
+    process = start("train", job, "--out", run, "--cache", cache, "--json", TMPDIR=str(folder))
+    wait_until(lambda: len(steps_of(run)) >= 3, process)
+    kill_all(process)
+    assert ours_in(folder)
+    process = start("train", "--resume", "--out", run, "--json", TMPDIR=str(folder))
+    wait_until(lambda: len(steps_of(run)) >= 6, process)
+    process.send_signal(signal.SIGINT)
+    assert finish(process).returncode == 130
+    assert ours_in(folder) == []
+    assert plimsoll("train", "--resume", "--out", run, "--nproc", 2, TMPDIR=str(folder)).returncode == 0
+    assert ours_in(folder) == []
+
+
+def ours_in(folder: Path) -> list[str]:
+    """What is not a cache of torch's, which lasts."""
+    return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+@pytest.mark.slow
+def test_a_run_whose_directory_is_deleted_ends_in_a_sentence_that_says_so(slow_job, cache, tmp_path):
+    run = tmp_path / "run"
+    process = start("train", slow_job, "--out", run, "--cache", cache, "--quiet")
+    wait_until(lambda: len(steps_of(run)) >= 3, process)
+    shutil.rmtree(run)
+    done = finish(process)
+    assert done.returncode == OutputError.exit_code
+    assert done.stderr.count("error: ") == 1
+    assert f"error: the run directory {run} is gone, or its files are: it was deleted or moved" in done.stderr
+    assert not run.exists()
 
 
 def memory_group() -> Path | None:

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from end_to_end.commands import steps_of, trained, write_job
+from plimsoll.records.plan import Plan
 
 TOLERANCE = 1e-5
 NUM_STEPS = 9
@@ -22,7 +23,10 @@ OFF_THE_DEVICE = "fully_shard(gathered=twice,offload=disk)"
 
 @pytest.mark.slow
 def test_an_epoch_whose_last_batch_has_one_sample_is_trained_in_shards_and_gone_on_with(tmp_path: Path):
-    """7 texts in batches of 3, on 2 and then on 3 ranks: one and two of them have nothing in every third step."""
+    """7 texts in batches of 3, on 2, 1 and 3 ranks: one and two of them have nothing in every third step.
+
+    One process has no ranks to share out over: it goes on without what is pinned, which is there again for 3.
+    """
     rows = "".join(f"text {'long ' * number}of {number},{'odd' if number % 2 else 'even'}\n" for number in range(7))
     (tmp_path / "texts.csv").write_text("text,label\n" + rows)
     job = write_job(
@@ -35,7 +39,11 @@ def test_an_epoch_whose_last_batch_has_one_sample_is_trained_in_shards_and_gone_
     trained(job, "--out", alone)
     pinned = ("--pin", OFF_THE_DEVICE, "--budget", "2GiB")
     trained(job, "--out", shared, "--nproc", 2, "--set", "steps=4", *pinned)
+    of_one_process = trained("--resume", "--out", shared, "--nproc", 1, "--set", "steps=6")
+    assert f"what is pinned is left out: {OFF_THE_DEVICE}: it shares a model out over" in of_one_process.stderr
+    assert Plan.load(shared / "plan.json").left_out.keys() == {OFF_THE_DEVICE}
     trained("--resume", "--out", shared, "--nproc", 3, "--set", f"steps={NUM_STEPS}")
+    assert OFF_THE_DEVICE in map(str, Plan.load(shared / "plan.json").pinned)
     steps, of_one = steps_of(shared), steps_of(alone)
     assert [step.num_samples for step in steps] == [step.num_samples for step in of_one] == [3, 3, 1] * 3
     np.testing.assert_allclose([one.loss for one in steps], [one.loss for one in of_one], atol=TOLERANCE, rtol=0)

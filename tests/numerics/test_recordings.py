@@ -22,7 +22,7 @@ from benchmarks import predict_gpu_recordings  # noqa: E402
 from benchmarks.gpu import cases, compare, meter, record  # noqa: E402
 from benchmarks.gpu.cases import Case  # noqa: E402
 
-MOST_CASES = 14  # of a recording in the default run: the first are the bases; all of them with -m slow
+MOST_CASES = 7  # of a recording in the default run: the first are the bases; all of them with -m slow
 HEADER = {
     "device": "a GPU that is not there", "capability": [9, 0], "total_bytes": 80 << 30, "recorded": "2026-11-21",
     "torch": torch.__version__, "transformers": transformers.__version__, "environment": {},
@@ -104,8 +104,8 @@ def test_a_recording_with_the_predicted_numbers_passes(synthetic, tmp_path):
 
 @pytest.mark.parametrize("name", ["allocated", "reserved"])
 @pytest.mark.parametrize("row", [0, 1])
-@pytest.mark.parametrize("factor", [0.8, 1.2])
-def test_a_number_that_is_off_by_a_fifth_is_found(synthetic, tmp_path, name, row, factor):
+@pytest.mark.parametrize("factor", [0.75, 1.3])
+def test_a_number_that_is_off_by_a_quarter_is_found(synthetic, tmp_path, name, row, factor):
     recording = copy.deepcopy(synthetic)
     recording["runs"][row][f"peak_{name}_bytes"] *= factor
     with pytest.raises(AssertionError, match=rf"{name}, {recording['runs'][row]['id']} is off by"):

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from plimsoll.device.base import backend_for
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import armed
+from plimsoll.run.predict import predict
 from plimsoll.run.step import TrainStep
 from workloads import BATCH_SIZE, CASES, Case, largest_relative_difference, plain_loop, weights_of
 
@@ -74,3 +76,38 @@ def test_a_real_limit_cuts_the_batch_and_the_loss_stays():
     assert result.micro_batch < 64
     assert {event.family for event in result.oom_events} == {"cuda"}
     assert result.loss == pytest.approx(expected, rel=CLOSE)
+
+
+def test_after_one_event_the_batch_is_whole_again_within_ten_steps():
+    """A moment's shortage in the first forward pass: what clean steps are measured to need leaves room."""
+    case = on_cuda(CASES[0])
+    model, optimizer = case.fresh()
+    step = TrainStep(model, optimizer, units=case.units)
+    batch = next(iter(case.batches()))
+    with armed("forward", 1):
+        first = step(batch)
+    assert len(first.oom_events) == 1
+    assert first.micro_batch < BATCH_SIZE
+    assert [step(batch).micro_batch for _ in range(10)][-1] == BATCH_SIZE
+
+
+@pytest.mark.parametrize("num_key_heads", [1, 2])
+def test_what_attention_with_shared_keys_takes_is_what_was_predicted(num_key_heads):
+    config = transformers.LlamaConfig(
+        vocab_size=101, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=num_key_heads,
+    )  # fmt: skip
+    torch.cuda.empty_cache()
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    model = transformers.LlamaForCausalLM(config).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.ones(8, 512, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids}
+    predicted = predict(model, optimizer, batch, units="next-tokens", precision="bf16", device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    step = TrainStep(model, optimizer, units="next-tokens", precision="bf16")
+    for _ in range(3):
+        step(batch)
+    measured = torch.cuda.max_memory_allocated() - before
+    assert predicted.allocated.likely_bytes == pytest.approx(measured, rel=0.03, abs=4 * MIB)

@@ -42,6 +42,7 @@ def test_the_docstring_draws_the_tree_there_is():
         ("NonFiniteLossError", ArithmeticError, 2),
         ("OutOfMemoryError", MemoryError, 3),
         ("TornStepError", MemoryError, 75),
+        ("AfterUpdateError", MemoryError, 75),
         ("WornProcessError", MemoryError, 76),
     ],
 )

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from plimsoll.errors import OutputError, PlimsollError
+from plimsoll.run.leftovers import own_folder
 
 _VARIABLE = "PLIMSOLL_FAILURE_FILE"
 
@@ -72,8 +72,8 @@ def tell(error: PlimsollError) -> None:
 @contextmanager
 def told() -> Iterator[Path]:
     """Ask the processes that are started in the block to tell; what the last of them told is in the file, if any."""
-    with TemporaryDirectory(prefix="plimsoll-") as folder:
-        file = Path(folder) / "failure.json"
+    with own_folder() as folder:
+        file = folder / "failure.json"
         os.environ[_VARIABLE] = str(file)
         try:
             yield file

@@ -308,7 +308,7 @@ def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: t
         elif not is_same:
             plan.model_copy(update={"budget": job.budget}).save(directory.plan)
         return 0
-    pins = (*map(str, plan.pinned), *plan.required)
+    pins = (*map(str, plan.pinned), *plan.required, *plan.left_out)
     pairs = [*(("--pin", pin) for pin in pins), *(("--forbid", name) for name in plan.forbidden)]
     wishes = tuple(word for pair in pairs for word in pair)
     if not (is_same or _has_line(job, wishes)):
@@ -389,8 +389,9 @@ def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bo
         is_ready = not code
         code = code or then(directory, ("--resume", *from_where), quiet)
     finally:
-        is_refused = code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before
-        for path, content in kept.items() if is_refused or not is_ready else ():
+        is_there = directory.metrics.is_file()  # or it was deleted meanwhile
+        is_refused = is_there and code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before
+        for path, content in kept.items() if is_refused or (is_there and not is_ready) else ():
             write_atomically(path, content)
     return code
 

@@ -85,9 +85,10 @@ def limited(budget_bytes: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _set_soft(soft_bytes)
         del _IN_FORCE[-1:]  # none is left in a forked child
+        _apply_last()
         if not _IN_FORCE:
+            _set_soft(soft_bytes)
             heap.map_blocks_from(heap.USUAL_BYTES)
 
 
@@ -109,6 +110,42 @@ def raised(num_bytes: int) -> Iterator[None]:
     finally:
         limit.raised_bytes -= num_bytes
         _apply(limit)
+
+
+@contextmanager
+def with_untouched(num_bytes: int) -> Iterator[None]:
+    """Have address space that the block takes, of so many bytes, count only as far as it is touched.
+
+    For a file that is mapped copy on write. What will be touched of it is announced (`count_untouched`) or seen by
+    `follow`.
+    """
+    _add_untouched(num_bytes)
+    is_taken = False
+    try:
+        yield
+        is_taken = True
+    finally:
+        if not is_taken:
+            _add_untouched(-num_bytes)
+
+
+def count_untouched(num_bytes: int) -> None:
+    """Count so many of the untouched bytes from now on: they are about to be written.
+
+    Raises:
+        MemoryError: if the limit has no room for them; they stay uncounted.
+    """
+    if not _IN_FORCE:
+        return
+    limit = _IN_FORCE[-1]
+    room_bytes = _soft_bytes(limit) - process.data_bytes()
+    if num_bytes > room_bytes:
+        raise MemoryError(
+            f"out of memory: {format_bytes(num_bytes)} of weights that are mapped from a file are to be written, for "
+            f"which this process takes memory of its own, and its budget of {format_bytes(limit.budget_bytes)} has "
+            f"{format_bytes(max(room_bytes, 0))} left"
+        )
+    _add_untouched(-num_bytes)
 
 
 def tighten_heap() -> None:
@@ -173,8 +210,23 @@ def soft_limit_of_others_bytes() -> int | None:
 
 
 def _apply(limit: _Limit) -> None:
+    _set_soft_within_others(_soft_bytes(limit))
+
+
+def _add_untouched(num_bytes: int) -> None:
+    for limit in _IN_FORCE:
+        limit.untouched_bytes += num_bytes
+    _apply_last()
+
+
+def _apply_last() -> None:
+    if _IN_FORCE:
+        _apply(_IN_FORCE[-1])
+
+
+def _soft_bytes(limit: _Limit) -> int:
     bytes_now = limit.budget_bytes + limit.raised_bytes
-    _set_soft_within_others(bytes_now + limit.untouched_bytes + limit.new_code_bytes - MARGIN_BYTES)
+    return bytes_now + limit.untouched_bytes + limit.new_code_bytes - MARGIN_BYTES
 
 
 def _set_soft_within_others(soft_bytes: int) -> None:

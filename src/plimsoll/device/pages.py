@@ -1,4 +1,4 @@
-"""The pages of files that tensors are mapped from: which they are, bring them, drop them, and how fast they come.
+"""The pages of files that tensors are mapped from: which and whose they are, bring them, drop them, how fast they come.
 
     bring(stretches_of(block.parameters()))     # before it computes
     drop(stretches_of(block.parameters()))      # after it, where the page cache cannot hold the whole model
@@ -8,7 +8,11 @@ page table filled; Linux before 5.14 has ``MADV_WILLNEED`` instead, which does l
 docs/LOG.md. Both are hints: where the kernel refuses one, the pages come when they are touched. Dropped are only pages
 of shared mappings, which change no value: of private ones what was written would be lost.
 
-Source: madvise(2), posix_fadvise(2), proc_pid_maps(5). Covers Linux; elsewhere the kernel keeps its own order.
+A page of a private mapping (copy on write) is private memory once it was written, and the file's before. The kernel
+says which it is; where it does not (no ``/proc/self/pagemap``), all of them count as written.
+
+Source: madvise(2), posix_fadvise(2), proc_pid_maps(5), proc_pid_pagemap(5). Covers Linux; elsewhere the kernel keeps
+its own order.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from plimsoll.device import cgroup
+from plimsoll.device import cgroup, data_limit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +37,12 @@ if TYPE_CHECKING:
 _WILL_NEED, _DO_NOT_NEED, _PAGE_OUT, _POPULATE_READ = 3, 4, 21, 22
 _PIECE_BYTES = 2 << 20  # of one call: between calls the process can map and unmap, which a long one holds up
 _SAMPLE_BYTES, _MOST_SAMPLES = 8 << 20, 8
+
+# asm-generic/mman.h; Python has it from 3.13 on. Or a file larger than the machine's memory is refused (vm.overcommit).
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+_ENTRY_BYTES, _PAGES_AT_ONCE = 8, 1 << 15
+_IS_FILES, _IS_THERE = 1 << 61, 3 << 62  # bits of an entry of the page map
 
 
 class Stretch(NamedTuple):
@@ -60,6 +70,19 @@ def stretches_of(tensors: Iterable[Tensor]) -> tuple[Stretch, ...]:
     return tuple(Stretch(begin, end - begin) for begin, end in merged)
 
 
+def copied_on_write(descriptor: int) -> mmap.mmap:
+    """Map a whole file as memory that can be written, which the file never sees.
+
+    A limit of ours counts what is written of it, ``ulimit -d`` all of it.
+
+    Raises:
+        OSError: if a limit has no room for it.
+    """
+    num_bytes = os.fstat(descriptor).st_size
+    with data_limit.with_untouched(num_bytes):
+        return mmap.mmap(descriptor, num_bytes, mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
 def bring(stretches: Iterable[Stretch]) -> None:
     """Have the pages of some stretches in memory; returns when they are there."""
     for stretch in stretches:
@@ -72,7 +95,7 @@ def bring(stretches: Iterable[Stretch]) -> None:
 
 def drop(stretches: Iterable[Stretch]) -> None:
     """Let the kernel have the whole pages of some stretches back, in this process and in the page cache."""
-    mappings = _shared_mappings()
+    mappings = [mapping for mapping in _mappings() if mapping.is_shared]
     for stretch in stretches:
         begin, end = _inner(stretch)
         number = bisect_right(mappings, begin, key=lambda mapping: mapping.begin) - 1
@@ -127,16 +150,17 @@ def _samples(files: Sequence[Path]) -> list[tuple[Path, int]]:
 
 
 class _Mapping(NamedTuple):
-    """A shared mapping of a file; ``path`` is empty where the file has no name any more."""
+    """A mapping of a file; ``path`` is empty where the file has no name any more."""
 
     begin: int
     end: int
     offset: int
     path: str
+    is_shared: bool
 
 
-def _shared_mappings() -> list[_Mapping]:
-    """The shared mappings of this process, in the order of their addresses."""
+def _mappings() -> list[_Mapping]:
+    """The files that are mapped into this process, in the order of their addresses."""
     found = []
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -144,11 +168,55 @@ def _shared_mappings() -> list[_Mapping]:
         return []
     for line in lines:
         addresses, rights, offset, _, inode, *path = line.split(maxsplit=5)
-        if rights.endswith("s") and inode != "0":
+        if inode != "0":
             begin, _, end = addresses.partition("-")
             name = path[0] if path and not path[0].endswith(" (deleted)") else ""
-            found.append(_Mapping(int(begin, 16), int(end, 16), int(offset, 16), name))
+            found.append(_Mapping(int(begin, 16), int(end, 16), int(offset, 16), name, rights.endswith("s")))
     return found
+
+
+class FileMappings:
+    """Which addresses of this process are memory of files, as it was when this was made."""
+
+    def __init__(self) -> None:
+        self._mappings = _mappings()
+
+    def stays_in_file(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in a file and takes no private memory when a training changes what learns."""
+        mapping = self._at(tensor.untyped_storage().data_ptr()) if _has_address(tensor) else None
+        return mapping is not None and (mapping.is_shared or not tensor.requires_grad)
+
+    def private_bytes(self, tensor: Tensor) -> int:
+        """Return what the storage of a tensor on the CPU takes of private memory, in bytes."""
+        storage = tensor.untyped_storage()
+        mapping = self._at(storage.data_ptr()) if _has_address(tensor) else None
+        if mapping is None:
+            return storage.nbytes()
+        return 0 if mapping.is_shared else _written_bytes(Stretch(storage.data_ptr(), storage.nbytes()))
+
+    def _at(self, address: int) -> _Mapping | None:
+        number = bisect_right(self._mappings, address, key=lambda mapping: mapping.begin) - 1
+        return self._mappings[number] if number >= 0 and address < self._mappings[number].end else None
+
+
+def _has_address(tensor: Tensor) -> bool:
+    """Whether there is memory on the CPU behind a tensor: not behind a fake one, nor on ``meta``."""
+    return str(tensor.layout) == "torch.strided" and tensor.untyped_storage().device.type == "cpu"
+
+
+def _written_bytes(stretch: Stretch) -> int:
+    """Bytes of a private mapping whose pages are this process's own: there, or swapped out, and not the file's."""
+    begin, end = (address // mmap.PAGESIZE for address in _outer(stretch))
+    num_pages = 0
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            for first in range(begin, end, _PAGES_AT_ONCE):
+                file.seek(first * _ENTRY_BYTES)
+                entries = memoryview(file.read(_ENTRY_BYTES * min(_PAGES_AT_ONCE, end - first))).cast("Q")
+                num_pages += sum(entry & _IS_FILES == 0 and entry & _IS_THERE != 0 for entry in entries)
+    except OSError:
+        return stretch.num_bytes
+    return min(num_pages * mmap.PAGESIZE, stretch.num_bytes)
 
 
 def _drop_of_file(mapping: _Mapping, begin: int, end: int) -> bool:

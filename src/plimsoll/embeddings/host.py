@@ -25,7 +25,7 @@ Shapes: N rows of the table, D their width, U different ids of a batch, K ids th
 
 from __future__ import annotations
 
-import warnings
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from plimsoll.device.pages import copied_on_write
+from plimsoll.dtypes import floating_type
 from plimsoll.embeddings import host_files
 from plimsoll.embeddings.host_prefetch import prefetched, read_rows
 from plimsoll.errors import InputError, OutputError
@@ -54,7 +56,7 @@ class HostEmbedding(nn.Module):
         embedding_dim: their width, at least 1.
         padding_idx: the row that gets no gradient and begins as zeros; negative ones count from the end.
         path: the file to keep the table in, opened as it is if it exists; ``None`` for memory.
-        dtype: of the table; by default torch's.
+        dtype: of the table, such as ``torch.float16`` or ``"fp16"``; by default torch's.
         initialize: writes the first values into a block of rows, where there is no file yet.
 
     Raises:
@@ -71,7 +73,7 @@ class HostEmbedding(nn.Module):
         padding_idx: int | None = None,
         *,
         path: str | Path | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         initialize: Callable[[Tensor], object] = nn.init.normal_,
         _weight: Tensor | None = None,
     ) -> None:
@@ -80,8 +82,8 @@ class HostEmbedding(nn.Module):
         self.padding_idx = _padding_row(padding_idx, num_embeddings)
         self.path = None if path is None else Path(path)
         if _weight is None:
-            shape, dtype = (num_embeddings, embedding_dim), dtype or torch.get_default_dtype()
-            _weight = _table(self.path, shape, dtype, lambda weight_ND: self._begin(weight_ND, initialize))
+            shape, chosen = (num_embeddings, embedding_dim), floating_type(dtype or torch.get_default_dtype())
+            _weight = _table(self.path, shape, chosen, lambda weight_ND: self._begin(weight_ND, initialize))
         self.weight = nn.Parameter(_weight)
         self.weight.register_post_accumulate_grad_hook(_coalesce_gradient)  # type: ignore[no-untyped-call]
         self.output_dtype = _weight.dtype
@@ -100,7 +102,8 @@ class HostEmbedding(nn.Module):
         Args:
             rows: a matrix of floats, in memory or mapped (``numpy.memmap``).
             trainable: copy the rows, so that a training does not change them. A frozen table without a ``path`` uses
-                them where they are, and must not be written to if they cannot be (``load_state_dict``).
+                them where they are; of rows in a file that was opened for reading, what is written (by
+                ``load_state_dict``) gets memory of its own.
             padding_idx: as in the class.
             path: a new file to copy the rows to; ``None`` for memory.
 
@@ -265,14 +268,25 @@ def _table(path: Path | None, shape: host_files.Shape, dtype: torch.dtype, fill:
 def _matrix(rows: NDArray[Any] | Tensor) -> Tensor:
     """The rows as a tensor on the CPU, without a copy of those that are there."""
     if isinstance(rows, np.ndarray):
-        with warnings.catch_warnings():  # that it cannot be written to: a frozen table is not
-            warnings.simplefilter("ignore", UserWarning)
-            rows = torch.from_numpy(rows)
+        rows = torch.from_numpy(rows if rows.flags.writeable else _writable(rows))
     if rows.dim() != 2 or not rows.is_floating_point():
         raise InputError(
             f"cannot make a table of {rows.dtype} of shape {tuple(rows.shape)}: give rows of floats, a matrix"
         )
     return rows.detach().cpu()
+
+
+def _writable(rows: NDArray[Any]) -> NDArray[Any]:
+    """The same rows of a file that is mapped for reading, copied page by page as they are written; else a copy."""
+    root = rows
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    if not isinstance(root, np.memmap) or not isinstance(root.filename, str | os.PathLike):
+        return rows.copy()
+    with open(root.filename, "rb") as file:
+        memory = copied_on_write(file.fileno())
+    begin = root.offset + rows.ctypes.data - root.ctypes.data
+    return np.ndarray(rows.shape, rows.dtype, memory, begin, rows.strides)
 
 
 def _positive(num_rows: int, width: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plimsoll.dtypes import floating_type
 from plimsoll.embeddings.opening import open_file
 from plimsoll.embeddings.subsets import Subset, take_subset
 from plimsoll.embeddings.table import Table, open_table
@@ -26,7 +27,7 @@ def load(
     *,
     trainable: bool = False,
     sparse: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> nn.Embedding:
     """Make an ``nn.Embedding`` on the host, in training mode; move it with the model when that is moved.
@@ -37,17 +38,17 @@ def load(
             table that Plimsoll wrote, whose rows are used as they are.
         trainable: whether the vectors get gradients.
         sparse: whether gradients are sparse, for ``SparseAdam``, ``Adagrad`` and ``SGD``.
-        dtype: of the weights; ``None``: as they are kept. Another one than that takes a copy in memory.
+        dtype: of the weights, such as ``torch.float16`` or ``"fp16"``; ``None``: as they are kept. Another one
+            than that takes a copy in memory.
         **options: how the subset is made, as `plimsoll.embeddings.subset` takes it.
 
     Raises:
         EmbeddingError: as `plimsoll.embeddings.subset`, or if a vocabulary is needed or not needed.
         OutputError: if the cache cannot be written.
     """
+    dtype = None if dtype is None else floating_type(dtype, EmbeddingError)
     table = _table_of(source, vocabulary, options)
     weight = torch.from_numpy(open_table(table.path, "copy").vectors)
-    if dtype is not None and not dtype.is_floating_point:
-        raise EmbeddingError(f"vectors cannot be {dtype}: give a floating-point type, such as torch.float16")
     embedding = nn.Embedding(
         weight.shape[0],
         weight.shape[1],

@@ -29,7 +29,7 @@ from plimsoll.errors import InputError
 from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
 from plimsoll.integrations._planned import planned, refuse_both
 from plimsoll.integrations.transaction import ON_THE_MODEL, Transaction
-from plimsoll.records.plan import Choice, Plan
+from plimsoll.records.plan import Choice, Plan, Rung
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.additive import Additivity
@@ -112,7 +112,7 @@ class AccelerateStep:
             is_update = self._accelerator.sync_gradients
             self.transaction.run(batch, self._one_pass, self._finish if is_update else None, self._loss_of)
             if self._schedule is not None:
-                self._schedule.step()
+                self.transaction.following.do(schedule=self._schedule)
         return BatchResult(
             self.transaction.loss,
             is_update and not self._optimizer.step_was_skipped,
@@ -161,7 +161,7 @@ class AccelerateStep:
         )  # fmt: skip
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            self.transaction = self._new_transaction(rungs=self.plan.choices_by_rung)
+            self.transaction = self._new_transaction(rungs=self.plan.rungs)
             self._limit.enter_context(self.transaction.backend.limited(parse_bytes(budget)))
             on_failure.pop_all()
         self._budget_to_plan = None
@@ -193,7 +193,7 @@ def step(
     clip_norm: float | None = None,
     schedule: Any = None,
     micro_batch: int | None = None,
-    rungs: Sequence[Sequence[Choice]] | None = None,
+    rungs: Sequence[Rung | Sequence[Choice]] | None = None,
     budget: str | int | None = None,
     batch: Any = None,
     recut_batch_norm: bool = False,
@@ -215,7 +215,7 @@ def step(
         clip_norm: the global gradient norm that ``accelerator.clip_grad_norm_`` clips to before each update.
         schedule: a prepared learning-rate schedule, stepped after each batch, as Accelerate's are.
         micro_batch: samples per pass to begin with; ``None`` begins with the whole batch.
-        rungs: in place of ``micro_batch``, those of a plan: ``plan.choices_by_rung``.
+        rungs: in place of ``micro_batch``, those of a plan: ``plan.rungs``.
         budget: in place of both, what the process may use of the device, such as ``"8GiB"``: planned for, and enforced
             until the step is closed (``with plimsoll.accelerate.step(...) as step``, or ``step.close()``).
         batch: with a budget, the largest batch there will be, to plan with; by default the first.

@@ -31,9 +31,10 @@ from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.optimizers import settings_of
 from plimsoll.ranks import Ranks
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Rung
 from plimsoll.records.run import OomEvent
 from plimsoll.run.additive import Additivity, LossOf
+from plimsoll.run.after_update import AfterUpdate
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.checks import device_of, refuse, refuse_no_target, refuse_recut, refuse_unclear_labels
 from plimsoll.run.commit import StepCommit
@@ -41,7 +42,7 @@ from plimsoll.run.failpoints import failpoint
 from plimsoll.run.pieces import Piece, Shape, no_way_out, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size
 from plimsoll.run.retry import Retry, first_samples
-from plimsoll.run.rungs import Rungs, after_oom, ladder_of
+from plimsoll.run.rungs import Rungs, after_oom, choices_of, ladder_of, measured
 from plimsoll.run.undo import Stateful
 from plimsoll.run.unreached import UnreachedWatch
 from plimsoll.techniques._whole import WholeBatch
@@ -99,7 +100,7 @@ class Transaction:
         optimizer: the ``torch.optim`` optimizer itself, not what a framework wraps it in.
         units: what the loss averages over, as for `plimsoll.TrainStep`; ``None`` where each sample has one label.
         micro_batch: samples per pass to begin with; ``None`` begins with whole batches.
-        rungs: in place of ``micro_batch``, the choices of a plan and of its fallbacks (``plan.choices_by_rung``).
+        rungs: in place of ``micro_batch``, those of a plan (``plan.rungs``), or their choices alone.
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
         never_cut: keep every batch whole.
@@ -122,7 +123,7 @@ class Transaction:
         *,
         units: Units | None,
         micro_batch: int | None = None,
-        rungs: Sequence[Sequence[Choice]] | None = None,
+        rungs: Sequence[Rung | Sequence[Choice]] | None = None,
         recut_batch_norm: bool = False,
         recut_loss: bool = False,
         never_cut: bool = False,
@@ -158,6 +159,7 @@ class Transaction:
         )  # fmt: skip
         self._unreached = UnreachedWatch(model)
         self._commit = StepCommit(optimizer, self.backend, self.position)
+        self.following = AfterUpdate(optimizer, self.backend, self.position)
         self._remember = remember
         self._put_back_of_caller: PutBack = _nothing
         self._num_remembered = 0  # batches of the window
@@ -193,7 +195,8 @@ class Transaction:
         self._window.append(_Batch(batch, shape, one_pass, random_state, loss_of))
         self._until_done(ladder, finish)
         samples = min(ladder.sizes[self._rung].samples, shape.num_samples)
-        ladder.held(self._rung, math.ceil(samples * shape.elements_per_sample))
+        memory = measured(ladder, self.backend, Ranks())
+        ladder.held(self._rung, math.ceil(samples * shape.elements_per_sample), memory)
         if finish is not None:
             self._end()
 
@@ -390,8 +393,7 @@ class Transaction:
         self._put_back_of_caller = _nothing
         self.position.step += 1
         self._unreached.look(self.position.step)
-        for tidy_up in self.workload.after_step:
-            tidy_up()
+        self.following.do(tidy_ups=self.workload.after_step)
 
     def _put_back(self) -> None:
         self._num_done, self.is_again = 0, True
@@ -473,13 +475,15 @@ def _by_samples(batch: Any, micro_batch: int, num_samples: int) -> Iterator[Piec
         yield Piece(piece, batch_size_of(piece) / num_samples, ())
 
 
-def _refuse_techniques(rungs: Sequence[Sequence[Choice]], micro_batch: int | None, possible: frozenset[str]) -> None:
+def _refuse_techniques(
+    rungs: Sequence[Rung | Sequence[Choice]], micro_batch: int | None, possible: frozenset[str]
+) -> None:
     if rungs and micro_batch is not None:
         raise InputError(
             f"micro_batch={micro_batch} was given with {len(rungs)} rungs, which have micro-batches of their own: "
             "leave one of the two out"
         )
-    others = sorted({choice.technique for choices in rungs for choice in choices} - possible)
+    others = sorted({choice.technique for one in rungs for choice in choices_of(one)} - possible)
     if others:
         raise InputError(
             f"the plan has {', '.join(others)}, which cannot be put into a loop that has its own loss, precision and "

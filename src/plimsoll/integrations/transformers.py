@@ -61,7 +61,7 @@ from plimsoll.integrations._planned import planned, refuse_both
 from plimsoll.integrations._trainer_loss import loss_of
 from plimsoll.integrations.training_arguments import to_training_arguments
 from plimsoll.integrations.transaction import Transaction, shape_of_any
-from plimsoll.records.plan import Choice, Plan
+from plimsoll.records.plan import Choice, Plan, Rung
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.known_losses import known_units
@@ -98,7 +98,7 @@ def fit(
     budget: str | int | None = None,
     units: Units | None = None,
     batch: Any = None,
-    rungs: Sequence[Sequence[Choice]] | None = None,
+    rungs: Sequence[Rung | Sequence[Choice]] | None = None,
     recut_batch_norm: bool = False,
     recut_loss: bool = False,
     never_cut: bool = False,
@@ -148,7 +148,7 @@ def protected(
     trainer: transformers.Trainer,
     *,
     budget: str | int | None = None, units: Units | None = None, batch: Any = None,
-    rungs: Sequence[Sequence[Choice]] | None = None, recut_batch_norm: bool = False, recut_loss: bool = False,
+    rungs: Sequence[Rung | Sequence[Choice]] | None = None, recut_batch_norm: bool = False, recut_loss: bool = False,
     never_cut: bool = False, extra_state: Sequence[Stateful] = (), allow_hidden_state: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
 ) -> Iterator[Protection]:  # fmt: skip
@@ -164,7 +164,7 @@ def protected(
         if budget is not None:
             sample = _first_batch(trainer, guard.backend) if batch is None else batch
             plan = guard.protection.plan = _planned(guard, budget, sample)
-            guard.rungs = plan.choices_by_rung
+            guard.rungs = plan.rungs
             if guard.says_what_counts(sample):
                 per_sample = shape_of_any(sample, "samples").elements_per_sample
                 guard.evaluations.begin_with(samples_of(plan.choices) * per_sample)
@@ -259,7 +259,7 @@ class _Guard:
     """The wrapped calls of one trainer."""
 
     def __init__(
-        self, trainer: transformers.Trainer, units: Units | None, rungs: Sequence[Sequence[Choice]] | None,
+        self, trainer: transformers.Trainer, units: Units | None, rungs: Sequence[Rung | Sequence[Choice]] | None,
         said: dict[str, Any], on_oom: Callable[[OomEvent], None] | None,
     ) -> None:  # fmt: skip
         self.trainer, self.rungs = trainer, rungs

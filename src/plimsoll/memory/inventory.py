@@ -11,6 +11,8 @@ optimizer; autograd's graph knows what it saves. A storage counts once, for the 
     activations       saved by a node of a graph that a live tensor ends
     temporaries       everything else
 
+Of what is mapped from a file only the pages that were written count, which are this process's own.
+
 Does NOT see what only C++ holds (a gradient on its way through a backward pass), nor, beyond `MOST_NODES` operations,
 what a graph saves (see `plimsoll.memory.graph` for why); of a sparse tensor nothing is counted.
 """
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plimsoll.device.pages import FileMappings
 from plimsoll.memory.graph import has_graph, saved_tensors, storage_key
 
 MOST_NODES = 20_000
@@ -55,6 +58,7 @@ class Inventory:
     _seen: set[int] = field(default_factory=set)
     _tensors: list[Tensor] = field(default_factory=list)
     _saved: list[Tensor] = field(default_factory=list)
+    _files: FileMappings = field(default_factory=FileMappings)
 
     def claim(self, tensors: Iterable[Tensor], category: str) -> None:
         """Count the storages of tensors that nothing before has claimed."""
@@ -67,7 +71,8 @@ class Inventory:
                 continue
             op = _op_of(tensor)
             shape = tuple(tensor.shape)
-            self.pieces.append(Piece(category, storage.nbytes(), shape, tensor.dtype, op, storage.data_ptr()))
+            num_bytes = self._files.private_bytes(tensor) if self.kind == "cpu" else storage.nbytes()
+            self.pieces.append(Piece(category, num_bytes, shape, tensor.dtype, op, storage.data_ptr()))
 
     def claim_rest(self) -> None:
         """Count what is left, once the caller has claimed what it knows: activations and temporaries."""

@@ -57,7 +57,9 @@ class Counted:
     ``gives_back`` says whether what is freed goes back to the system, so that it is new when it is taken again.
     ``unwritten_bytes`` are what a limit on address space (see `plimsoll.device.data_limit`) must have room for beyond
     the peak: memory that is asked for and never written, and holes of the heap whose pages are gone. ``holes_bytes``
-    are what its holes may take less and more than simulated, where it keeps large blocks.
+    are what its holes may take less and more than simulated, where it keeps large blocks. ``workspaces_bytes`` are what
+    cuBLAS takes of torch's allocator: torch counts it as allocated, and here it is part of the context from the start.
+    ``most_in_use_bytes`` is then the most that torch counts, which may be before all workspaces are there.
     """
 
     trace: Trace
@@ -71,6 +73,8 @@ class Counted:
     unwritten_bytes: int = 0
     holes_bytes: tuple[int, int] = (0, 0)
     gives_back: bool = False
+    workspaces_bytes: int = 0
+    most_in_use_bytes: int | None = None
 
     @cached_property
     def fresh_bytes(self) -> dict[int, int]:
@@ -98,27 +102,27 @@ class Counted:
 
     @cached_property
     def most_reserved(self) -> Estimate:
-        """The most that is taken without the fixed parts."""
-        fixed_bytes = sum(part.likely_bytes for part in self.fixed.values())
-        grown_bytes = int(self.reserved.max(initial=0)) - fixed_bytes
-        traced_bytes = min(int(self.live.total[self.peak_row]), grown_bytes)
-        return Estimate(
-            likely_bytes=grown_bytes,
-            low_bytes=max(self._low(grown_bytes) - self.holes_bytes[0], min(self._low(grown_bytes), traced_bytes)),
-            high_bytes=self._high(grown_bytes) + self.unwritten_bytes + self.holes_bytes[1],
+        """The most that the allocator holds: what torch's counter of reserved bytes will say on CUDA."""
+        own_bytes = int(self.reserved.max(initial=0)) - sum(self._standing_bytes.values())
+        traced_bytes = min(int(self.live.total[self.peak_row]), own_bytes)
+        own = Estimate(
+            likely_bytes=own_bytes,
+            low_bytes=max(self._low(own_bytes) - self.holes_bytes[0], min(self._low(own_bytes), traced_bytes)),
+            high_bytes=self._high(own_bytes) + self.unwritten_bytes + self.holes_bytes[1],
             traced_bytes=traced_bytes,
-            modelled_bytes=grown_bytes - traced_bytes,
+            modelled_bytes=own_bytes - traced_bytes,
         )
+        return own + _exactly(self.workspaces_bytes, modelled_bytes=self.workspaces_bytes)
 
     @property
     def fixed_part(self) -> Estimate:
-        """What is there from the start."""
+        """What is there from the start, outside the allocator."""
         return sum(self.fixed.values(), start=_exactly(0))
 
     @cached_property
     def most_allocated(self) -> Estimate:
-        """The most that is in use of what is reserved, without the fixed parts."""
-        likely_bytes = int(self.allocated.max(initial=0))
+        """The most that is in use of what is reserved: what torch's counter of allocated bytes will say on CUDA."""
+        likely_bytes = int(self.allocated.max(initial=0)) if self.most_in_use_bytes is None else self.most_in_use_bytes
         traced_bytes = min(self.live.peak_bytes, likely_bytes)
         return Estimate(
             likely_bytes=likely_bytes,
@@ -128,12 +132,18 @@ class Counted:
             modelled_bytes=likely_bytes - traced_bytes,
         )
 
+    @property
+    def _standing_bytes(self) -> dict[Category, int]:
+        """The fixed parts as they are shown: workspaces are of the context."""
+        sizes = {name: part.likely_bytes for name, part in self.fixed.items()}
+        return sizes | ({"context": sizes["context"] + self.workspaces_bytes} if self.workspaces_bytes else {})
+
     def parts(self) -> dict[Category, int]:
         """What is alive at its peak; what the process takes beyond that at any time is fragmentation."""
         row = self.peak_row
         parts = {name: int(column[row]) for name, column in self.live.by_category.items() if column[row]}
-        for name, part in self.fixed.items():
-            parts[name] = parts.get(name, 0) + part.likely_bytes
+        for name, num_bytes in self._standing_bytes.items():
+            parts[name] = parts.get(name, 0) + num_bytes
         parts["fragmentation"] = self.peak.likely_bytes - sum(parts.values())
         return {name: size for name, size in parts.items() if size}
 
@@ -184,9 +194,9 @@ class Counted:
         rows = _thinned(self.live.total, self.peak_row, int(self.reserved.argmax()) if len(self.reserved) else -1)
         ops = [self.trace.event_op[event] for event in self.live.event[rows].tolist()]
         table, texts = self.trace.ops, self.trace.texts
-        fixed_bytes = sum(part.likely_bytes for part in self.fixed.values())
+        fixed_bytes = sum(self._standing_bytes.values())
         categories: dict[Category, tuple[int, ...]] = {
-            name: (part.likely_bytes,) * len(rows) for name, part in self.fixed.items()
+            name: (num_bytes,) * len(rows) for name, num_bytes in self._standing_bytes.items()
         }
         for name, column in self.live.by_category.items():
             categories[name] = tuple(column[rows].tolist())
@@ -249,9 +259,11 @@ def count_on_cuda(
         live=live,
         allocated=allocated[is_traced],
         reserved=reserved[is_traced] + context.likely_bytes,
-        fixed={"context": context + _exactly(workspaces_bytes, modelled_bytes=workspaces_bytes)},
+        fixed={"context": context},
         spread=_CUDA_SPREAD,
         oom_row=oom_row,
+        workspaces_bytes=workspaces_bytes,
+        most_in_use_bytes=replayed.peak_allocated_bytes,
     )
 
 

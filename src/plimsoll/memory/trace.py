@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
+from plimsoll.device.pages import FileMappings
 from plimsoll.errors import InputError, PlimsollError
 from plimsoll.memory.known import KEEPS_ALL, KnownValues
 from plimsoll.memory.live import live_bytes
@@ -42,7 +43,7 @@ from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.untraced import untraced
 from plimsoll.outside import outside_the_device
-from plimsoll.records.trace import Phase, Trace
+from plimsoll.records.trace import Category, Phase, Trace
 from plimsoll.weights.parts import with_parts
 
 _CANNOT_TRACE = (
@@ -72,6 +73,7 @@ class Rehearsal:
         self._is_step = phase is not None
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.known = KnownValues(self.mode, self._where, keeps_all)
+        self._files = FileMappings()
         self.recorder = Recorder(
             phase=phase, run=lowering.run_with(self.known.run),
             scratch_bytes=lowering.scratch_bytes, on_host=lowering.on_host, unwritten=lowering.unwritten,
@@ -96,7 +98,7 @@ class Rehearsal:
                 if isinstance(value, Tensor):
                     # torch keeps the count of steps on the host, and a CPU model's has to stay there.
                     is_on_host = key == "step" and value.device.type == "cpu"
-                    memo[id(value)] = self._loaded(value) if is_on_host else self.known.fake(value)
+                    memo[id(value)] = self._loaded(value) if is_on_host else self._fake(value, "optimizer states")
         return self._arrived(copy.deepcopy(model, memo)), copy.deepcopy(optimizer, memo)
 
     def fake_batch(self, batch: Any) -> Any:
@@ -130,11 +132,20 @@ class Rehearsal:
             if id(tensor) in memo:
                 continue
             with outside_the_device() if id(tensor) in outside else nullcontext():
-                fake = with_parts(tensor, self.known.fake).requires_grad_(tensor.requires_grad)
+                fake = with_parts(tensor, self._fake).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
                 fake._is_param = True  # what nn.Parameter itself does for a subclass
             memo[id(tensor)] = fake
         return memo
+
+    def _fake(self, real: Tensor, category: Category = "parameters") -> Tensor:
+        """A fake tensor, outside of the device where the device is the CPU and the real one stays in its file."""
+        if self._lowering.kind != "cpu" or not self._files.stays_in_file(real):
+            return self.known.fake(real)
+        with outside_the_device():
+            fake = self.known.fake(real)
+            self.recorder.know([("", fake)], category)  # which notes where it lies
+        return fake
 
     def _loaded(self, real: Tensor) -> Tensor:
         return self._lowering.loaded(self.known.fake(real))

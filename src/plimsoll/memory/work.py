@@ -199,6 +199,7 @@ def _flops_of(op: Any, name: str) -> Flops | None:
 
 
 def _attention_flops(args: tuple[Any, ...]) -> int:
+    """Of query, key and value: each head of the query meets its keys, however many heads share them."""
     (*batch, queries, width), (keys, value_width) = args[0].shape, args[2].shape[-2:]
     flops: int = 2 * torch.Size(batch).numel() * queries * keys * (width + value_width)
     return flops
@@ -219,12 +220,15 @@ def _mkldnn_flops(args: tuple[Any, ...]) -> int:
     return rnn_flops(num_steps, batch_size + 1, num_inputs, hidden_size, num_rows // hidden_size)
 
 
-_FLASH_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+# torch does not count the one for the CPU, and up to 2.11 none with fewer heads of keys than of queries.
+_ATTENTION = tuple(f"_scaled_dot_product_{kind}" for kind in (
+    "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"
+))  # fmt: skip
 _OWN_FLOPS: dict[str, Flops] = {
     "_grouped_mm": lambda args, kwargs, result: grouped_flops(*args[:2]),
     "mkldnn_rnn_layer": lambda args, kwargs, result: _mkldnn_flops(args),
     "mkldnn_rnn_layer_backward": lambda args, kwargs, result: 2 * _mkldnn_flops(args),
-    _FLASH_ON_CPU: lambda args, kwargs, result: _attention_flops(args),
+    **{name: lambda args, kwargs, result: _attention_flops(args) for name in _ATTENTION},
     # The scores once more, and the gradients of query, key, value and of the weights.
-    f"{_FLASH_ON_CPU}_backward": lambda args, kwargs, result: 5 * _attention_flops(args[1:]) // 2,
+    **{f"{name}_backward": lambda args, kwargs, result: 5 * _attention_flops(args[1:]) // 2 for name in _ATTENTION},
 }

@@ -4,8 +4,9 @@
 
 The host never holds more than the model itself (where the device is the CPU), one tensor and some MiB; the weights are
 bitwise those of ``from_pretrained``. Which weight of the model is which tensor of the checkpoint is what transformers
-says (`plimsoll.models.skeleton`). On place ``mapped`` weights are read-only memory of the checkpoint's files, which a
-limit on private memory does not count; what cannot stay as it is in the file is in unnamed files (`plimsoll.mapped`).
+says (`plimsoll.models.skeleton`). On place ``mapped`` weights are memory of the checkpoint's files, of which private
+memory is only what was written (copy on write: the files stay as they are); what cannot be as it is in the file is in
+unnamed files (`plimsoll.mapped`).
 
 A folder that torchao's integers were saved in is read as it is (`plimsoll.models.coded`).
 
@@ -15,6 +16,7 @@ those that were made smaller here (`plimsoll.weights.shrink`).
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.device.base import backend_for
+from plimsoll.dtypes import floating_type
 from plimsoll.errors import WeightsError
 from plimsoll.mapped import MappedPool
 from plimsoll.models.adapters import with_adapters
@@ -39,7 +42,7 @@ from plimsoll.weights.shrink._structure import UNMARKED, ShrunkConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Place = Literal["memory", "mapped"]
+Place = Literal["memory", "mapped", "read-only"]
 Head = Literal["language-modeling", "classification", "token-classification", "none"]
 
 _WORDS: Mapping[str, tuple[str | None, ...]] = {
@@ -78,7 +81,7 @@ def load_model(
     folder: str | Path,
     *,
     head: Head | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: str = "cpu",
     place: Place = "memory",
     quantize: Quantize | None = None,
@@ -94,9 +97,12 @@ def load_model(
     Args:
         folder: what ``save_pretrained`` wrote, with safetensors or files of ``torch.save``, in one file or several.
         head: what the model is for; ``None``: what its configuration says.
-        dtype: of the weights; ``None``: what its configuration says, else as most are stored.
+        dtype: of the weights, such as ``torch.bfloat16`` or ``"bf16"``; ``None``: what its configuration says, else as
+            most are stored.
         device: where they are to be.
-        place: ``mapped``: read-only in the files of the checkpoint, without private memory; only on the CPU.
+        place: ``mapped``: in the files of the checkpoint, without private memory but for what is written, which never
+            reaches the files; ``read-only``: there, too, but no limit counts it and writing ends the process (SIGSEGV).
+            On both the weights begin frozen, and the device is the CPU.
         quantize: linear layers get weights of torchao, but for the output over the vocabulary and tied weights.
         adapters: folders of LoRA adapters that are merged into the weights, in this order; or one folder.
         vocab_size: a number of tokens other than the checkpoint's; new ones begin as the mean of those there are.
@@ -112,6 +118,7 @@ def load_model(
         OutputError: if the disk has no room for what cannot be mapped as it is.
     """
     merged = [Path(one) for one in ([adapters] if isinstance(adapters, (str, Path)) else adapters)]
+    dtype = None if dtype is None else floating_type(dtype, WeightsError)
     _check_words(head=head, place=place, quantize=quantize)
     _check_together(quantize, merged)
     _check_target(device, place, vocab_size)
@@ -129,14 +136,14 @@ def load_model(
         if not allow_missing:
             _check_body(skeleton, checkpoint)
     filling = _Filling(skeleton, torch.device(device), place, pool, progress)
-    filling.quantize, filling.is_read_only = quantize, place == "mapped" and not merged
+    filling.quantize, filling.maps = quantize, place != "memory" and not merged
     filling.coded = checkpoint.coded
     filling.fill()
     if fields is None:
         _finish(skeleton.model, checkpoint.folder, device)
         make_coded(skeleton.model, said)
     model: nn.Module = with_adapters(skeleton.model, merged)
-    if place == "mapped":
+    if place != "memory":
         model.requires_grad_(False)
     return Loaded(
         model.eval(), skeleton.missing, skeleton.unexpected, filling.total_bytes, filling.mapped, filling.pool
@@ -177,11 +184,12 @@ class _Filling:
     def __init__(
         self, skeleton: Skeleton, device: torch.device, place: Place, pool: MappedPool | None, progress: Progress
     ) -> None:
-        self.pool = MappedPool() if pool is None and place == "mapped" else pool
+        self.pool = MappedPool() if pool is None and place != "memory" else pool
         self.mapped: dict[str, Entry] = {}
         self.quantize: Quantize | None = None
         self.coded: Mapping[str, Coded] = {}
-        self.is_read_only = place == "mapped"
+        self.maps = place != "memory"
+        self._taken: dict[Path, list[tuple[int, int]]] = {}  # what is mapped of each file, in order
         self._skeleton, self._device, self._place, self._progress = skeleton, device, place, progress
         self._direct = sorted((weight for weight in skeleton.weights.values() if weight.entry), key=_place_of)
         self.total_bytes = sum(weight.entry.num_bytes for weight in self._direct if weight.entry)
@@ -200,7 +208,7 @@ class _Filling:
                 self._put(weight, self._value(weight, weight.entry))
         for group in self._skeleton.derived:
             self._derive(group)
-        if self._place == "mapped" and self.pool is not None:
+        if self._place != "memory" and self.pool is not None:
             self._move_new_weights(self.pool)
         if self.quantize and not self.num_quantized:
             raise WeightsError(
@@ -226,9 +234,8 @@ class _Filling:
 
     def _part_of_coded(self, entry: Entry) -> Tensor:
         """One of the tensors that a weight of torchao is made of, where the model is to be."""
-        if self.is_read_only and entry.can_be_mapped:
-            self._report(entry.num_bytes)
-            return entry.mapped()
+        if self._may_map(entry):
+            return self._mapped(entry)
         target = self._empty(torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
         entry.read_into(target, self._report)
         return target
@@ -236,13 +243,24 @@ class _Filling:
     def _value(self, weight: Weight, entry: Entry) -> Tensor:
         if entry.shape != tuple(weight.meta.shape):
             return self._resized(weight, entry)
-        if self.is_read_only and entry.dtype == weight.meta.dtype and entry.can_be_mapped:
+        if entry.dtype == weight.meta.dtype and self._may_map(entry):
             self.mapped[weight.name] = entry
-            self._report(entry.num_bytes)
-            return entry.mapped()
+            return self._mapped(entry)
         target = self._empty(weight.meta)
         entry.read_into(target, self._report)
         return target
+
+    def _may_map(self, entry: Entry) -> bool:
+        """Whether a weight can be memory of the file: not what another one is, or both would change at once."""
+        taken = self._taken.get(entry.file, [])
+        number = bisect_left(taken, (entry.offset + entry.num_bytes, 0))  # the first that begins behind it
+        return self.maps and entry.can_be_mapped and (number == 0 or taken[number - 1][1] <= entry.offset)
+
+    def _mapped(self, entry: Entry) -> Tensor:
+        if self._place == "mapped":
+            insort(self._taken.setdefault(entry.file, []), (entry.offset, entry.offset + entry.num_bytes))
+        self._report(entry.num_bytes)
+        return entry.mapped(is_read_only=self._place == "read-only")
 
     def _resized(self, weight: Weight, entry: Entry) -> Tensor:
         """A weight with more or fewer rows than the checkpoint has; new rows are the mean of the others."""
@@ -268,7 +286,7 @@ class _Filling:
     def _part(self, entry: Entry, dtype: torch.dtype) -> Tensor:
         """A part of a weight: of the file's own memory, or where it has to be converted, in an unnamed file."""
         if entry.dtype == dtype and entry.can_be_mapped:
-            return entry.mapped()
+            return entry.mapped(is_read_only=True)
         target = (self.pool or MappedPool()).empty_like(torch.empty(entry.shape, dtype=dtype, device="meta"))
         entry.read_into(target)
         return target
@@ -312,7 +330,7 @@ def _check_words(**given: str | None) -> None:
 
 
 def _check_target(device: str, place: Place, vocab_size: int | None) -> None:
-    if place == "mapped" and device.partition(":")[0] != "cpu":
+    if place != "memory" and device.partition(":")[0] != "cpu":
         raise WeightsError(f"place {place} keeps weights in files, which device {device} cannot use: use place memory")
     if device != "meta":
         backend_for(device)
@@ -407,17 +425,13 @@ def _class_of(config: PreTrainedConfig, head: Head | None, folder: Path) -> type
 def _dtype_of(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype | None) -> torch.dtype:
     """The type of the weights: asked for, or of the configuration, or what most bytes are stored in."""
     chosen = dtype or getattr(config, "dtype", None)
-    if isinstance(chosen, str):
-        chosen = getattr(torch, chosen, None)
     if chosen is None:
         stored: dict[torch.dtype, int] = {}
         for entry in checkpoint.entries.values():
             if entry.dtype.is_floating_point:
                 stored[entry.dtype] = stored.get(entry.dtype, 0) + entry.num_bytes
         chosen = max(stored, key=lambda one: stored[one], default=torch.float32)
-    if not chosen.is_floating_point:
-        raise WeightsError(f"weights cannot be of {chosen}: use float32, bfloat16 or float16")
-    return chosen
+    return floating_type(chosen, WeightsError)
 
 
 def _check_body(skeleton: Skeleton, checkpoint: Checkpoint) -> None:

@@ -268,7 +268,8 @@ def _slot(model: nn.Module, name: str) -> tuple[int, str]:
 def _are_equal(one: Entry, other: Entry) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(*(entry.mapped() if entry.can_be_mapped else entry.read() for entry in (one, other)))
+    values = (entry.mapped(is_read_only=True) if entry.can_be_mapped else entry.read() for entry in (one, other))
+    return torch.equal(*values)
 
 
 def _renamed(model: Any, stand_ins: list[_StandIn]) -> Iterator[tuple[_StandIn, str, str, Any]]:

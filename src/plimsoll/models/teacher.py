@@ -1,7 +1,7 @@
 """The model that teaches another: found in its folder, checked against the job, loaded and known by what it is.
 
     sketch_teacher(folder, "classification", shape, label_names)  # says what does not fit
-    teacher = load_teacher(folder, task, shape, place="mapped")
+    teacher = load_teacher(folder, task, shape, place="read-only")
 
 It is a Hugging Face folder or one of a recurrent model of ours, for the same task and the same tokens. Loaded, it is in
 evaluation mode, computes in float32 and has no gradients. In a rehearsal (on fake tensors) nothing of it is read.
@@ -47,7 +47,7 @@ def load_teacher(
         folder: of a checkpoint.
         task: of the job.
         shape: what its texts ask of a model.
-        place: ``mapped``: its weights stay in its files, which no limit on private memory counts; only on the CPU.
+        place: ``read-only``: its weights stay in its files, which no limit on private memory counts; only on the CPU.
         device: where it is to compute.
 
     Raises:

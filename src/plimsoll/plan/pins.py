@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from plimsoll.errors import InputError
@@ -10,13 +13,20 @@ from plimsoll.records.plan import Choice, Pin, Value, check_pins, micro_batch_ch
 from plimsoll.techniques import UNOFFERED, Choices, Setting, technique_of
 from plimsoll.workload import Workload
 
+_NOT_HERE = "it cannot be used here: "
+
 
 class Decided(NamedTuple):
-    """``pinned`` choices are in every plan; of a ``required`` technique the plan chooses the options."""
+    """``pinned`` choices are in every plan; of a ``required`` technique the plan chooses the options.
+
+    ``left_out`` has the pins that the number of ranks forbids, each with the reason: a run that goes on with more or
+    fewer processes has them again when there are as many as they need.
+    """
 
     pinned: Choices
     required: frozenset[str]
     forbidden: frozenset[str]
+    left_out: Mapping[str, str] = MappingProxyType({})
 
 
 def decide(pins: Sequence[Pin], forbids: Iterable[str], workload: Workload, setting: Setting) -> Decided:
@@ -24,19 +34,40 @@ def decide(pins: Sequence[Pin], forbids: Iterable[str], workload: Workload, sett
 
     Raises:
         InputError: if a technique does not exist, is pinned twice in different ways, is pinned and forbidden, or cannot
-            be used in this training; it says why.
+            be used in this training, with however many ranks; it says why.
     """
     check_pins(pins, forbids)
     forbidden = frozenset(technique_of(name).name for name in forbids)
     pinned: list[Choice] = []
     required: list[str] = []
+    left_out: dict[str, str] = {}
     for pin in pins:
-        choice = _chosen(pin, workload, setting)
+        try:
+            choice = _chosen(pin, workload, setting)
+        except InputError as error:
+            if not _is_possible_with_other_ranks(pin, workload, setting):
+                raise
+            reason = str(error).removeprefix(f"--pin {pin}: ").removeprefix(_NOT_HERE)
+            left_out[str(pin)] = reason.partition("; leave it out")[0]
+            continue
         if choice is None:
             required += [pin.technique] if pin.technique != "micro_batch" else []  # every plan has one
         elif choice not in pinned:
             pinned.append(choice)
-    return Decided(tuple(pinned), frozenset(required), forbidden)
+    return Decided(tuple(pinned), frozenset(required), forbidden, left_out)
+
+
+def _is_possible_with_other_ranks(pin: Pin, workload: Workload, setting: Setting) -> bool:
+    """Whether it is the number of ranks alone that forbids a pin: alone, or with another, it would do."""
+    if pin.technique == "micro_batch" and workload.kept_whole is not None:
+        return False
+    whole = setting.batch_size * setting.num_ranks
+    for num_ranks in {1, 2} - {setting.num_ranks}:
+        other = replace(setting, num_ranks=num_ranks, batch_size=max(1, whole // num_ranks))
+        with suppress(InputError):
+            _chosen(pin, workload, other)
+            return True
+    return False
 
 
 def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
@@ -47,7 +78,7 @@ def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
         whole = micro_batch_choice(setting.batch_size)
         if pin.technique == whole.technique and whole.options["samples"] in {pin.value, pin.options.get("samples")}:
             return whole  # which cuts nothing
-        raise InputError(f"--pin {pin}: it cannot be used here: {offered}; leave it out")
+        raise InputError(f"--pin {pin}: {_NOT_HERE}{offered}; leave it out")
     known = offered[0].options | UNOFFERED.get(technique.name, {})
     names = list(known)
     options = dict(pin.options)

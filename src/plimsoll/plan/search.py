@@ -40,7 +40,9 @@ _FALLS_SHARE = 0.95  # of what is before it: what needs more is no fallback
 # Taking one back needs room in the crisis.
 _MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload", "layer_streaming")
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
-_FALLBACK_SHARE = 0.6  # of what the plan needs; a peak that is higher still is for the leanest
+# Of what the plan needs: close by where it needs most of the limit, since most that runs out lacked a little. A peak
+# that is higher still is for the leanest.
+_FALLBACK_SHARES = (0.85, 0.72, 0.6)
 
 
 @dataclass(frozen=True)
@@ -386,15 +388,17 @@ class _Search:
     # -- what is behind the plan ---------------------------------------------------------------------------------------
 
     def _fallbacks(self, chosen: Look) -> Iterator[Look]:
-        """Smaller plans: the fastest within a share of what the chosen one needs, and what needs least."""
-        last, limit_bytes = chosen, int(_FALLBACK_SHARE * chosen.need_bytes)
-        following = self._best_within(limit_bytes, chosen.mix)
-        if following is None and chosen.need_bytes > _NEAR_SHARE * self._problem.limit_bytes:
-            self._learn_techniques()
-            following = self._best_within(limit_bytes, chosen.mix)
-        if following is not None:
-            yield following
-            last = following
+        """Smaller plans: the fastest within shares of what the chosen one needs, and what needs least."""
+        last, is_near = chosen, chosen.need_bytes > _NEAR_SHARE * self._problem.limit_bytes
+        for share in _FALLBACK_SHARES if is_near else _FALLBACK_SHARES[-1:]:
+            limit_bytes = int(share * chosen.need_bytes)
+            following = last if last.need_bytes <= limit_bytes else self._best_within(limit_bytes, last.mix)
+            if following is None and is_near:
+                self._learn_techniques()
+                following = self._best_within(limit_bytes, last.mix)
+            if following is not None and following is not last:
+                yield following
+                last = following
         leanest = self._leanest(last.mix)
         if leanest.need_bytes < _FALLS_SHARE * last.need_bytes:
             yield leanest

@@ -136,7 +136,8 @@ class Plan(Record):
     fits, ``rungs`` has what needs least, ``smallest_budget_bytes`` is the budget it would take, and ``openings`` has,
     for each technique that changes the training and is not allowed, what needs least together with it.
 
-    ``pinned`` choices and ``required`` techniques, whose options the plan chooses, are the user's.
+    ``pinned`` choices and ``required`` techniques, whose options the plan chooses, are the user's; ``left_out`` has the
+    pins that the number of ranks forbids, each with the reason.
     ``time_factor`` is what earlier runs have taught of the time, and in ``step_time``. ``off_device`` is there where
     parameters are in files (CPU) or on the host (CUDA), and not where the budget counts. ``loss_check`` says whether a
     batch may be cut, and ``tokenizer_bytes`` what training the tokenizer takes at most, before there is a model.
@@ -159,6 +160,7 @@ class Plan(Record):
     pinned: tuple[Choice, ...] = ()
     required: tuple[str, ...] = ()
     forbidden: tuple[str, ...] = ()
+    left_out: dict[str, str] = {}
     about: dict[str, str] = {}
     numerics: dict[str, Numerics] = {}
     why: dict[str, str] = {}

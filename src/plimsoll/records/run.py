@@ -51,11 +51,20 @@ class OomEvent(Frozen):
     num_other_ranks: int = 0
 
     @property
+    def on_which_ranks(self) -> str:
+        """On which of several ranks, such as " on rank 1 and 2 more"; empty where there is one."""
+        others = f" and {self.num_other_ranks} more" if self.num_other_ranks else ""
+        return "" if self.rank is None else f" on rank {self.rank}{others}"
+
+    @property
     def shortage(self) -> str:
-        """What was asked for (not every error says) and what was in use, for a message."""
+        """On which of several ranks, what was asked for (not every error says) and what was in use, for a message."""
+        where = self.on_which_ranks.strip()
+        if self.live_bytes is None:
+            return where or "nothing is known of what was in use"
         asked = f"asked for {format_bytes(self.requested_bytes)} with " if self.requested_bytes else ""
         limit = f" of {format_bytes(self.capacity_bytes)}" if self.capacity_bytes else ""
-        return f"{asked}{format_bytes(self.live_bytes)} in use{limit}"
+        return f"{where and f'{where}, '}{asked}{format_bytes(self.live_bytes)} in use{limit}"
 
     @property
     def is_fragmented(self) -> bool:

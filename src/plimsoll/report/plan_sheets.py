@@ -140,6 +140,7 @@ def wishes_sentence(plan: Plan) -> str:
     said = []
     if plan.pinned:
         said.append(f"Pinned: {', '.join(map(str, plan.pinned))}.")
+    said += [f"Left out: {pin}, because {reason}." for pin, reason in plan.left_out.items()]
     if plan.forbidden:
         said.append(f"Forbidden: {', '.join(plan.forbidden)}.")
     return " ".join(said)

@@ -102,15 +102,16 @@ def without_fail(work: Callable[[], T]) -> T | str:
 
 def _event(error: BaseException, family: str, backend: Backend, position: Position) -> OomEvent:
     text = str(error)
-    use = backend.use()
-    return OomEvent(
+    event = OomEvent(
         step=position.step + (position.phase in PHASES_OF_A_STEP),
         phase=position.phase,
         family=family,
         requested_bytes=requested_bytes(text),
-        live_bytes=use.used_bytes,
-        reserved_bytes=use.reserved_bytes,
-        capacity_bytes=use.limit_bytes,
         micro_batch=position.micro_batch,
         raw_text=f"{type(error).__name__}: {text}"[:_LONGEST_TEXT],
     )
+    if isinstance(error, PeerOutOfMemory):  # what is in use here says nothing of that rank
+        return event.model_copy(update={"rank": error.rank})
+    use = backend.use()
+    used = {"live_bytes": use.used_bytes, "reserved_bytes": use.reserved_bytes, "capacity_bytes": use.limit_bytes}
+    return event.model_copy(update=used)

@@ -34,7 +34,7 @@ from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import CheckpointError, OutputError
 from plimsoll.optimizers import settings_of
 from plimsoll.outside import copier_of
-from plimsoll.ranks import Ranks
+from plimsoll.ranks import PeerOutOfMemory, Ranks
 from plimsoll.records.base import sync, write_atomically
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
@@ -66,7 +66,8 @@ def save(
 
     Raises:
         OutputError: on all ranks, if one of them cannot write; the earlier checkpoints are untouched.
-        MemoryError: on all ranks, if memory ran out on one of them; nothing is left of it, and it can be tried again.
+        PeerOutOfMemory: on all ranks, that one included, if memory ran out on one of them; nothing is left of it, and
+            it can be tried again.
     """
     folder = root / f"step-{step:08d}"
     temporary = root / f".{folder.name}.tmp-shards"
@@ -79,8 +80,8 @@ def save(
     if problem is not None:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        if problem.is_memory:
-            raise MemoryError(problem.text)
+        if problem.failed_rank is not None:
+            raise PeerOutOfMemory(problem.failed_rank, problem.text)
         raise OutputError(
             f"cannot write the checkpoint of step {step} to {root}: {problem.text}; earlier checkpoints are intact: "
             "free some space and go on with --resume"
@@ -193,10 +194,10 @@ def _read_whole(folder: Path, sharded: ShardedTraining, optimizer: torch.optim.O
 
 
 class _Problem(NamedTuple):
-    """Why a checkpoint could not be written, the same on all ranks."""
+    """Why a checkpoint could not be written, the same on all ranks; ``failed_rank`` is the first without memory."""
 
     text: str
-    is_memory: bool
+    failed_rank: int | None = None
 
 
 def _write(workload: Workload, backend: Backend, folder: Path) -> _Problem | None:
@@ -209,15 +210,20 @@ def _write(workload: Workload, backend: Backend, folder: Path) -> _Problem | Non
 
     tensors = attempt_together(read, backend, position, workload.ranks)
     if isinstance(tensors, OomEvent):
-        return _Problem(told_by_all(tensors, workload.ranks).raw_text, is_memory=True)
+        return _of_memory(told_by_all(tensors, workload.ranks), workload.ranks)
     try:
         workload.ranks.exchange(lambda: write_shards(tensors, storage_writer=FileSystemWriter(folder)))
     except CheckpointException as error:
         failures = {rank: failure[0] for rank, failure in error.failures.items()}
         own = failures.get(workload.ranks.rank)
-        is_memory = workload.ranks.agree(own is not None and backend.oom_family(own) is not None)
-        return _Problem("; ".join(f"rank {rank}: {failure}" for rank, failure in failures.items()), is_memory)
+        failed_rank = workload.ranks.first_of(own is not None and backend.oom_family(own) is not None)
+        return _Problem("; ".join(f"rank {rank}: {failure}" for rank, failure in failures.items()), failed_rank)
     return None
+
+
+def _of_memory(event: OomEvent, ranks: Ranks) -> _Problem:
+    rank = ranks.rank if event.rank is None else event.rank
+    return _Problem(f"memory ran out on rank {rank}: {event.raw_text}", rank)
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
@@ -246,7 +252,7 @@ def _on_first(ranks: Ranks, backend: Backend, work: Callable[[], None]) -> _Prob
     if ranks.rank == 0:
         try:
             event = attempt(work, backend, Position(phase="checkpoint"))
-            problem = None if event is None else _Problem(event.raw_text, is_memory=True)
+            problem = None if event is None else _of_memory(event, ranks)
         except OSError as error:
-            problem = _Problem(error.strerror or str(error), is_memory=False)
+            problem = _Problem(error.strerror or str(error))
     return ranks.gather(problem)[0]

@@ -28,10 +28,13 @@ Where an optimizer's states are outside the device, copies too large for the kep
 Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
 but only after what its update can take at most has been shown to be there.
 
-Covers optimizers of ``torch.optim`` at once and piece by piece; an optimizer from elsewhere, or one with step hooks,
-may look at all parameters together and is therefore one single piece. Does NOT cover state kept outside
-``optimizer.state``, and errors other than memory running out (a Ctrl-C in a loop of one's own) in the middle of an
-update. Where another thread does take the room of an update at once, it is torn, as it is where a piece fails twice.
+Covers optimizers of ``torch.optim`` at once and piece by piece. One from elsewhere, or one with step hooks, may look at
+all parameters together, and at those that have no gradient: it is called once, its groups as they are, and all that is
+reached from it and its hooks is put back where that fails (`plimsoll.run.update_copies`). If it fails again, what only
+failing changes in Python is left changed, and it is tried further (`plimsoll.run.snapshot`).
+
+Does NOT cover errors other than memory running out (a Ctrl-C in a loop of one's own) between two pieces. Where another
+thread does take the room of an update at once, it is torn, as it is where a piece fails twice.
 """
 
 from __future__ import annotations
@@ -40,15 +43,16 @@ import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
-from plimsoll.optimizers import is_of_torch, is_separable, settings_of
-from plimsoll.outside import Copier, copier_of, is_marked, keeps_states_outside, outside_the_device
+from plimsoll.optimizers import is_of_torch, is_separable
+from plimsoll.outside import copier_of, is_marked, keeps_states_outside, outside_the_device
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
@@ -63,8 +67,10 @@ from plimsoll.run.room import (
     without_states,
 )  # fmt: skip
 from plimsoll.run.scratch import ADDRESS_OF, Layout, Scratch
-from plimsoll.run.sparse import bytes_of, changed_rows, is_sparse
+from plimsoll.run.snapshot import Change
+from plimsoll.run.sparse import bytes_of, is_sparse
 from plimsoll.run.together import agreed
+from plimsoll.run.update_copies import Learned, Memory, PieceCopy, WholeCopy
 
 # A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
 _PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
@@ -72,26 +78,30 @@ _PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # of its heap back to the system and take it again, which costs up to twice as much as the copying. CUDA's allocator
 # keeps it.
 _KEPT_BYTES = {"cpu": 8 << 20, "cuda": 0}
+_MOST_TRIES = 8
+"""Of an update that goes further from try to try, by what its failures leave changed (`plimsoll.run.snapshot`)."""
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Some parameters of each parameter group: ``groups`` maps the group's index to them."""
+    """Some parameters of each parameter group: ``groups`` maps the group's index to them.
+
+    One that is not separable stands for the whole optimizer, and has the parameters with gradients.
+    """
 
     is_separable: bool
     groups: dict[int, list[nn.Parameter]] = field(default_factory=dict)
     parameters: list[nn.Parameter] = field(default_factory=list)
     num_bytes: int = 0
     num_failures: int = 0
+    left: list[Change] = field(default_factory=list)
+    changes_gradients: bool = False
     layout: Layout | None = None
 
     @property
-    def device(self) -> torch.device:
-        return self.parameters[0].device
-
-    @property
     def place(self) -> _Place:
-        return _place_of(self.parameters[0])
+        """Where its parameters are; there may be none, if it is the whole optimizer."""
+        return _place_of(self.parameters[0]) if self.parameters else (torch.device("cpu"), False)
 
     def add(self, group: int, parameter: nn.Parameter) -> None:
         self.groups.setdefault(group, []).append(parameter)
@@ -110,9 +120,10 @@ class _Piece:
         return self.is_separable and len(self.parameters) > 1
 
     def may_be_tried_again(self) -> bool:
-        """Whether it can be cut further, or has failed only once."""
+        """Whether it can be cut further, has failed only once, or may go on from what its failures change."""
         self.num_failures += 1
-        return self.can_be_cut() or self.num_failures == 1
+        goes_on = bool(self.left) and self.num_failures < _MOST_TRIES
+        return self.can_be_cut() or self.num_failures == 1 or goes_on
 
     def halves(self) -> list[_Piece]:
         """The piece as two, or itself if it cannot be cut."""
@@ -131,65 +142,6 @@ _Place = tuple[torch.device, bool]
 
 def _place_of(parameter: nn.Parameter) -> _Place:
     return parameter.device, is_marked(parameter)
-
-
-class _Copy:
-    """The parameters of a piece and their optimizer states, as they are now."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, piece: _Piece, scratch: Scratch, copy_outside: Copier | None
-    ) -> None:
-        self._optimizer = optimizer
-        self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
-        self._fresh: list[nn.Parameter] = []
-        self._rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        tensors: list[torch.Tensor] = []
-        for group, parameter in piece.members():
-            state = optimizer.state.get(parameter)
-            if state is None:
-                self._fresh.append(parameter)
-            else:
-                self._states.append((parameter, dict(state)))
-            values = [value for value in (state or {}).values() if isinstance(value, torch.Tensor)]
-            tensors.extend(self._without_rows(group, parameter, values))
-        if piece.layout is None or not piece.layout.is_of(tensors):
-            piece.layout = Layout(tensors)
-        layout = piece.layout
-        self._alike: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-        if copy_outside is not None and sum(map(bytes_of, tensors)) > scratch.kept_bytes:
-            self._others = [(tensor, copy_outside(tensor)) for tensor in tensors]
-        else:
-            for key, flat in layout.alike.items():
-                self._alike.append((flat, scratch.copy_of(key, flat, layout.num_elements[key])))
-            self._others = [(tensor, tensor.detach().clone()) for tensor in layout.others]
-        # Some optimizers count in their groups; which parameters are in them is put back by `only`.
-        self._settings = settings_of(optimizer)
-
-    def _without_rows(self, group: int, parameter: nn.Parameter, values: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """What is to be copied as a whole; of the others the rows that change are copied here."""
-        rows_U = changed_rows(self._optimizer, self._optimizer.param_groups[group], parameter)
-        for tensor in (parameter, *values):
-            if rows_U is None or tensor.shape != parameter.shape:
-                yield tensor
-            else:
-                self._rows.append((tensor, rows_U, tensor.detach().index_select(0, rows_U)))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for flat, copies in self._alike:
-            for tensor, value in zip(flat, torch.split(copies, [*map(len, flat)]), strict=True):
-                tensor.copy_(value)
-        for tensor, value in self._others:
-            tensor.copy_(value)
-        for tensor, rows_U, value in self._rows:
-            tensor.index_copy_(0, rows_U, value)
-        for parameter, state in self._states:
-            self._optimizer.state[parameter].clear()
-            self._optimizer.state[parameter].update(state)
-        for parameter in self._fresh:
-            self._optimizer.state.pop(parameter, None)
-        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
-            group.update(settings)
 
 
 class StepCommit:
@@ -223,11 +175,15 @@ class StepCommit:
         self._plain: list[nn.Parameter] = []  # found to be so: looking again in every step would cost more
         self._pieces: list[_Piece] = []
         self._made_for: object = None
-        optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
+        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # one around another may have no hooks
+            optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
         self._goes_at_once = piece_bytes is None and (ranks is None or ranks.is_alone)
         self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
         self._ranks = ranks or Ranks()
         self._is_undone_by_all = False
+        self._changes_gradients: bool | None = None
+        self._learned = Learned()  # of an optimizer that is updated as a whole
+        self._changers: dict[object, bool] = {}  # whether one that goes in pieces changes gradients, by its settings
 
     def forget(self) -> None:
         """Let go of the scratch memory, and of the optimizer's states: views of them are kept from step to step."""
@@ -295,6 +251,7 @@ class StepCommit:
             and not keeps_states_outside(optimizer)
             and not any(group.get("differentiable") for group in optimizer.param_groups)
             and not any(map(is_sparse, parameters))
+            and _get_current_dispatch_mode() is None  # whose operators may take anything
         )
 
     def _reserved(self, sizes: list[int], stack: ExitStack) -> bool:
@@ -303,11 +260,14 @@ class StepCommit:
         return room is not None and stack.enter_context(room) is None
 
     def _do_in_pieces(self) -> None:
-        pieces = self._whole()
+        pieces, kind = self._whole(), _kind_of(self.optimizer)
+        self._changes_gradients = self._changers.get(kind)
         creates_states = bool(self._stateless(pieces))
         # They come where gradients go: in a heap with both, what one leaves is lost to the other.
         with self._backend.without_holes() if creates_states else nullcontext():
             self._do_one_by_one(pieces[::-1], must_prove=creates_states and not keeps_states_outside(self.optimizer))
+        if self.outcome is None:
+            self._changers[kind] = any(piece.changes_gradients for piece in pieces)
 
     def _do_one_by_one(self, waiting: list[_Piece], must_prove: bool) -> None:
         nothing_happened = True
@@ -338,7 +298,7 @@ class StepCommit:
         if made_for != self._made_for:  # the ids are of living parameters: the pieces hold them
             self._pieces, self._made_for = _pieces(members, can_be_cut, self._piece_bytes), made_for
         for piece in self._pieces:
-            piece.num_failures = 0
+            piece.num_failures, piece.left = 0, []
         return self._pieces
 
     def _do(self, piece: _Piece, others: list[_Piece]) -> OomEvent | None:
@@ -349,24 +309,71 @@ class StepCommit:
         copy = self._copy_of(piece)
         if copy is None:
             return self._do_without_copy(piece, others)
-        event = attempt(lambda: self._step_on(piece), self._backend, self._position)
-        if event is None and self._stateless(others):
-            times = self._state_bytes(piece) / max(piece.num_bytes, 1)
-            event = self._lacks_room(others, times, is_next=True)
-        event = self._agreed(event)
-        if event is not None:
-            copy.restore()
-            return event
-        piece.release_gradients()
-        return None
+        is_done = False
+        try:
+            event = attempt(lambda: self._run(piece, copy), self._backend, self._position)
+            if event is None and self._stateless(others):
+                times = self._state_bytes(piece) / max(piece.num_bytes, 1)
+                event = self._lacks_room(others, times, is_next=True)
+            event = self._agreed(event)
+            is_done = event is None
+        finally:
+            if not is_done:
+                self._undo(piece, copy)
+        if event is None:
+            piece.release_gradients()
+        return event
 
-    def _copy_of(self, piece: _Piece) -> _Copy | None:
+    def _run(self, piece: _Piece, copy: PieceCopy | WholeCopy) -> None:
+        work = partial(self._step_on, piece)
+        if isinstance(copy, WholeCopy):
+            copy.run(work, piece.left if piece.num_failures > 1 else [])
+        else:
+            copy.run(work)
+            piece.changes_gradients = bool(copy.changes_gradients)
+
+    def _undo(self, piece: _Piece, copy: PieceCopy | WholeCopy) -> None:
+        """Bring back what was copied; where memory runs out in that, once more when it is released.
+
+        Raises:
+            TornStepError: if it cannot be brought back.
+        """
+        event = attempt(copy.restore, self._backend, self._position)
+        if event is not None:
+            self._backend.release()
+            event = attempt(copy.restore, self._backend, self._position)
+        if event is not None:
+            raise _torn(event)
+        if isinstance(copy, WholeCopy):
+            if copy.lost:
+                raise TornStepError(
+                    f"memory ran out inside optimizer.step() of step {self._position.step + 1}, and "
+                    f"{', '.join(copy.lost)} cannot be put back, which a hook had never written before: reload the "
+                    "last checkpoint"
+                )
+            # All ranks try as often; and where gradients are lost, what is to be done again is the whole step.
+            is_further = piece.num_failures < 2 or copy.changes != piece.left
+            may_go_on = is_further and self._ranks.is_alone and not copy.has_lost_gradients
+            piece.left = copy.changes if may_go_on else []
+            piece.num_failures += copy.has_lost_gradients
+
+    def _copy_of(self, piece: _Piece) -> PieceCopy | WholeCopy | None:
         """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
-        outside = copier_of(self.optimizer)
-        copy = attempt(lambda: _Copy(self.optimizer, piece, self._scratch, outside), self._backend, self._position)
+        copy = attempt(lambda: self._copied(piece), self._backend, self._position)
+        if isinstance(copy, OomEvent):
+            self._scratch.clear()
+            self._backend.release()
+            copy = attempt(lambda: self._copied(piece), self._backend, self._position)
         if isinstance(copy, OomEvent) or (piece.num_failures and self._lacks_room([piece]) is not None):
             return None
+        piece.layout = copy.layout
         return copy
+
+    def _copied(self, piece: _Piece) -> PieceCopy | WholeCopy:
+        memory = Memory(piece.layout, self._scratch, copier_of(self.optimizer))
+        if piece.is_separable:
+            return PieceCopy(self.optimizer, piece.members(), memory, self._changes_gradients)
+        return WholeCopy(self.optimizer, self._learned, memory, self._backend, is_again=piece.num_failures > 0)
 
     def _lacks_room(self, pieces: list[_Piece], times: float = MOST_STATES, is_next: bool = False) -> OomEvent | None:
         """The event if what updates of the pieces take at most, one after another, is not there.
@@ -378,7 +385,7 @@ class StepCommit:
         blocks = blocks_of_states(self.optimizer, self._stateless(pieces), times)
         if not is_next or self._backend.kind == "cpu":
             blocks += max((blocks_of_temporaries(self.optimizer, piece.members()) for piece in pieces), key=sum)
-        return attempt(lambda: prove_room(blocks, pieces[0].device), self._backend, self._position)
+        return attempt(lambda: prove_room(blocks, pieces[0].place[0]), self._backend, self._position)
 
     def _agreed(self, event: OomEvent | None) -> OomEvent | None:
         """The first piece is done on all ranks or on none; after that, what fails here is mended here."""
@@ -397,7 +404,8 @@ class StepCommit:
         return None
 
     def _step_on(self, piece: _Piece) -> None:
-        with only(self.optimizer, piece.groups):
+        """Update a piece, or everything, by groups that are as they are."""
+        with only(self.optimizer, piece.groups) if piece.is_separable else nullcontext():
             self.optimizer.step()
         failpoint("optimizer")
 
@@ -424,7 +432,7 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 def _pieces(members: Members, can_be_cut: bool, piece_bytes: int) -> list[_Piece]:
     """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter); tables on the host last."""
-    pieces: list[_Piece] = []
+    pieces: list[_Piece] = [] if can_be_cut else [_Piece(is_separable=False)]  # which has a step to do in any case
     for group, parameter in sorted(members, key=_order):
         is_full = pieces and (
             pieces[-1].num_bytes + _cut_bytes(parameter) > piece_bytes or pieces[-1].place != _place_of(parameter)
@@ -457,6 +465,13 @@ def only(optimizer: torch.optim.Optimizer, members: dict[int, list[nn.Parameter]
     finally:
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
             group["params"] = parameters
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> object:
+    """What decides which tensors an update writes: switches, and which factors are zero."""
+    plain = (bool, int, float, type(None))
+    groups = optimizer.param_groups
+    return str([[bool(value) for value in group.values() if type(value) in plain] for group in groups])
 
 
 def _torn(event: OomEvent) -> TornStepError:

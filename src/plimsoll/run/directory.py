@@ -13,6 +13,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,6 +44,9 @@ from plimsoll.records.run import (
 _MARKER = ".plimsoll"
 """Says that a run was made here. It stays when the run is removed, so that a removal that failed can be repeated."""
 
+_LONGEST_LAST_STEP_SECONDS = 30.0
+_LOOK_SECONDS = 0.2
+
 _WRITTEN = (
     *("job.yaml", "plan.json", "prepared.json", "run.json", "metrics.jsonl", "record.json"),
     *("checkpoints", "model", "data"),
@@ -59,6 +64,7 @@ class RunDirectory:
     def __init__(self, path: Path, writes: bool = True) -> None:
         self.path = path
         self.writes = writes
+        self._has_appended = False
         self.job = path / "job.yaml"
         self.plan = path / "plan.json"
         self.head = path / "run.json"
@@ -128,13 +134,12 @@ class RunDirectory:
         if not self.writes:
             return
         try:
-            with self.metrics.open("a+b") as file:
+            with self.metrics.open("r+b" if self._has_appended else "a+b") as file:  # it is not made again
                 _drop_torn_line(file)
                 file.write(line.model_dump_json().encode() + b"\n")
+            self._has_appended = True
         except OSError as error:
-            raise OutputError(
-                f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume"
-            ) from None
+            raise self._unwritable(error) from None
 
     def sync_metrics(self) -> None:
         """Have every line on the disk: what is written after this is never found there without them.
@@ -148,20 +153,40 @@ class RunDirectory:
             sync(self.metrics)
             sync(self.path)
         except OSError as error:
+            raise self._unwritable(error) from None
+
+    def require_there(self) -> None:
+        """Say so where the directory was removed under a run.
+
+        Raises:
+            OutputError: if it is gone.
+        """
+        if not self.metrics.is_file():
             raise OutputError(
-                f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume"
-            ) from None
+                f"the run directory {self.path} is gone, or its files are: it was deleted or moved while the run used "
+                "it, and what was not saved elsewhere is lost; start again with `plimsoll train job.yaml --out "
+                f"{self.path}`, or where it was moved to, go on with `plimsoll train --resume --out` and that folder"
+            )
+
+    def _unwritable(self, error: OSError) -> OutputError:
+        try:
+            self.require_there()
+        except OutputError as gone:
+            return gone
+        return OutputError(f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume")
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """Be the only command that prepares, trains or removes this run; what it starts is `locked`.
 
+        A training process that outlived its command is waited for: it finishes its last step, saves and ends.
+
         Raises:
-            OutputError: if another command or a training process that outlived its command is at it.
+            OutputError: if another command is at it, or such a process for longer than that takes.
         """
         with _exclusive(self.path / _MARKER):
-            with _exclusive(self.path / ".lock", is_signed=False):
-                pass  # a training process of an earlier command may be finishing its last step
+            with self._when_it_has_ended(is_signed=False):
+                pass
             yield
 
     @contextmanager
@@ -169,9 +194,27 @@ class RunDirectory:
         """Be the only process that trains here; the lock goes with the process, however it ends.
 
         Raises:
-            OutputError: if another process trains here.
+            OutputError: if another process trains here, and does not end soon.
         """
-        with _exclusive(self.path / ".lock"):
+        with self._when_it_has_ended():
+            yield
+
+    @contextmanager
+    def _when_it_has_ended(self, *, is_signed: bool = True) -> Iterator[None]:
+        """Hold the lock of the training process; another one is waited for, and that is said."""
+        lock, until = self.path / ".lock", time.monotonic() + _LONGEST_LAST_STEP_SECONDS
+        has_said = False
+        while _is_held(lock) and time.monotonic() < until:
+            if not has_said:
+                has_said, pid = True, self.training_pid()
+                who = "a training process of an earlier command" + ("" if pid is None else f" (process {pid})")
+                print(
+                    f"{who} is finishing its last step in {self.path}: waiting for it, up to "
+                    f"{_LONGEST_LAST_STEP_SECONDS:g} s",
+                    file=sys.stderr,
+                )
+            time.sleep(_LOOK_SECONDS)
+        with _exclusive(lock, is_signed=is_signed):
             yield
 
     def command_pid(self) -> int | None:
@@ -241,6 +284,7 @@ def _drop_torn_line(file: BinaryIO) -> None:
     while num_bytes and _byte_at(file, num_bytes - 1) != b"\n":
         num_bytes -= 1
     file.truncate(num_bytes)
+    file.seek(num_bytes)
 
 
 def _byte_at(file: BinaryIO, position: int) -> bytes:
@@ -253,6 +297,16 @@ def _has_not_begun(path: Path) -> bool:
     if not (path / "job.yaml").is_file():
         return False
     return not any(isinstance(line, StepLine | CheckpointLine) for line in RunDirectory(path).each_line())
+
+
+def _is_held(path: Path) -> bool:
+    """Whether another process has locked a file."""
+    with suppress(OSError), path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @contextmanager

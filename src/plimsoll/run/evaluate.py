@@ -136,7 +136,8 @@ class Evaluator:
             batch = attempt_together(partial(next, iterator, {}), self._backend, self._position, self._ranks)
             if isinstance(batch, OomEvent):
                 told = told_by_all(batch, self._ranks)
-                raise PeerOutOfMemory(f"memory ran out on rank {told.rank} while a batch was read: {told.raw_text}")
+                what = f"memory ran out on rank {told.rank} while a batch was read: {told.raw_text}"
+                raise PeerOutOfMemory(told.rank, what)
             yield batch
 
     def _loss_of(self, batch: Any, own: Shape, shape: Shape, events: list[OomEvent], spare: Spare) -> float:

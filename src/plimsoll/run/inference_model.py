@@ -17,6 +17,7 @@ from torch import nn
 
 from plimsoll.data.model_tokens import ModelTokenizer, load_model_tokenizer
 from plimsoll.data.sources import SourceFile
+from plimsoll.dtypes import NAMED
 from plimsoll.errors import JobError
 from plimsoll.identity import identity_of
 from plimsoll.models.hugging_face import longest_text
@@ -32,9 +33,9 @@ from plimsoll.weights.loading import open_checkpoint
 
 DTYPES: Mapping[Dtype, torch.dtype | None] = {
     "stored": None,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
+    "fp32": NAMED["fp32"],
+    "bf16": NAMED["bf16"],
+    "fp16": NAMED["fp16"],
 }
 
 _MODEL_FILES = (

@@ -13,7 +13,7 @@ from plimsoll.models.build import loss_of
 from plimsoll.optimizers import build_schedule
 from plimsoll.ranks import Ranks
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Rung
 from plimsoll.run.boundary import Position
 from plimsoll.run.step import TrainStep
 from plimsoll.workload import LossFunction
@@ -23,7 +23,7 @@ def step_of(
     job: Job,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    rungs: Sequence[Sequence[Choice]],
+    rungs: Sequence[Rung | Sequence[Choice]],
     *,
     loss: LossFunction | None = None,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
@@ -39,7 +39,7 @@ def step_of(
         job: its task, precision (``auto`` is fp32: a plan's choices change it), clipping and schedule are read.
         model: its model.
         optimizer: its optimizer.
-        rungs: the choices of a plan and of its fallbacks.
+        rungs: see `TrainStep`.
         loss: with a teacher; by default the task's own.
         schedule: its schedule where there is one already; by default it is made.
         full_length: the tokens of the longest row there will be; by default those of the job's ``sequence_length``.

@@ -16,12 +16,15 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterable
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from plimsoll.errors import RankLostError
+from plimsoll.run.leftovers import own_folder
+from plimsoll.run.orphans import LAUNCHER, begin_supervised
 
 # A rank that was asked to stop finishes its step and saves.
 _SHUTDOWN_SECONDS = 600
@@ -34,8 +37,15 @@ def launch(num_ranks: int, arguments: Iterable[str]) -> int:
     Returns:
         0, or the exit code of the rank that is the cause; 128 + n if signal n ended it.
     """
+    begin_supervised()
+    with own_folder() as folder:
+        return _launched(num_ranks, arguments, folder)
+
+
+def _launched(num_ranks: int, arguments: Iterable[str], log_folder: Path) -> int:
     logging.disable(logging.WARNING)  # the ranks say themselves what it is
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault(_THREADS, str(max(len(os.sched_getaffinity(0)) // num_ranks, 1)))
     config = LaunchConfig(
         min_nodes=1,
@@ -45,7 +55,7 @@ def launch(num_ranks: int, arguments: Iterable[str]) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(),
+        logs_specs=DefaultLogsSpecs(log_dir=str(log_folder)),
         shutdown_timeout=_SHUTDOWN_SECONDS,
     )
     try:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from plimsoll.device.pages import drop, stretches_of
 from plimsoll.errors import DeviceError, InputError
 from plimsoll.models.inference import inference_task
-from plimsoll.models.loading import load_model
+from plimsoll.models.loading import Place, load_model
 from plimsoll.records.placement import InferencePlan
 from plimsoll.records.units import format_bytes
 from plimsoll.report.plan_sheets import budget_word
@@ -58,7 +57,7 @@ def placed_model(
     dtype = getattr(torch, plan.dtype) if plan.is_converted else None
     chosen = _device_of(plan, device)
     is_whole = all(part.place == "device" for part in plan.parts)
-    place: Literal["memory", "mapped"] = "memory" if is_whole else "mapped"
+    place: Place = "memory" if is_whole else "read-only"
     loaded = load_model(
         folder, head=head, dtype=dtype, device=str(chosen) if is_whole else "cpu", place=place, progress=progress
     )

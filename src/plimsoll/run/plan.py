@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ from plimsoll.plan.menu import Problem
 from plimsoll.plan.search import Found, search
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
-from plimsoll.records.job import Job
+from plimsoll.records.job import Allowed, Job
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import OffDevice, Pin, Plan, Rejected, Rung, micro_batch_choice, parse_pin
 from plimsoll.records.prediction import Estimate, Prediction
@@ -153,7 +153,7 @@ def plan_step(
     """Find the fastest mix of techniques for a training with `TrainStep`, in a program of one's own.
 
         plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
-        step = TrainStep(model, optimizer, units="next-tokens", rungs=plan.choices_by_rung)
+        step = TrainStep(model, optimizer, units="next-tokens", rungs=plan.rungs)
 
     Args:
         model: the model; it is not changed, and its parameters need no memory (they may be on the meta device).
@@ -182,11 +182,21 @@ def plan_step(
         BudgetError: if the device has less than the budget.
     """
     subject = StepSubject(
-        model, optimizer, batch, loss, units, clip_norm, precision, frozenset(allow), never_cut, loss_check
+        model, optimizer, batch, loss, units, clip_norm, precision, _allowed(allow), never_cut, loss_check
     )
     pinned = [parse_pin(pin) for pin in pins]
     limit = Budget(device_bytes=parse_bytes(budget))
     return Planner(subject, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()
+
+
+def _allowed(names: Iterable[str]) -> frozenset[str]:
+    """What is allowed by name; a technique that there is not, or one name in the place of several, is refused."""
+    known = get_args(Allowed)
+    given = [names] if isinstance(names, str) else list(names)
+    unknown = [name for name in given if name not in known]
+    if unknown or isinstance(names, str):
+        raise InputError(f"allow={names!r}: give a list of names, of {', '.join(known)}")
+    return frozenset(given)
 
 
 def _here(device: str) -> str:
@@ -443,6 +453,7 @@ class Planner:
             pinned=self._decided.pinned,
             required=tuple(sorted(self._decided.required)),
             forbidden=tuple(sorted(self._decided.forbidden)),
+            left_out=dict(self._decided.left_out),
             about=about,
             numerics=numerics,
             time_factor=learned.low if learned else 1.0,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from plimsoll.device.pages import FileMappings
 from plimsoll.errors import InputError
 from plimsoll.memory.trace import trace_training
 from plimsoll.records.plan import micro_batch_choice
@@ -110,9 +111,10 @@ def predict_function(train: Callable[[], Any], *, device: str = "local", budget:
 
 
 def model_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Count what a model and its optimizer's states take of the host's memory."""
+    """Count what a model and its optimizer's states take of the host's memory, but for what stays in files."""
     in_memory = {t.untyped_storage()._cdata: t for t in _tensors_of(model, optimizer) if t.device.type == "cpu"}
-    return sum(tensor.untyped_storage().nbytes() for tensor in in_memory.values())
+    files = FileMappings()
+    return sum(files.private_bytes(one) for one in in_memory.values() if not files.stays_in_file(one))
 
 
 def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -39,7 +39,7 @@ from plimsoll.records.run import DeathLine, OomEvent, StartLine
 from plimsoll.run import checkpoint
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.directory import RunDirectory
-from plimsoll.run.supervise import is_rank
+from plimsoll.run.supervise import SUPERVISOR, is_rank
 
 T = TypeVar("T")
 
@@ -178,7 +178,7 @@ def _launcher() -> psutil.Process:
 def may_begin_anew() -> bool:
     """Whether somebody starts a new process for one that asks for it: our supervisor, or torchrun."""
     most, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
-    return "PLIMSOLL_SUPERVISOR" in os.environ or most > done
+    return SUPERVISOR in os.environ or most > done
 
 
 def outside_of_steps(work: Callable[[], T], backend: Backend) -> T:

@@ -4,8 +4,8 @@ Followed are attributes, lists, dicts, sets and deques, variables that a functio
 the modules that it names, too), what methods and partials are bound to, hooks of modules, tensors and optimizers, and
 class attributes. Each of these is a `Place`, whose content can be copied (one level, not what is in it) and put back.
 
-Not followed: objects of the libraries in `_LIBRARIES` other than modules, optimizers and schedules (of a trainer its
-own attributes are, and the containers in them), an optimizer that is no root (its update is a transaction of its own),
+Not followed: objects of libraries (`_LIBRARIES`) other than modules, optimizers and schedules (of a trainer its
+own attributes are, and the containers in them), optimizers unless a root is one (an update is undone by itself),
 data loaders and data sets, whose position is not a step's, and what only C code, an iterator or a running function
 holds; iterators are named. A container of more than `_MOST_ITEMS` items
 is copied but not looked through, and after `_MOST_PLACES` places nothing more is.
@@ -219,6 +219,17 @@ def may_hold_state(value: Any) -> bool:
     return not isinstance(value, (*_NEVER, type, FunctionType, BuiltinFunctionType))
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two contents have the very same things in them, in the same order."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(
+            name is key and value is kept for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True)
+        )
+    return all(value is kept for value, kept in zip(one, other, strict=True))
+
+
 class _Walk:
     """One walk, first what is near: a name is then the shortest."""
 
@@ -226,11 +237,11 @@ class _Walk:
         self.reached = Reached()
         self._before = before
         self._waiting: deque[tuple[str, Any]] = deque()
-        self._roots: set[int] = set()
+        self._is_of_optimizer = False
 
     def follow(self, roots: Iterable[tuple[str, Any]]) -> Reached:
         self._waiting.extend(roots)
-        self._roots = {id(root) for _, root in self._waiting}
+        self._is_of_optimizer = any(isinstance(root, torch.optim.Optimizer) for _, root in self._waiting)
         seen = self.reached.seen
         while self._waiting:
             name, value = self._waiting.popleft()
@@ -310,7 +321,7 @@ class _Walk:
         kind = type(value)
         if not isinstance(value, _FOLLOWED) and is_of_library(kind.__module__):
             return
-        if isinstance(value, torch.optim.Optimizer) and id(value) not in self._roots:
+        if isinstance(value, torch.optim.Optimizer) and not self._is_of_optimizer:
             return
         self._waiting.append((kind.__name__, kind))
         if isinstance(value, nn.Module):

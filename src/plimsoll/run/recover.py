@@ -9,6 +9,11 @@ later outlier is cut before it fails.
 - A size that held before and fails now gets one more try after a clean-up: something else took the memory for a moment.
   So does the smallest rung, where there is nothing to lose.
 - A size that fails otherwise, or twice, is the known limit: no step goes as high again, until one that had to holds.
+- Where a plan says what its rungs need, those are passed over that would need too much if they needed as much more than
+  predicted as what failed: the first that is left is the fastest.
+- A batch of other shape takes any rung with which as many elements have held.
+- After a few clean steps, the largest rung is taken for which there is room by their measured peak: what failed was
+  something else's doing then. If that fails, four times as many clean steps come before the next such try.
 - After ``grow_after`` clean steps the next larger rung is taken, if it stays below the known limit.
 - A size at which the whole process was killed (`state_after_death`) is not counted in elements, which died with it:
   the first batch after the restart says how many they were.
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -50,6 +56,33 @@ class Size(NamedTuple):
     level: int = 0
 
 
+class RanOut(NamedTuple):
+    """The memory that was wanted where it ran out: what was in use and what was asked for, and what there is."""
+
+    wanted_bytes: int
+    limit_bytes: int
+
+
+class Measured(NamedTuple):
+    """The memory of a step that went through: its peak, and what is in use after it."""
+
+    peak_bytes: int
+    used_bytes: int
+
+
+class _Seen(NamedTuple):
+    """The most that clean steps with a rung took, and the elements of its micro-batches."""
+
+    rung: int
+    memory: Measured
+    num_elements: int
+
+
+_CLEAN_STEPS = 3  # before a measured peak is believed
+_PATIENCE = 4  # times as many after each larger rung that was tried in vain
+_ROOM_SHARE = 0.95  # of the limit: a peak varies from step to step, and an allocator has holes
+
+
 def state_after_death(state: dict[str, Any] | None, size: Size, too_large_rung: int | None = None) -> dict[str, Any]:
     """The state to load into a ladder whose process was killed for memory.
 
@@ -65,9 +98,18 @@ def state_after_death(state: dict[str, Any] | None, size: Size, too_large_rung: 
 
 
 class Ladder:
-    """The rung in force. Rungs fall from one to the next; elements are those of all tensors of a batch."""
+    """The rung in force. Rungs fall from one to the next; elements are those of all tensors of a batch.
 
-    def __init__(self, sizes: Sequence[int | Size], grow_after: int = 50, least_samples: int = 1) -> None:
+    ``needs`` are the peaks in bytes that are predicted for the rungs, as far as they are.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int | Size],
+        grow_after: int = 50,
+        least_samples: int = 1,
+        needs: Sequence[int | None] = (),
+    ) -> None:
         self.sizes = tuple(size if isinstance(size, Size) else Size(size) for size in sizes)
         if not _falls(self.sizes):
             raise InputError(
@@ -83,11 +125,23 @@ class Ladder:
         self._failed_elements: list[int | None] = [None] * num_levels
         self._too_large_rung: int | None = None
         self._retried: set[tuple[int, int, bool]] = set()
+        self._needs = [*needs, *[None] * (len(self.sizes) - len(needs))]
+        self._limit_bytes: int | None = None
+        self._held_here = 0
+        self._seen: _Seen | None = None
+        self._clean_steps_wanted = _CLEAN_STEPS
+        self._is_trying_larger = False
 
     @property
     def in_force(self) -> int:
         """The rung in force."""
         return self._rung
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether memory has run out and larger rungs are left alone for it."""
+        is_bound = self._rung > self._usable[0] or any(limit is not None for limit in self._failed_elements)
+        return self._limit_bytes is not None and is_bound
 
     def keep_whole(self, num_samples: int) -> None:
         """Take only rungs of at least so many samples from now on, where there are any."""
@@ -119,27 +173,75 @@ class Ladder:
             self._too_large_rung = None
         larger = [rung for rung in self._usable if rung < self._rung][-1:]
         if larger and self._num_clean_steps >= self._grow_after and self._is_allowed(larger[0], elements_per_sample):
-            self._rung = larger[0]
-            self._num_clean_steps = 0
-        rungs = (rung for rung in self._usable if rung >= self._rung)
-        return next((rung for rung in rungs if self._is_allowed(rung, elements_per_sample)), self._usable[-1])
+            self._take(larger[0])
+        takes = partial(self._may_take, elements_per_sample)
+        rung = next(filter(takes, self._usable), self._usable[-1])
+        with_room = self._with_room(rung, elements_per_sample)
+        if with_room is None:
+            return rung
+        self._take(with_room)
+        self._failed_elements[self.sizes[with_room].level] = None
+        self._is_trying_larger = True
+        return with_room
+
+    def _take(self, rung: int) -> None:
+        self._rung = rung
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Forget what was seen with the rung in force: it is another, or something failed."""
+        self._num_clean_steps, self._held_here, self._seen = 0, 0, None
+
+    def _may_take(self, elements_per_sample: float, rung: int) -> bool:
+        """Whether a rung is for a batch of this shape: one in force or later, or one with which as much has held."""
+        samples, level = self.sizes[rung]
+        is_known = level == self.sizes[self._rung].level and samples * elements_per_sample <= self._held_here
+        return (rung >= self._rung or is_known) and self._is_allowed(rung, elements_per_sample)
+
+    def _with_room(self, rung: int, elements_per_sample: float) -> int | None:
+        """The largest rung before this one that the measured peak leaves room for, once that is known."""
+        if self._limit_bytes is None or self._seen is None or self._num_clean_steps < self._clean_steps_wanted:
+            return None
+        most_bytes = _ROOM_SHARE * self._limit_bytes
+        larger = (one for one in self._usable if one < rung)
+        return next((one for one in larger if self._needed_with(one, elements_per_sample) <= most_bytes), None)
+
+    def _needed_with(self, rung: int, elements_per_sample: float) -> float:
+        """What a rung should need, by what the one that was seen did."""
+        assert self._seen is not None
+        (samples, level), (peak_bytes, used_bytes) = self.sizes[rung], self._seen.memory
+        predicted, here = self._needs[rung], self._needs[self._seen.rung]
+        if predicted is not None and here is not None:
+            return peak_bytes + (predicted - here) * max(1.0, peak_bytes / here)
+        if level != self.sizes[self._seen.rung].level:
+            return math.inf
+        return used_bytes + (peak_bytes - used_bytes) * samples * elements_per_sample / self._seen.num_elements
 
     def _is_allowed(self, rung: int, elements_per_sample: float) -> bool:
         samples, level = self.sizes[rung]
         failed_elements = self._failed_elements[level]
         return failed_elements is None or samples * elements_per_sample < failed_elements
 
-    def held(self, rung: int, num_elements: int) -> None:
-        """A step with micro-batches of up to ``num_elements`` went through."""
+    def held(self, rung: int, num_elements: int, memory: Measured | None = None) -> None:
+        """A step with micro-batches of up to ``num_elements`` went through, in so much memory if that was measured."""
         level = self.sizes[rung].level
         self._num_clean_steps += 1
         self._held_elements[level] = max(self._held_elements[level], num_elements)
         failed_elements = self._failed_elements[level]
         if failed_elements is not None and num_elements >= failed_elements:
             self._failed_elements[level] = None  # it was no limit: something else had the memory for a while
+        if level == self.sizes[self._rung].level:
+            self._held_here = max(self._held_here, num_elements)
+        if memory is not None:
+            seen = _Seen(rung, memory, num_elements)
+            self._seen = max(seen, self._seen) if self._seen is not None and self._seen.rung == rung else seen
+        self._is_trying_larger = False
         self._retried.clear()
 
-    def failed(self, rung: int, num_samples: int, num_elements: int, needs_other_level: bool = False) -> int | None:
+    def failed(
+        self, rung: int, num_samples: int, num_elements: int, needs_other_level: bool = False,
+        ran_out: RanOut | None = None,
+    ) -> int | None:  # fmt: skip
         """Memory ran out: the rung to try next, which may be the same once more, or ``None`` if none is left.
 
         Args:
@@ -147,8 +249,14 @@ class Ladder:
             num_samples: samples of a pass, which are fewer than the rung's in a small batch.
             num_elements: elements of a pass.
             needs_other_level: it ran out where the size of a pass changes nothing.
+            ran_out: the memory that was wanted, where that is known.
         """
-        self._num_clean_steps = 0
+        self._begin_anew()
+        if ran_out is not None:
+            self._limit_bytes = ran_out.limit_bytes
+        if self._is_trying_larger:
+            self._clean_steps_wanted *= _PATIENCE
+            self._is_trying_larger = False
         level = self.sizes[rung].level
         smaller = [
             later
@@ -169,11 +277,20 @@ class Ladder:
             return None
         if needs_other_level:
             self._note_limit(level, 1)  # no pass is small enough there
+        following = self._likely_to_fit(rung, smaller, ran_out)
         # An outlier batch, for which the limit is known from now on, or which already runs below the rung in force,
         # leaves that rung to the others; but techniques are not exchanged there and back.
-        if rung <= self._rung and not (is_outlier and self.sizes[smaller[0]].level == level):
-            self._rung = smaller[0]
-        return smaller[0]
+        if rung <= self._rung and not (is_outlier and self.sizes[following].level == level):
+            self._rung = following
+        return following
+
+    def _likely_to_fit(self, rung: int, smaller: Sequence[int], ran_out: RanOut | None) -> int:
+        """The first rung that fits if it needs as much more than predicted as what failed, or else the last."""
+        needs = self._needs[rung]
+        if ran_out is None or needs is None:
+            return smaller[0]
+        most_bytes = needs * min(1.0, ran_out.limit_bytes / max(ran_out.wanted_bytes, 1))
+        return next((later for later in smaller if (self._needs[later] or 0) <= most_bytes), smaller[-1])
 
     def _note_limit(self, level: int, num_elements: int) -> None:
         self._held_elements[level] = min(self._held_elements[level], num_elements - 1)

@@ -78,7 +78,7 @@ def blocks_of_temporaries(optimizer: torch.optim.Optimizer, members: Members) ->
     temporaries of two. With ``foreach``, the usual on a GPU, there are those of all, and ``fused`` has none.
     """
     if isinstance(optimizer, SeparableOptimizer):
-        return [max(optimizer.temporary_bytes_of(parameter) for _, parameter in members)]
+        return [max((optimizer.temporary_bytes_of(parameter) for _, parameter in members), default=0)]
     together: list[int] = []
     in_turn: list[int] = []
     for group, parameter in members:

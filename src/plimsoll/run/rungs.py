@@ -16,11 +16,11 @@ from typing import Any
 from plimsoll.device.base import Backend
 from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning
 from plimsoll.ranks import Ranks
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Rung
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position
 from plimsoll.run.pieces import Shape
-from plimsoll.run.recover import Ladder, Size, action_of, micro_batch_sizes
+from plimsoll.run.recover import Ladder, Measured, RanOut, Size, action_of, micro_batch_sizes
 from plimsoll.run.together import attempt_together
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, installed, technique_of
 from plimsoll.techniques._whole import WholeBatch
@@ -32,26 +32,30 @@ class Rungs:
 
     Args:
         workload: what the techniques are installed on; those for the whole run at once.
-        rungs: the choices of the plan and of its fallbacks, each with a micro-batch.
+        rungs: the plan's and those of its fallbacks, or their choices alone, each with a micro-batch.
 
     Raises:
         InputError: if a rung has no micro-batch, or the techniques for the whole run differ between rungs.
     """
 
-    def __init__(self, workload: Workload, rungs: Sequence[Sequence[Choice]]) -> None:
+    def __init__(self, workload: Workload, rungs: Sequence[Rung | Sequence[Choice]]) -> None:
         self._workload = workload
-        for_the_run = [_split(choices)[0] for choices in rungs] or [()]
+        self.needs = tuple(
+            rung.peak.likely_bytes if isinstance(rung, Rung) and rung.peak is not None else None for rung in rungs
+        )
+        choices_by_rung = [*map(choices_of, rungs)]
+        for_the_run = [_split(choices)[0] for choices in choices_by_rung] or [()]
         different = list(dict.fromkeys(" ".join(map(str, choices)) or "none" for choices in for_the_run))
         if len(different) > 1:
             raise InputError(
                 f"the rungs of a plan differ in what changes the training ({' | '.join(different)}): give the same to "
                 "each"
             )
-        for choices in rungs:
-            _refuse_impossible(choices, workload, max(map(samples_of, rungs)))
+        for choices in choices_by_rung:
+            _refuse_impossible(choices, workload, max(map(samples_of, choices_by_rung)))
         self._levels: list[Choices] = []
         sizes: list[Size] = []
-        for choices in rungs:
+        for choices in choices_by_rung:
             others = _split(choices)[1]
             if not self._levels or others != self._levels[-1]:
                 self._levels.append(others)
@@ -180,7 +184,7 @@ def ladder_of(
     known = before.state_dict() | {"size": top} if before else learned
     sizes: Sequence[int | Size] = rungs.sizes or micro_batch_sizes(top)
     whole = rungs.sizes[0].samples if rungs.sizes else top
-    ladder = Ladder(sizes, grow_after, least_samples=whole if is_whole else 1)
+    ladder = Ladder(sizes, grow_after, least_samples=whole if is_whole else 1, needs=rungs.needs)
     if known is not None:
         ladder.load_state_dict(known)
     return ladder
@@ -195,7 +199,7 @@ def after_oom(  # noqa: PLR0917 -- in the order of the sentence that it answers
     # leave as much room.
     needs_other_level = event.phase == "optimizer" or not (rungs is None or rungs.is_in_force(before.level))
     num_elements = math.ceil(samples * shape.elements_per_sample)
-    following = ladder.failed(rung, samples, num_elements, needs_other_level)
+    following = ladder.failed(rung, samples, num_elements, needs_other_level, ran_out_of(event))
     if following is None:
         stopped = {"rung": rung, "survived": False, "action": "stopped: nothing is left to try"}
         return event.model_copy(update=stopped), None
@@ -205,8 +209,26 @@ def after_oom(  # noqa: PLR0917 -- in the order of the sentence that it answers
     next_size = min(after.samples, shape.num_samples)
     techniques = rungs.described(after.level) if rungs and after.level != before.level else None
     action = action_of(samples, next_size, techniques, is_same_rung=following == rung)
+    backend.reset_peak()  # what the next tries need is to be seen, and not what failed
     goes_on = {"next_micro_batch": next_size, "rung": rung, "next_rung": following, "action": action}
     return event.model_copy(update=goes_on), following
+
+
+def ran_out_of(event: OomEvent) -> RanOut | None:
+    """What was wanted and what there is; without a limit, what could not be had. ``None`` where nothing was counted."""
+    requested_bytes = min(event.requested_bytes or 0, event.capacity_bytes or math.inf)  # more tells nothing more
+    wanted_bytes = (event.live_bytes or 0) + int(requested_bytes)
+    return RanOut(wanted_bytes, event.capacity_bytes or wanted_bytes) if wanted_bytes else None
+
+
+def measured(ladder: Ladder, backend: Backend, ranks: Ranks) -> Measured | None:
+    """What a step took that has just gone through, on the rank where it was most; only where a ladder asks for it."""
+    if not ladder.is_lowered:
+        return None
+    use = backend.use()
+    own = use.peak_bytes or use.used_bytes, use.used_bytes
+    peaks, used = zip(*([own] if ranks.is_alone else ranks.each(own)), strict=True)
+    return Measured(int(max(peaks)), int(max(used)))
 
 
 def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size: int) -> None:
@@ -238,6 +260,11 @@ def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:
         tuple(choice for choice in others if technique_of(choice.technique).is_for_the_run),
         tuple(choice for choice in others if not technique_of(choice.technique).is_for_the_run),
     )
+
+
+def choices_of(rung: Rung | Sequence[Choice]) -> Sequence[Choice]:
+    """Return the choices of a rung, which may be given as they are."""
+    return rung.choices if isinstance(rung, Rung) else rung
 
 
 def samples_of(choices: Sequence[Choice]) -> int:

@@ -23,7 +23,7 @@ class SavedTensor:
 
     @classmethod
     def of(cls, tensor: Tensor, spare: Tensor | None = None, *, as_bytes: bool = True) -> SavedTensor:
-        """Copy the whole storage ``as_bytes``, or values only, into the memory of an earlier copy if that is as large."""
+        """Copy the whole storage ``as_bytes``, or the values only; into ``spare``, if that is as large."""
         owner = tensor.untyped_storage() if as_bytes and has_storage(tensor) else tensor.detach()
         whole = bytes_in(owner)
         if spare is None or spare.shape != whole.shape or spare.device != whole.device or spare.dtype != whole.dtype:

@@ -38,9 +38,10 @@ from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.mapped import MappedPool
 from plimsoll.ranks import Ranks
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Rung
 from plimsoll.records.run import OomEvent
 from plimsoll.run.additive import Additivity
+from plimsoll.run.after_update import AfterUpdate
 from plimsoll.run.boundary import Position
 from plimsoll.run.checks import device_of, refuse, refuse_batch, refuse_no_target, refuse_non_finite, refuse_recut
 from plimsoll.run.commit import StepCommit
@@ -53,7 +54,7 @@ from plimsoll.run.pieces import NOTHING, Shape, Spare, mean_loss, no_way_out, pa
 from plimsoll.run.recover import Ladder, Size, state_after_death
 from plimsoll.run.reduction import Reduction
 from plimsoll.run.retry import Retry, first_samples, scaler_as_now
-from plimsoll.run.rungs import Rungs, after_oom, ladder_of, take_back
+from plimsoll.run.rungs import Rungs, after_oom, ladder_of, measured, take_back
 from plimsoll.run.sparse import clip
 from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.run.undo import Stateful
@@ -76,8 +77,8 @@ class TrainStep:
             (the same, for a causal model that shifts the labels), or a function from a batch to a number. It may be
             left out where the model computes its own loss and each sample has one label.
         micro_batch: samples per forward and backward pass to begin with; ``None`` begins with the whole batch.
-        rungs: in place of ``micro_batch``, the choices of a plan and of its fallbacks (``[rung.choices for rung in
-            plan.rungs]``): the techniques to begin with, and what to change to, in order, when memory runs out.
+        rungs: in place of ``micro_batch``, ``plan.rungs``: the techniques to begin with, and what to change to, in
+            order, when memory runs out; or the choices of each alone, of which then no peak is known.
         clip_norm: the global gradient norm to clip to, after accumulation.
         schedule: a learning-rate schedule, stepped after every update.
         precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` by autocast (fp16 with a gradient scaler).
@@ -87,7 +88,8 @@ class TrainStep:
         extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state passes change where Plimsoll does
             not look (`plimsoll.run.reachable`); it is put back with the step, and saved by `state_dict`.
         allow_hidden_state: retry after an out-of-memory error although state was found that is not put back.
-        grow_after: clean steps after which the next larger micro-batch is tried.
+        grow_after: clean steps after which the next larger micro-batch is tried; where measured peaks leave room for
+            it, that is after three.
         files: what the model was made in, where that was not memory.
         full_length: the tokens of the longest sample there will be. With it, and where samples of alike length are put
             together, a micro-batch is so many samples of that length, and as many more of shorter ones as have no more
@@ -106,7 +108,7 @@ class TrainStep:
         loss: LossFunction = model_loss,
         *,
         units: Units | None = None,
-        micro_batch: int | None = None, rungs: Sequence[Sequence[Choice]] | None = None,
+        micro_batch: int | None = None, rungs: Sequence[Rung | Sequence[Choice]] | None = None,
         clip_norm: float | None = None, schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
         precision: Precision = "fp32",
         recut_batch_norm: bool = False, recut_loss: bool = False, never_cut: bool = False,
@@ -144,6 +146,7 @@ class TrainStep:
             allow_hidden_state=allow_hidden_state, observes=backend is None and self.workload.sharded is None,
         )  # fmt: skip
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
+        self._following = AfterUpdate(optimizer, self.backend, self.position)
         self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
         self._early: EarlyUpdate | None = None
         self._spare = Spare(self.workload, is_lent=False)
@@ -184,6 +187,7 @@ class TrainStep:
 
         Raises:
             OutOfMemoryError: if memory ran out and no smaller micro-batch is left; the step is undone.
+            AfterUpdateError: if memory ran out after the update, in the schedule for example; the update is done.
             NonFiniteLossError: if the loss is NaN or infinite; the step is undone.
             InputError: if the batch cannot be cut, or must not be.
         """
@@ -219,7 +223,7 @@ class TrainStep:
             if not isinstance(outcome, Outcome):
                 self._put_back()
                 self._retry.undo.settle(all_of_it=True)
-        ladder.held(rung, math.ceil(size * shape.elements_per_sample))
+        ladder.held(rung, math.ceil(size * shape.elements_per_sample), measured(ladder, self.backend, self.ranks))
         self._after_update(outcome.updated)
         for event in self._commit.recovered:
             note(event, events, on_oom)
@@ -327,14 +331,9 @@ class TrainStep:
         self._early = None
         self._retry.undo.done()
         self.position.step += 1
+        self._following.do(self._scaler, self.workload.schedule if updated else None, self.workload.after_step)
         self.graphs.look(self.num_steps)
         self.unreached.look(self.num_steps)
-        if self._scaler is not None:
-            self._scaler.update()
-        if updated and self.workload.schedule is not None:
-            self.workload.schedule.step()
-        for tidy_up in self.workload.after_step:
-            tidy_up()
 
     def _together(self, work: Callable[[], T]) -> T | OomEvent:
         return attempt_together(work, self.backend, self.position, self.ranks)

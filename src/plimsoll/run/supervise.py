@@ -45,16 +45,22 @@ from plimsoll.errors import (
     Interrupted,
     KilledError,
     OutOfMemoryError,
+    OutputError,
     PlimsollError,
     RankLostError,
     TornStepError,
     WornProcessError,
 )
+from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan, Rung
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, StepLine
 from plimsoll.records.units import format_bytes
 from plimsoll.run.directory import RunDirectory
+from plimsoll.run.leftovers import own_prefix, remove_leftovers
+
+SUPERVISOR = "PLIMSOLL_SUPERVISOR"
+"""The environment's name for the process that watches this one."""
 
 _CRASHES_WITHOUT_MEMORY = {signal.SIGSEGV, signal.SIGABRT}
 _CRASHES = {*_CRASHES_WITHOUT_MEMORY, signal.SIGILL, signal.SIGFPE}
@@ -169,10 +175,11 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
     Raises:
         OutOfMemoryError: if it keeps being killed for memory without getting further.
         KilledError: if it keeps being killed for another reason, or crashes.
+        OutputError: if the run directory is gone.
         Interrupted: after a second signal, or a kill while it stops, which end a step in its middle.
     """
-    rungs, num_ranks = Plan.load(directory.plan).rungs, Job.from_yaml(directory.job).ranks
-    retries = _Retries(len(rungs), worker_arguments)
+    plan, num_ranks = Plan.load(directory.plan), Job.from_yaml(directory.job).ranks
+    rungs, retries = plan.rungs, _Retries(len(plan.rungs), worker_arguments)
     launched = ["launch-worker", str(num_ranks), "--"] if num_ranks > 1 else []
     shown = ["--quiet"] if quiet else []
     while True:
@@ -180,7 +187,9 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         end = _run_worker([*launched, "train-worker", str(directory.path), *retries.arguments(), *shown])
         if launched:
             end = end._replace(return_code=_signalled(end.return_code))
-        death = _death(end, kills_before, _host_budget_bytes(directory))
+        if end.return_code != OutputError.exit_code:  # which has said so, if it is gone
+            directory.require_there()
+        death = _death(end, kills_before, _host_budget_bytes(directory, plan.budget))
         if death is None:
             _complete_record(directory)
             _require_saved(directory, end)
@@ -263,12 +272,13 @@ def _described(rung: Rung) -> str:
 def _run_worker(arguments: list[str]) -> _End:
     """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it."""
     command = [sys.executable, "-m", "plimsoll", *arguments]
-    with tempfile.NamedTemporaryFile("r", prefix="plimsoll-faults-", errors="replace") as faults:
-        environment = os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid()), SUPERVISORS_FILE: faults.name}
+    with tempfile.NamedTemporaryFile("r", prefix=own_prefix(), errors="replace") as faults:
+        environment = os.environ | {SUPERVISOR: str(os.getpid()), SUPERVISORS_FILE: faults.name}
         with _handing_on() as signals, subprocess.Popen(command, process_group=0, env=environment) as process:
             signals.to(process)
             return_code = process.wait()
         fault = faults.read()
+    remove_leftovers()
     if fault:
         print(fault, file=sys.stderr)
     return _End(return_code, signals.received[0] if signals.received else None, fault)
@@ -444,9 +454,8 @@ def _killer(before: OomKills | None) -> tuple[_Cause, str]:
     return _Cause.OUTSIDE, "the whole machine counts no OOM kill: somebody sent the signal"
 
 
-def _host_budget_bytes(directory: RunDirectory) -> int | None:
+def _host_budget_bytes(directory: RunDirectory, budget: Budget) -> int | None:
     """The limit that host memory really had, ``None`` for none; a budget of a GPU does not limit it."""
-    budget = Plan.load(directory.plan).budget
     is_on_cpu = directory.head.is_file() and RunHead.load(directory.head).device.kind == "cpu"
     return budget.host_bytes if budget.host_bytes is not None or not is_on_cpu else budget.device_bytes
 

@@ -34,6 +34,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Assumption, Trace
 from plimsoll.records.units import format_bytes
+from plimsoll.run.supervise import SUPERVISOR
 from plimsoll.techniques import Choices
 from plimsoll.techniques.allocator import allocator_rules
 from plimsoll.techniques.heap import rules_in_force
@@ -69,7 +70,8 @@ class Target:
         if self.spec is None:
             return CpuLowering()
         major, _, minor = (self.spec.architecture or "8.0").partition(".")
-        return CudaLowering((int(major), int(minor)))
+        num_sms = {} if self.spec.num_sms is None else {"num_sms": self.spec.num_sms}
+        return CudaLowering((int(major), int(minor)), **num_sms)
 
     def count(self, trace: Trace, choices: Choices = (), is_long: bool = False) -> Counted:
         """Count a trace that was lowered to here.
@@ -220,7 +222,7 @@ class StartedBaseline:
     def __init__(self, job: Job | None, arguments: Sequence[str] = ("baseline-worker",)) -> None:
         command = [sys.executable, "-m", "plimsoll", *arguments]
         pipe = subprocess.PIPE
-        environment = os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}  # which it does not outlive
+        environment = os.environ | {SUPERVISOR: str(os.getpid())}  # which it does not outlive
         self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
         assert self._child.stdin is not None
         if job is not None:

@@ -221,7 +221,7 @@ def _loaded(job: Job, texts: Texts, device: str) -> nn.Module:
         teacher = load_teacher(folder, job.task, shape, device=device)
     else:
         with outside_the_device():
-            teacher = load_teacher(folder, job.task, shape, place="mapped")
+            teacher = load_teacher(folder, job.task, shape, place="read-only")
     if form == "int8":
         _to_int8(teacher, device)
     fault = packing_fault(teacher) if job.data.pack and not _is_fake(teacher) else None

@@ -9,12 +9,12 @@ With one process this is `attempt`. Does NOT undo anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from plimsoll.device.base import Backend
 from plimsoll.ranks import PeerOutOfMemory, Ranks
-from plimsoll.records.run import OomEvent
+from plimsoll.records.run import PHASES_OF_A_STEP, OomEvent
 from plimsoll.run.boundary import Position, attempt
 
 T = TypeVar("T")
@@ -29,11 +29,23 @@ def attempt_together(work: Callable[[], T], backend: Backend, position: Position
 
 def agreed(outcome: T | OomEvent, position: Position, ranks: Ranks) -> T | OomEvent:
     """Say how it went here; returns the outcome, or an event where it failed on another rank."""
-    is_event = isinstance(outcome, OomEvent)
-    has_heard = isinstance(outcome, OomEvent) and outcome.family == _PEER
-    if ranks.is_alone or has_heard or not ranks.agree(is_event) or is_event:
+    if ranks.is_alone or (isinstance(outcome, OomEvent) and outcome.family == _PEER):  # which has heard it already
         return outcome
-    return OomEvent(step=position.step + 1, phase=position.phase, family=_PEER, micro_batch=position.micro_batch)
+    rank = ranks.first_of(isinstance(outcome, OomEvent))
+    if isinstance(outcome, OomEvent):
+        return outcome.model_copy(update={"rank": ranks.rank})
+    if rank is None:
+        return outcome
+    return OomEvent(
+        step=position.step + (position.phase in PHASES_OF_A_STEP), phase=position.phase, family=_PEER,
+        micro_batch=position.micro_batch, rank=rank, raw_text=str(PeerOutOfMemory(rank)),
+    )  # fmt: skip
+
+
+def survived_elsewhere(own: Sequence[OomEvent], ranks: Ranks) -> list[OomEvent]:
+    """Return what each of the other ranks has survived alone, with its rank; all ask, with what they have."""
+    every = enumerate(ranks.gather(list(own)))
+    return [one.model_copy(update={"rank": rank}) for rank, events in every if rank != ranks.rank for one in events]
 
 
 def told_by_all(event: OomEvent, ranks: Ranks) -> OomEvent:

@@ -8,7 +8,7 @@ tried again after a pause, a few times: something else has the memory. A step th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -47,6 +47,7 @@ from plimsoll.run.directory import RunDirectory
 from plimsoll.run.evaluate import Evaluation
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.monitor import MemorySampler, View
+from plimsoll.run.orphans import parent_that_watches
 from plimsoll.run.outcome import StepResult
 from plimsoll.run.pauses import Pauses
 from plimsoll.run.ranked import (
@@ -60,7 +61,7 @@ from plimsoll.run.shared_buffers import share_lanes
 from plimsoll.run.signals import StopRequest, stop_on_signal
 from plimsoll.run.step import TrainStep
 from plimsoll.run.tagging import TagScores
-from plimsoll.run.together import attempt_together
+from plimsoll.run.together import attempt_together, survived_elsewhere
 
 _STOPPING = "stopping: the step that is being done is finished and saved first; once more stops at once"
 _TRIES = 3  # of a fetch, an evaluation or a checkpoint, with everything that can be freed freed in between
@@ -137,11 +138,12 @@ def train(training: Training, restarts: int = 0) -> RunRecord | None:
         OutOfMemoryError, NonFiniteLossError: see `plimsoll.run.step`; the checkpoints are intact.
     """
     directory, step = training.directory, training.step
+    stopping = stop_on_signal(lambda: training.view.say(_STOPPING), parent_that_watches())
     try:
         with ExitStack() as stack:
             fitting(lambda: stack.enter_context(training.sampler.running()), training.backend, "starting")
             stack.enter_context(training.view.shown())
-            training.stop = stack.enter_context(stop_on_signal(lambda: training.view.say(_STOPPING)))
+            training.stop = stack.enter_context(stopping)
             directory.append(_start_line(training, restarts))
             outside_of_steps(lambda: _loop(training), training.backend)
         _finish(training)
@@ -280,7 +282,7 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
     samples = training.sampler.drain()
     use = training.backend.use()
     training.backend.reset_peak()
-    peak_bytes_of_ranks = _told_after_step(training, use.peak_bytes or 0)
+    peak_bytes_of_ranks = _told_after_step(training, use.peak_bytes or 0, result.oom_events)
     line = StepLine(
         time_seconds=training.sampler.seconds(),
         step=result.step,
@@ -309,19 +311,25 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
     training.view.update(line, memory)
 
 
-def _told_after_step(training: Training, peak_bytes: int) -> tuple[int, ...]:
-    """Tell the other ranks the peak of this one, and whether it was asked to stop; returns the peaks of all."""
-    if training.ranks.is_alone:
+def _told_after_step(training: Training, peak_bytes: int, events: Sequence[OomEvent]) -> tuple[int, ...]:
+    """Tell the peak of this rank, whether it was asked to stop, what it survived alone; returns the peaks of all."""
+    ranks = training.ranks
+    if ranks.is_alone:
         return ()
-    signals, peaks = zip(*training.ranks.each([training.stop.signal_number or 0, peak_bytes]), strict=True)
+    own = [event for event in events if event.rank is None]  # in the update, after what all ranks do or none does
+    signals, peaks, nums = zip(*ranks.each([training.stop.signal_number or 0, peak_bytes, len(own)]), strict=True)
     training.asked_all = int(max(signals)) or None
+    for event in survived_elsewhere(own, ranks) if any(nums) else ():
+        _note_oom(training, event)
     return tuple(map(int, peaks))
 
 
 def _note_oom(training: Training, event: OomEvent) -> None:
+    if event.rank is None and not training.ranks.is_alone:
+        event = event.model_copy(update={"rank": training.ranks.rank})
     training.directory.append(event.model_copy(update={"time_seconds": training.sampler.seconds()}))
     asked = f" (asked for {format_bytes(event.requested_bytes)})" if event.requested_bytes else ""
-    training.view.say(f"out of memory in {event.phase}, step {event.step}{asked}: {event.action}")
+    training.view.say(f"out of memory in {event.phase}{event.on_which_ranks}, step {event.step}{asked}: {event.action}")
 
 
 def _owes_evaluation(training: Training) -> bool:
@@ -458,15 +466,10 @@ def _survive(training: Training, phase: Phase, work: Callable[[], T], *, togethe
         survived = bool(tries_left) or (training.has_worn and phase != "evaluation")
         event = outcome.model_copy(update={"action": what, "micro_batch": None, "survived": survived})
         _note_oom(training, event)
+    text = f"memory ran out {_TRIES} times in the {phase} phase after step {training.step.num_steps} ({event.shortage})"
     if training.has_worn and phase != "evaluation":  # which saves before it asks for a new process
-        raise WornProcessError(
-            f"memory ran out {_TRIES} times in the {phase} phase after step {training.step.num_steps} "
-            f"({event.shortage}); start a new process (`plimsoll train` does it by itself)"
-        )
-    raise OutOfMemoryError(
-        f"memory ran out {_TRIES} times in the {phase} phase after step {training.step.num_steps} "
-        f"({event.shortage}); give a larger budget"
-    )
+        raise WornProcessError(f"{text}; start a new process (`plimsoll train` does it by itself)")
+    raise OutOfMemoryError(f"{text}; give a larger budget")
 
 
 def _finish(training: Training) -> None:

@@ -31,7 +31,7 @@ from plimsoll.device import cudnn_dropout, onednn
 from plimsoll.device.base import Backend
 from plimsoll.outside import is_marked
 from plimsoll.run.boundary import fitting
-from plimsoll.run.reachable import Place, Reached, may_hold_state, reached_from
+from plimsoll.run.reachable import Place, Reached, is_same, may_hold_state, reached_from
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
 from plimsoll.run.written import Writes, has_storage, key_of
 
@@ -99,7 +99,7 @@ class _Before:
             self.reached.places, self.watched.copiers, self.contents, strict=True
         ):
             now = copier()
-            if not _is_same(now, content):
+            if not is_same(now, content):
                 yield name, place, content, now
 
     @torch.no_grad()
@@ -113,9 +113,9 @@ class _Before:
             zip(self.reached.places, self.watched.copiers, contents, strict=True)
         ):
             before, now = self.contents[number], copier()
-            if _is_same(now, left):
+            if is_same(now, left):
                 continue
-            if _is_same(before, left):
+            if is_same(before, left):
                 self.contents[number] = now
             elif isinstance(now, dict):
                 self.contents[number] = _merged(before, left, now)
@@ -484,14 +484,3 @@ def _kind_of(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return tuple((name, _kind_of(value)) for name, value in batch.items())
     return tuple(map(_kind_of, batch)) if isinstance(batch, list | tuple) else type(batch)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two contents have the same things in them: the very same, in the same order."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(
-            name is key and value is kept for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True)
-        )
-    return all(value is kept for value, kept in zip(one, other, strict=True))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
@@ -20,7 +17,8 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.records.units import format_bytes
 from plimsoll.run.directory import RunDirectory
-from plimsoll.run.supervise import is_rank
+from plimsoll.run.leftovers import remove_leftovers, share_a_folder_with_children
+from plimsoll.run.orphans import begin_supervised
 
 if TYPE_CHECKING:
     from plimsoll.data.prepare import Prepared
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from plimsoll.records.run import GradientReach
 
 P = ParamSpec("P")
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 # long: what a preparation does, in its order, with the imports it needs
@@ -228,6 +224,8 @@ def plan_run(  # noqa: PLR0917 -- of a command
         job = require_same(plan, job, str(given))
         directory.write_job(job)
     plan.save(directory.plan)
+    for pin, reason in plan.left_out.items():
+        print(f"what is pinned is left out: {pin}: {reason}", file=sys.stderr)
     if not quiet:
         print(f"plan: {' + '.join(map(str, plan.rungs[0].choices))}. {headline(plan)}", file=sys.stderr)
 
@@ -322,6 +320,8 @@ def train_run(  # noqa: PLR0915 -- as above
 
     _begin_supervised()
     arm_from_environment()
+    remove_leftovers()
+    share_a_folder_with_children()
     ranks = ranks or Ranks()
     is_first = ranks.rank == 0
     directory, quiet = RunDirectory.open(path, writes=is_first), quiet or not is_first
@@ -377,7 +377,7 @@ def train_run(  # noqa: PLR0915 -- as above
         if saved is None:  # before a technique shares the parameters out
             ranks.broadcast([*parts.model.parameters(), *parts.model.buffers()])
         step = step_of(
-            job, parts.model, parts.optimizer, plan.choices_by_rung, loss=loss, schedule=parts.schedule,
+            job, parts.model, parts.optimizer, plan.rungs, loss=loss, schedule=parts.schedule,
             full_length=prepared.longest_row, files=parts.files, ranks=ranks,
         )  # fmt: skip
         if device == "cpu":
@@ -466,15 +466,9 @@ def print_inference_baseline(folder: Path, task: str) -> None:
 
 
 def _begin_supervised() -> None:
-    """Write faults where the supervisor reads them, and have the kernel send SIGTERM when it dies, to save and end."""
+    """Write faults where the supervisor reads them, and end when it dies."""
     tell_supervisor()
-    if not (is_rank() or "PLIMSOLL_SUPERVISOR" in os.environ) or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if is_rank():  # started by torchrun's agent, which our supervisor watches
-        return
-    if os.getppid() != int(os.environ["PLIMSOLL_SUPERVISOR"]):  # it died before the line above
-        os.kill(os.getpid(), signal.SIGTERM)
+    begin_supervised()
 
 
 def _warm(job: Job) -> None:

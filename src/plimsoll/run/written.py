@@ -11,7 +11,7 @@ hand, and operators whose schema does not say that they write (BatchNorm's, whic
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -42,15 +42,23 @@ class Write(NamedTuple):
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes, while it is in force, the tensors through which storages of before are written.
 
+    Args:
+        copied: storages, by their `key_of`, that somebody has copied: their writes are not noted.
+
     Attributes:
         written: each such storage, by its `key_of`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copied: Iterable[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: dict[int, Write] = {}
-        self._seen: set[int] = set()
+        self._seen: set[int] = set(copied)
         self._new: set[int] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions run as compiled: what they write is not seen, but they compute the same as without."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Copy what ``func`` writes, then run it."""

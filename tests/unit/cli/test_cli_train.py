@@ -180,7 +180,7 @@ def test_a_small_run_ends_with_one_record_on_standard_output(job, tmp_path):
     assert fewer["message"] == "steps is 1, but 2 are done: give as many or more, or choose with --from-step"
     other = failure_of(train_json("--resume", "--out", out, "--set", f"data.train={job}"))
     assert "cannot be made again: the texts" in other["message"]
-    with RunDirectory(out).locked():
+    with RunDirectory(out).claimed():
         busy = failure_of(train_json("--resume", "--out", out, "--set", "steps=9"))
     assert "another process is training in" in busy["message"]
     assert (out / "job.yaml").read_bytes() == kept

@@ -166,18 +166,42 @@ def test_a_training_does_not_change_the_rows_it_was_made_of(kind, dtype, tmp_pat
 def test_a_frozen_table_is_the_mapping_it_was_made_of(tmp_path):
     rows = np.memmap(tmp_path / "rows", np.float32, "w+", shape=(4, 3))
     rows[:] = 2
-    for mapping in (rows, np.memmap(tmp_path / "rows", np.float32, "r", shape=(4, 3))):
-        table = HostEmbedding.from_rows(mapping, trainable=False)
-        assert table.weight.data_ptr() == mapping.ctypes.data
-        output = table(torch.tensor([1, 1, 3]))
-        assert output.tolist() == [[2] * 3] * 3
-        assert not output.requires_grad
+    table = HostEmbedding.from_rows(rows, trainable=False)
+    assert table.weight.data_ptr() == rows.ctypes.data
+    output = table(torch.tensor([1, 1, 3]))
+    assert output.tolist() == [[2] * 3] * 3
+    assert not output.requires_grad
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, 3), slice(None, None, 2)])
+def test_a_frozen_table_of_a_file_for_reading_can_be_written_and_the_file_stays(part, tmp_path):
+    np.arange(12, dtype=np.float32).tofile(tmp_path / "rows")
+    rows = np.memmap(tmp_path / "rows", np.float32, "r", shape=(4, 3))[part]
+    table = HostEmbedding.from_rows(rows, trainable=False)
+    assert table.weight.tolist() == rows.tolist()
+    table.load_state_dict({"weight": torch.zeros(table.weight.shape)})
+    assert not table.weight.any()
+    assert np.fromfile(tmp_path / "rows", np.float32).tolist() == list(range(12))
+
+
+def test_a_frozen_table_of_an_array_for_reading_does_not_change_the_array():
+    values = np.ones((4, 3), np.float32)
+    values.flags.writeable = False
+    table = HostEmbedding.from_rows(values, trainable=False)
+    table.weight.data.zero_()
+    assert values.all()
 
 
 @pytest.mark.parametrize("rows", [torch.zeros(3), np.zeros((2, 2), np.int64), torch.zeros(1, 2, 3)])
 def test_what_is_no_matrix_of_floats_is_refused(rows):
     with pytest.raises(InputError, match="give rows of floats, a matrix"):
         HostEmbedding.from_rows(rows)
+
+
+def test_a_type_that_there_is_not_is_refused():
+    assert HostEmbedding(3, 2, dtype="fp16").weight.dtype == torch.float16
+    with pytest.raises(InputError, match="dtype 'fp33' is no floating-point type: give fp32"):
+        HostEmbedding(3, 2, dtype="fp33")
 
 
 @pytest.mark.parametrize(

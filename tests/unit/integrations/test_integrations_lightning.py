@@ -141,7 +141,6 @@ def test_what_lightning_does_is_done_to_the_bit(point, hits, num_passes, scaled,
         found = results_of(*fitted(tmp_path / "b", callback, num_passes, scaled))
     assert callback.transaction.num_ooms == bool(hits)
     assert found.pop("rows") == wanted.pop("rows")
-    assert found.pop("updates") == wanted.pop("updates") + (point == "optimizer")  # a hook is called with each try
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 

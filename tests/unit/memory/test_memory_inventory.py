@@ -1,9 +1,13 @@
 """Who owns the storages of this process."""
 
+from mmap import PAGESIZE
+
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from plimsoll.memory.inventory import graph_nodes, inventory
+from plimsoll.weights.loading.opening import entries_of
 
 
 def sizes():
@@ -35,6 +39,18 @@ def test_a_storage_counts_once_and_for_who_is_named():
     own = [one for one in found.pieces if one.num_bytes == 1051 * 4]
     assert [(one.category, one.shape) for one in own] == [("inputs", (10,))]
     assert found.bytes_of("inputs") == 1051 * 4
+
+
+def test_of_what_is_mapped_only_what_was_written_counts(tmp_path):
+    save_file({"w": torch.ones(64 * PAGESIZE)}, tmp_path / "weights")
+    entry = entries_of(tmp_path / "weights")[0]
+    layer = nn.Module()
+    layer.weight, layer.shared = (nn.Parameter(entry.mapped(is_read_only), False) for is_read_only in (False, True))
+    assert sizes()["parameters", (64 * PAGESIZE,)] == 0
+    layer.weight[: 16 * PAGESIZE].add_(1)
+    own = [one.num_bytes for one in inventory("cpu").pieces if one.shape == (64 * PAGESIZE,)]
+    assert sum(own) in (64 * PAGESIZE, 65 * PAGESIZE)  # the first may begin in the middle of a page
+    assert sorted(own)[0] == 0
 
 
 def test_another_kind_of_device_has_nothing():

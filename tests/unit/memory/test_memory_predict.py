@@ -84,7 +84,7 @@ def test_the_parts_are_what_is_alive_at_the_peak_and_add_up():
     assert sum(counted.parts().values()) == counted.peak.likely_bytes
 
 
-def test_the_workspace_of_cublas_is_there_from_the_first_product_and_no_part_of_the_rest():
+def test_the_workspace_of_cublas_is_of_the_context_and_counted_as_torch_counts_it():
     trace = step_trace()
     texts = tuple(text.replace("aten.op1.default", "aten.mm.default") for text in trace.texts)
     with_product = trace.model_copy(update={"texts": texts})
@@ -93,8 +93,9 @@ def test_the_workspace_of_cublas_is_there_from_the_first_product_and_no_part_of_
     counted = count_on_cuda(with_product, card)
     assert mib(counted.reserved) == [448, 460, 476, 496, 496, 496, 496]
     assert counted.parts()["context"] == 432 * MIB
-    assert counted.fixed_part.modelled_bytes == 32 * MIB
-    assert (counted.most_reserved.likely_bytes, counted.most_allocated.likely_bytes) == (64 * MIB, 47 * MIB)
+    # torch's own counters have the workspace, so that what is predicted can be held against them.
+    assert (counted.fixed_part.likely_bytes, counted.fixed_part.modelled_bytes) == (400 * MIB, 0)
+    assert (counted.most_reserved.likely_bytes, counted.most_allocated.likely_bytes) == (96 * MIB, 79 * MIB)
     assert sum(counted.parts().values()) == counted.peak.likely_bytes == 496 * MIB
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -10,6 +11,7 @@ from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.trace import rehearsal
 from plimsoll.memory.work import NO_WORK, Work, WorkCounter, add_work, hearing
 from plimsoll.outside import outside_the_device
+from plimsoll.run.predict import predict
 
 aten = torch.ops.aten
 A = torch.zeros(3, 4)
@@ -88,6 +90,33 @@ def test_attention_on_the_processor_is_two_products_and_five_for_its_gradients()
     product = 2 * 2 * 3 * 8 * 8 * 16
     assert found["_scaled_dot_product_flash_attention_for_cpu"].flops == 2 * product
     assert found["_scaled_dot_product_flash_attention_for_cpu_backward"].flops == 5 * product
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_attention_with_shared_keys_is_counted_by_the_heads_of_the_query(kind):
+    """torch 2.11 refuses to count where there are fewer heads of keys, as in every Llama, Qwen and Mistral."""
+    query, key = torch.zeros(2, 4, 8, 16, device="meta"), torch.zeros(2, 2, 8, 16, device="meta")
+    counter, product = WorkCounter(lambda tensor: False), 2 * 2 * 4 * 8 * 8 * 16
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention").default
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention_backward").default
+    assert counter.count(forward, (query, key, key), {}, query).flops == 2 * product
+    assert counter.count(backward, (query, query, key, key), {}, query).flops == 5 * product
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("num_key_heads", [1, 2, 4])
+def test_a_model_with_shared_keys_can_be_predicted_for_a_gpu(num_key_heads, precision):
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=num_key_heads, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    optimizer = torch.optim.SGD(model.parameters())
+    batch = {"input_ids": ids, "labels": ids}
+    predicted = predict(model, optimizer, batch, units="next-tokens", device="h200", precision=precision)
+    assert predicted.peak.traced_bytes > 0
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a torch without oneDNN")

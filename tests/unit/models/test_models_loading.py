@@ -174,7 +174,7 @@ def test_what_cannot_be_is_refused(tmp_path):
     saved("gpt2", tmp_path)
     with pytest.raises(WeightsError, match="place mapped keeps weights in files, which device meta cannot"):
         load_model(tmp_path, place="mapped", device="meta")
-    with pytest.raises(WeightsError, match="weights cannot be of torch.int8: use float32"):
+    with pytest.raises(WeightsError, match="dtype torch.int8 is no floating-point type: give fp32"):
         load_model(tmp_path, dtype=torch.int8)
     with pytest.raises(WeightsError, match="makes integers of them: load with 1 adapters, save"):
         load_model(tmp_path, quantize="int8", adapters=[tmp_path])
@@ -231,6 +231,51 @@ def outcome(how: str, large: tuple[Path, Path, int, int], room_bytes: int, *more
     return done.stdout.strip()
 
 
+def trained(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The weights after two steps of AdamW, and after what peft's merging and ``.data`` do to them."""
+    model.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        ids = torch.arange(8)[None]
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameter in model.parameters():
+        parameter.data.add_(1)
+        parameter.detach()[0] *= 2
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("save", [lambda model, folder: model.save_pretrained(folder), save_as_bin])
+def test_mapped_weights_are_trained_like_others_and_the_files_stay(save, tmp_path):
+    save(model_of("gpt2"), tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    mapped = load_model(tmp_path, place="mapped").model
+    assert all(map(torch.equal, trained(mapped), trained(load_model(tmp_path).model)))
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_mapped_weights_that_are_one_tensor_in_the_file_but_two_in_the_model_are_written_apart(tmp_path):
+    model = model_of("gpt2")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    state = model.state_dict()
+    one, other = "transformer.h.0.ln_1.bias", "transformer.h.1.ln_1.bias"
+    state[other] = state[one]
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    weights = dict(load_model(tmp_path, place="mapped").model.named_parameters())
+    with torch.no_grad():
+        weights[one] += 1
+    assert torch.equal(weights[other], state[one])
+    assert torch.equal(weights[one], state[one] + 1)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_type_has_the_names_that_people_give_it(dtype, tmp_path):
+    saved("gpt2", tmp_path)
+    assert {one.dtype for one in load_model(tmp_path, dtype=dtype).model.parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.long
 def test_the_peak_is_the_model_and_its_largest_tensor(large):
     _, _, all_bytes, largest_bytes = large
@@ -251,7 +296,8 @@ def test_mapped_weights_take_no_room(large):
     ("arguments", "error", "said"),
     [
         ({"quantize": "int3"}, WeightsError, "quantize 'int3' is none that there is: give one of None, int8, int4"),
-        ({"place": "disk"}, WeightsError, "place 'disk' is none that there is: give one of memory, mapped"),
+        ({"place": "disk"}, WeightsError, "place 'disk' is none that there is: give one of memory, mapped, read-only"),
+        ({"dtype": "fp33"}, WeightsError, "dtype 'fp33' is no floating-point type: give fp32, bf16, fp16, fp64, or"),
         ({"head": "lm"}, WeightsError, "head 'lm' is none that there is: give one of None, language-modeling"),
         ({"vocab_size": 0}, WeightsError, "vocab_size 0 leaves no token: give 1 or more"),
         ({"device": "tpu"}, DeviceError, "no device 'tpu'"),

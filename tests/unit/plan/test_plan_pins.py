@@ -1,5 +1,7 @@
 """Pins in terms of what techniques offer."""
 
+from dataclasses import replace
+
 import pytest
 from plan.worlds import MadeUp, World
 
@@ -29,9 +31,38 @@ def test_a_value_is_of_the_first_option(world):
 
 
 def test_a_name_alone_leaves_the_options_to_the_plan_unless_there_is_one(world):
-    assert decided(world, ["recompute"]) == ((), frozenset({"recompute"}), frozenset())
-    assert decided(world, ["micro_batch"]) == ((), frozenset(), frozenset())  # every plan has one
+    assert decided(world, ["recompute"])[:2] == ((), frozenset({"recompute"}))
+    assert decided(world, ["micro_batch"])[:2] == ((), frozenset())  # every plan has one
     assert decided(world, ["lossy"], allow=["lossy"]).pinned == (Choice(technique="lossy", options={"level": 0}),)
+
+
+class ForSeveral(MadeUp):
+    """Needs several ranks."""
+
+    def menu(self, workload, setting):
+        return "the job has 1 rank" if setting.num_ranks == 1 else super().menu(workload, setting)
+
+
+@pytest.mark.parametrize("pin", ["shards", "shards=0", "shards(level=0)"])
+def test_a_pin_that_only_the_number_of_ranks_forbids_is_left_out_with_the_reason(inhabited, pin):
+    world = inhabited(World([ForSeveral("shards")]))
+    found = decided(world, [pin])
+    assert (found.pinned, found.required) == ((), frozenset())
+    assert dict(found.left_out) == {pin: "the job has 1 rank"}
+    problem = world.problem(1000)
+    several = replace(problem.setting, num_ranks=2)
+    assert decide([parse_pin(pin)], [], problem.workload, several).pinned == (
+        Choice(technique="shards", options={"level": 0}),
+    )
+    with pytest.raises(InputError, match="it cannot be used here: the job has 1 rank"):  # with however many ranks
+        decided(world, ["shards(depth=3)"])
+
+
+def test_a_micro_batch_of_a_whole_batch_is_left_out_where_a_rank_has_less(world):
+    problem = world.problem(1000)
+    of_half = replace(problem.setting, num_ranks=2, batch_size=problem.setting.batch_size // 2)
+    found = decide([parse_pin(f"micro_batch={problem.setting.batch_size}")], [], problem.workload, of_half)
+    assert (found.pinned, list(found.left_out)) == ((), [f"micro_batch={problem.setting.batch_size}"])
 
 
 def test_a_batch_that_must_stay_whole_may_be_pinned_whole(world):

@@ -120,9 +120,11 @@ def test_a_long_text_is_cut():
 
 def test_memory_that_ran_out_on_another_rank_ran_out_here_too():
     def work():
-        raise PeerOutOfMemory("memory ran out on another rank")
+        raise PeerOutOfMemory(3)
 
-    assert attempted(work).family == "another rank"
+    event = attempted(work)
+    assert (event.family, event.rank, event.live_bytes) == ("another rank", 3, None)
+    assert event.shortage == "on rank 3"
 
 
 def test_a_run_begins_before_its_first_step():

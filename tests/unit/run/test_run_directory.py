@@ -1,9 +1,12 @@
 """The run directory: what is made, refused, appended and taken out again."""
 
 import os
+import shutil
+import threading
 
 import pytest
 
+import plimsoll.run.directory
 from plimsoll.errors import OutputError
 from plimsoll.records.job import Job
 from plimsoll.records.run import (
@@ -118,11 +121,47 @@ def test_what_is_no_run_is_neither_used_nor_removed(tmp_path, force):
     assert (tmp_path / "job.yaml").read_text() == "mine"
 
 
-def test_a_run_that_is_training_is_not_removed(directory):
+def test_a_run_that_is_training_is_not_removed(directory, monkeypatch):
+    monkeypatch.setattr(plimsoll.run.directory, "_LONGEST_LAST_STEP_SECONDS", 0.05)
     directory.job.write_text("theirs")
     with directory.locked(), pytest.raises(OutputError, match="another process is training in"):
         RunDirectory.create(directory.path, force=True)
     assert directory.job.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("how", ["claimed", "locked"])
+def test_a_training_process_that_finishes_its_last_step_is_waited_for(directory, how, capsys):
+    lock = directory.locked()
+    lock.__enter__()
+    ends = threading.Timer(0.1, lock.__exit__, (None, None, None))
+    ends.start()
+    with getattr(directory, how)():
+        assert not ends.is_alive() or ends.finished.is_set()
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"a training process of an earlier command (process {os.getpid()}) is finishing its last step"
+    )
+    assert said.count("\n") == 1
+    with getattr(directory, how)():
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_another_command_is_not_waited_for(directory):
+    with directory.claimed(), pytest.raises(OutputError, match="another process is training in"), directory.claimed():
+        pass
+
+
+def test_a_directory_that_is_deleted_under_a_run_is_said_to_be_and_not_made_again(directory):
+    directory.require_there()
+    directory.append(step(1))
+    shutil.rmtree(directory.path)
+    for work in (directory.require_there, directory.sync_metrics, lambda: directory.append(step(2))):
+        with pytest.raises(
+            OutputError, match=r"the run directory .* is gone, or its files are: it was deleted or moved"
+        ):
+            work()
+    assert not directory.path.exists()
 
 
 def test_where_a_folder_cannot_be_made_is_said(tmp_path):
@@ -273,7 +312,7 @@ def test_a_line_may_be_torn_at_any_byte(whole, directory):
 def test_a_metrics_file_that_cannot_be_synced_is_said(directory):
     directory.sync_metrics()
     directory.metrics.unlink()
-    with pytest.raises(OutputError, match="cannot write .*metrics.jsonl: No such file .*--resume"):
+    with pytest.raises(OutputError, match="is gone, or its files are"):
         directory.sync_metrics()
 
 

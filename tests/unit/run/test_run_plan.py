@@ -199,6 +199,13 @@ WISHES = {
 }
 
 
+@pytest.mark.parametrize("allow", [["adafcator"], "lora", ["micro_batch"]])
+def test_what_cannot_be_allowed_is_refused_and_not_taken_for_nothing(allow):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(InputError, match=r"allow=.*: give a list of names, of recut_batch_norm, recut_loss"):
+        plan_step(model, torch.optim.SGD(model.parameters()), {}, budget="1GiB", allow=allow)
+
+
 @pytest.mark.parametrize("case", WISHES)
 def test_what_cannot_be_asked_for_is_refused_before_anything_is_done(case, golden, monkeypatch):
     if case == "wish-lora-without-peft":

@@ -4,11 +4,13 @@ import threading
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import plimsoll
 from plimsoll.errors import InputError
 from plimsoll.run.predict import model_bytes
+from plimsoll.weights.loading.opening import entries_of
 
 MIB = 1 << 20
 
@@ -209,6 +211,29 @@ class Experts(nn.Module):
             (rows,) = torch.where(chosen == number)
             out = out.index_add(0, rows, expert(x[rows]).relu())
         return out
+
+
+def test_what_is_mapped_from_a_file_is_private_memory_only_where_it_learns(tmp_path):
+    sizes = {"table": (1 << 20,), "head": (1 << 18,)}
+    save_file({name: torch.ones(size) for name, size in sizes.items()}, tmp_path / "weights")
+    mapped = {entry.name: entry.mapped() for entry in entries_of(tmp_path / "weights")}
+
+    def predicted(weights, *learning):
+        model = nn.ParameterDict({name: nn.Parameter(one, name in learning) for name, one in weights.items()})
+        optimizer = torch.optim.SGD([model[name] for name in learning], lr=0.1)
+
+        def loss(model, batch):
+            return (model["table"].sum() * model["head"] * batch["x"].sum()).mean()
+
+        options = {"units": "samples", "device": "cpu", "micro_batch": 2}
+        found = plimsoll.predict(model, optimizer, {"x": torch.ones(2, 3)}, loss, **options)
+        return max(found.timeline.categories["parameters"])
+
+    in_memory = {name: one.clone() for name, one in mapped.items()}
+    (table_bytes, head_bytes) = (4 << 20, 1 << 20)
+    assert predicted(in_memory, "head") == table_bytes + head_bytes
+    assert predicted(mapped, "head") == head_bytes
+    assert predicted(mapped, "head", "table") == table_bytes + head_bytes
 
 
 def test_where_the_router_decides_the_range_goes_from_one_token_to_all():

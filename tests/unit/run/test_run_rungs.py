@@ -8,12 +8,14 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError, OutOfMemoryError
-from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.ranks import Ranks
+from plimsoll.records.plan import Choice, Rung, micro_batch_choice
+from plimsoll.records.prediction import Estimate
 from plimsoll.records.run import OomEvent
 from plimsoll.run.failpoints import armed, exhaust_memory
 from plimsoll.run.pieces import Shape
-from plimsoll.run.recover import Ladder, Size
-from plimsoll.run.rungs import Rungs, after_oom, samples_of
+from plimsoll.run.recover import Ladder, Measured, RanOut, Size
+from plimsoll.run.rungs import Rungs, after_oom, measured, ran_out_of, samples_of
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import TECHNIQUES
 from processes import run_program
@@ -193,9 +195,41 @@ def test_the_device_gives_back_all_it_can_where_less_would_not_help(failed, chan
     event = OomEvent(**{"phase": "backward", "family": "cpu-allocator", **changes})
     asked = []
     ladder = Ladder((Size(8, 0), Size(4, 0), Size(2, 0)))
-    device = SimpleNamespace(release=lambda last_resort=False: asked.append(last_resort))
+    device = SimpleNamespace(release=lambda last_resort=False: asked.append(last_resort), reset_peak=lambda: None)
     after_oom(event, failed, Shape(8, 8, elements_per_sample=1), ladder, None, device)
     assert any(asked) == is_last_resort
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"live_bytes": 70, "requested_bytes": 40, "capacity_bytes": 100}, RanOut(110, 100)),
+        ({"live_bytes": 70, "requested_bytes": 1 << 60, "capacity_bytes": 100}, RanOut(170, 100)),
+        ({"live_bytes": 70, "requested_bytes": 40}, RanOut(110, 110)),  # a whole device: so much it has not
+        ({"live_bytes": 70, "capacity_bytes": 100}, RanOut(70, 100)),
+        ({}, None),
+    ],
+)
+def test_what_an_event_teaches(fields, expected):
+    assert ran_out_of(OomEvent(family="cuda", **fields)) == expected
+
+
+def test_memory_is_measured_only_where_a_larger_size_is_left_alone():
+    ladder, asked = Ladder((Size(4), Size(2))), []
+    use = SimpleNamespace(peak_bytes=90, used_bytes=30)
+    device = SimpleNamespace(use=lambda: asked.append(1) or use)
+    assert measured(ladder, device, Ranks()) is None
+    ladder.failed(0, 4, 4, ran_out=RanOut(100, 100))
+    assert measured(ladder, device, Ranks()) == Measured(90, 30)
+    assert len(asked) == 1
+
+
+def test_the_peaks_of_a_plan_are_kept_beside_its_choices(notes):
+    plain = (micro_batch_choice(2),)
+    peak = Estimate(likely_bytes=300, low_bytes=300, high_bytes=330)
+    rungs = Rungs(workload(), [Rung(choices=rung(8, 0), peak=peak), Rung(choices=rung(4, 0)), plain])
+    assert rungs.sizes == (Size(8, 0), Size(4, 0), Size(2, 1))
+    assert rungs.needs == (300, None, None)
 
 
 def test_out_of_memory_while_a_level_is_installed_takes_another_level(notes):
@@ -374,7 +408,9 @@ import torch
 from torch import nn
 from plimsoll.device.limit import limited
 from plimsoll.device.process import private_bytes
-from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.ranks import Ranks
+from plimsoll.records.plan import Choice, Rung, micro_batch_choice
+from plimsoll.records.prediction import Estimate
 from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
 

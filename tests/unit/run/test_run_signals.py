@@ -25,7 +25,7 @@ def test_afterwards_the_signals_do_what_they_did_before(number):
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize("error", [None, MemoryError()])
+@pytest.mark.parametrize("error", [None, MemoryError(), BrokenPipeError()])
 def test_the_first_signal_is_told_of_where_there_is_memory_to_tell(error):
     told = []
 
@@ -37,6 +37,17 @@ def test_the_first_signal_is_told_of_where_there_is_memory_to_tell(error):
     with stop_on_signal(say) as request:
         os.kill(os.getpid(), signal.SIGTERM)
         assert (told, request.signal_number) == (["stopping"], signal.SIGTERM)
+
+
+def test_a_parent_that_is_gone_asks_to_stop_without_a_signal():
+    with stop_on_signal(parent=os.getppid()) as request:
+        assert request.signal_number is None
+        request.parent = os.getpid()  # which is not its own parent
+        assert request.signal_number == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.signal_number == signal.SIGINT
+    with stop_on_signal() as request:
+        assert request.signal_number is None
 
 
 TWICE = """

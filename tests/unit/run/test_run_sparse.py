@@ -11,7 +11,7 @@ from plimsoll.embeddings.host import HostEmbedding
 from plimsoll.embeddings.host_optimizer import optimizer_of
 from plimsoll.errors import NonFiniteLossError
 from plimsoll.run.boundary import Position
-from plimsoll.run.commit import StepCommit, _Copy
+from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import armed, exhaust_memory
 from plimsoll.run.sparse import bytes_of, bytes_updated, changed_rows, clippable
 from plimsoll.run.step import TrainStep
@@ -119,13 +119,13 @@ def test_an_oom_in_any_phase_loses_nothing(kind, on_host, phase, at_step, tmp_pa
     step = TrainStep(model, optimizer, loss_of, units="samples")
     pieces = 2 if kind is not torch.optim.SparseAdam else 1
     with armed(phase, (at_step - 1) * pieces + 1 if phase == "optimizer" else at_step):
-        results = [step(batch) for batch in batches()]
+        results = [step(batch) for batch in [*batches()][:3]]  # the fourth would be whole again
     assert sum(len(result.oom_events) for result in results) == 1
     is_cut = at_step == 1 and phase != "optimizer"
     assert (results[0].micro_batch == 4) == is_cut
     other, expected = fresh(on_host, kind)
     undisturbed = TrainStep(other, expected, loss_of, units="samples", micro_batch=4 if is_cut else None)
-    for batch in batches():
+    for batch in [*batches()][:3]:
         undisturbed(batch)
     assert difference(state_of(other, expected), state_of(model, optimizer)) == 0
 
@@ -157,7 +157,7 @@ def test_only_rows_are_copied(kind, on_host):
     loss_of(model, next(batches())).backward()
     optimizer.step()
     commit = StepCommit(optimizer, backend_for("cpu"), Position(phase="optimizer"))
-    copies = [_Copy(optimizer, piece, commit._scratch, None) for piece in commit._whole()]
+    copies = [commit._copied(piece) for piece in commit._whole()]
     num_rows = len(next(batches())["ids"].unique())
     copied = [value for one in copies for _, _, value in one._rows]
     assert {tuple(value.shape) for value in copied} == {(num_rows, WIDTH)}

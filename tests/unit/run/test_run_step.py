@@ -87,7 +87,8 @@ def test_a_cut_batch_grows_again_and_a_larger_batch_is_not_cut_for_it():
     step = step_of(grow_after=2)
     with armed("forward", 1):
         assert step(line_through()).micro_batch == 2
-    step.ladder._failed_elements = [None]  # as if that had been a moment's shortage
+    step.ladder._failed_elements = [None]  # as if that had been a moment's shortage ...
+    step.ladder._limit_bytes = None  # ... and nothing had been measured
     assert [step(line_through()).micro_batch for _ in range(3)] == [2, 4, 4]
     assert step(line_through(8)).micro_batch == 8
 
@@ -106,8 +107,17 @@ def test_unless_it_is_said_a_cut_batch_grows_again_after_50_clean_steps():
     step = step_of(lr=0.0)
     with armed("forward", 1):
         step(line_through())
-    step.ladder._failed_elements = [None]  # as if that had been a moment's shortage
+    step.ladder._failed_elements = [None]  # as if that had been a moment's shortage ...
+    step.ladder._limit_bytes = None  # ... and nothing had been measured
     assert [step(line_through()).micro_batch for _ in range(50)] == [2] * 49 + [4]
+
+
+def test_a_batch_that_was_cut_for_one_event_is_whole_again_after_three_clean_steps():
+    """The measured peak of the smaller pieces leaves room: what was asked for once was absurd."""
+    step = step_of(lr=0.0)
+    with armed("forward", 1):
+        step(line_through())
+    assert [step(line_through()).micro_batch for _ in range(10)] == [2] * 2 + [4] * 8
 
 
 def test_an_update_in_pieces_is_told_and_one_that_cannot_be_done_is_tried_again_with_the_whole_step():

@@ -16,7 +16,7 @@ from small_runs import train_here
 from plimsoll.device.cgroup import OomKills, oom_kill_count
 from plimsoll.errors import Interrupted, OutOfMemoryError, RankLostError, TornStepError, WornProcessError
 from plimsoll.records.device import Device, MemoryUse
-from plimsoll.records.plan import Choice, Rung, micro_batch_choice
+from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, RunRecord, StartLine
 from plimsoll.run import supervise as module
 from plimsoll.run.failpoints import armed
@@ -130,13 +130,17 @@ Thread 0x00007f01 (most recent call first):
 def test_only_host_memory_that_is_limited_counts_as_a_budget(new_run):
     free, budgeted = new_run("free", steps=1), new_run("budgeted", steps=1, budget={"device": "4GiB"})
     on_host = new_run("on host", steps=1, budget={"host": "4GiB"})
-    assert _host_budget_bytes(on_host) == BUDGET
-    assert _host_budget_bytes(budgeted) is None  # no process has begun there
+
+    def limit_of(directory):
+        return _host_budget_bytes(directory, Plan.load(directory.plan).budget)
+
+    assert limit_of(on_host) == BUDGET
+    assert limit_of(budgeted) is None  # no process has begun there
     RunHead(job={}, device=device_of("cuda"), versions={}, fingerprint={}).save(budgeted.head)
-    assert _host_budget_bytes(budgeted) is None
+    assert limit_of(budgeted) is None
     for directory in (free, budgeted):
         RunHead(job={}, device=device_of("cpu"), versions={}, fingerprint={}).save(directory.head)
-    assert [_host_budget_bytes(directory) for directory in (free, budgeted)] == [None, BUDGET]
+    assert [limit_of(directory) for directory in (free, budgeted)] == [None, BUDGET]
 
 
 def device_of(kind):

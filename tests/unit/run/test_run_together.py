@@ -23,9 +23,10 @@ class WithPeer(Ranks):
         self.peer_events = peer_events
         self.num_asked = 0
 
-    def agree(self, flag: bool, place: int = 0) -> bool:
+    def first_of(self, flag: bool, place: int = 0) -> int | None:
         self.num_asked += 1
-        return flag or any(event is not None for event in self.peer_events)
+        failed = [flag, *(event is not None for event in self.peer_events)]
+        return failed.index(True) if any(failed) else None
 
     def gather(self, value: T) -> list[T]:
         return cast(list[T], [value, *self.peer_events])
@@ -48,6 +49,7 @@ def test_what_a_peer_ran_out_of_memory_in_is_not_done_here_either() -> None:
     event = attempt_together(lambda: 3, BACKEND, Position(step=5, phase="clip", micro_batch=3), ranks)
     assert isinstance(event, OomEvent)
     assert (event.family, event.step, event.phase, event.micro_batch) == ("another rank", 6, "clip", 3)
+    assert (event.rank, event.raw_text, event.shortage) == (1, "memory ran out on rank 1", "on rank 1")
     told = told_by_all(event, ranks)
     assert (told.rank, told.num_other_ranks, told.phase, told.raw_text) == (1, 0, "backward", "of the peer")
 

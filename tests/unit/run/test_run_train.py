@@ -194,7 +194,7 @@ def test_memory_running_out_in_a_step_is_noted_where_it_happened(new_run, capsys
     assert kinds == [OomEvent, StepLine]
     (event,) = of_kind(directory, OomEvent)
     assert (event.step, event.phase, event.micro_batch, event.next_micro_batch) == (1, "forward", 8, 4)
-    assert [step.micro_batch for step in record_of(directory).steps] == [4] * 6
+    assert [step.micro_batch for step in record_of(directory).steps] == [4] * 3 + [8] * 3
 
 
 def test_memory_that_stays_away_ends_the_run_with_its_checkpoints(new_run):

@@ -5,7 +5,7 @@ Dropout is ``native_dropout``, which keeps a bool mask (on the CPU it is a rando
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -29,12 +29,14 @@ class CudaLowering:
 
     Args:
         capability: the compute capability, for example ``(8, 6)``.
+        num_sms: multiprocessors, over which some kernels spread; by default those of an H200.
     """
 
     kind: Literal["cpu", "cuda"] = "cuda"
     device = "cuda"
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(self, capability: tuple[int, int], num_sms: int = 132) -> None:
+        self._num_sms = num_sms
         self.name = f"cuda {capability[0]}.{capability[1]}"
         self._capability = capability
         self._places = Places()
@@ -80,6 +82,8 @@ class CudaLowering:
 
     def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Count what CUDA's kernel takes while it runs, beside its results."""
+        if op is aten.sum.dim_IntList:
+            return _column_sums(self._num_sms, self._capability, *args)
         count = _SCRATCH_BYTES.get(op)
         return count(*args, **kwargs) if count else 0
 
@@ -104,6 +108,48 @@ def _layer_norm_backward(grad: Tensor, input: Tensor, normalized_shape: list[int
         return 0
     num_sums = min(-(-num_rows // 32), 32 * 1024 // -(-num_columns // 32))
     return int(2 * num_sums * num_columns * weight.element_size())
+
+
+def _column_sums(num_sms: int, capability: tuple[int, int], input: Tensor, dim: Sequence[int] | None, *_: Any) -> int:
+    """Partial sums of a matrix's columns, as the gradient of a bias is: those of each group of rows.
+
+    After `setReduceConfig` and `ReduceConfig::global_memory_size` of aten/src/ATen/native/cuda/Reduce.cuh. Threads of a
+    block are 32 times 4 and take up to 4 columns each; rows are shared out over blocks where a thread had 256 or more.
+    Sums over rows (of the last dimension) need a few values only.
+    """
+    num_summed = len(dim) if dim else input.dim()
+    if num_summed == input.dim() or sorted(axis % input.dim() for axis in dim or ()) != [*range(num_summed)]:
+        return 0
+    num_rows, num_columns = prod(input.shape[:num_summed]), prod(input.shape[num_summed:])
+    if not input.is_contiguous() or not num_columns:
+        return 0
+    width = next(width for width in (4, 2, 1) if num_columns % width == 0)
+    across = min(32, _power_of_two_below(num_columns // width))
+    down = min(_power_of_two_below(num_rows), _MOST_REDUCING_THREADS // width // across)
+    rows_of_thread = -(-num_rows // down)
+    if num_rows < min(16 * down, 256) or rows_of_thread < 256:
+        return 0
+    num_blocks = -(-num_columns // width // across)
+    wanted = num_sms * (_threads_of_sm(capability) // (across * down))
+    if num_blocks > wanted:
+        return 0
+    groups = max(min(-(-wanted // num_blocks), -(-rows_of_thread // 16)), -(-rows_of_thread // 256))
+    element_bytes = max(input.element_size(), 4)  # halves are added up in float32
+    return element_bytes * num_columns * groups * across * width if groups > 1 else 0
+
+
+_MOST_REDUCING_THREADS = 512
+
+
+def _power_of_two_below(number: int) -> int:
+    return 1 << max(number, 1).bit_length() - 1
+
+
+def _threads_of_sm(capability: tuple[int, int]) -> int:
+    """How many threads a multiprocessor holds: the table of compute capabilities in the CUDA C++ Programming Guide."""
+    if capability == (7, 5):
+        return 1024
+    return 1536 if capability in {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)} else 2048
 
 
 # Cross entropy's backward takes nothing beside its results; attention's is in `attention`.

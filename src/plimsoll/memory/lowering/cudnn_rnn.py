@@ -40,8 +40,8 @@ Note = Callable[[str, int, int], None]
 _CUDNN_DTYPES = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
 # torch.backends.cudnn.CUDNN_TENSOR_DTYPES has no bfloat16: such weights are never made one buffer.
 _FLATTENED_DTYPES = (torch.float16, torch.float32, torch.float64)
-DROPOUT_STATE_BYTES = 2 * 2**20 + 2**16  # "slightly over 2MB" says RNN.cpp, of GPUs of 2018
-_DROPOUT_STATE_HIGH_BYTES = 8 * 2**20
+DROPOUT_STATE_BYTES = 132 * 48 * 1024  # what an H200 of 132 multiprocessors takes: 48 bytes for each of their threads
+_DROPOUT_STATE_LOW_BYTES, _DROPOUT_STATE_HIGH_BYTES = 20 * 48 * 1024, 192 * 48 * 1024
 MOST_STEPS = 65_535
 """Of one call: longer ones end in CUDNN_STATUS_NOT_SUPPORTED, which torch does not catch (pytorch#133751, an LSTM of
 torch 2.4; of a GRU others say that 65,400 steps run and 65,600 do not)."""
@@ -109,6 +109,7 @@ class _Call(NamedTuple):
     batch_first: bool
     packed: bool
     has_biases: bool
+    weights_are_cast: bool = False
 
     def time_first(self, tensor: Tensor) -> Tensor:
         return tensor.transpose(0, 1) if self.batch_first and not self.packed else tensor
@@ -138,7 +139,9 @@ class _CudnnRnnFunction(torch.autograd.Function):
         output = x.new_empty(*x.shape[:-1], call.shape.num_outputs * call.shape.num_directions)
         hy = torch.empty_like(hx)
         cy = None if cx is None else torch.empty_like(cx)
-        buffer = None if _are_flat(weights, inputs.dtype) else x.new_zeros(call.shape.weight_elements)
+        # `_cudnn_rnn_cast_reflatten` casts all weights into one buffer; here each cast is a tensor, of as many bytes.
+        has_buffer = call.weights_are_cast or _are_flat(weights, inputs.dtype)
+        buffer = None if has_buffer else x.new_zeros(call.shape.weight_elements)
         workspace = call.workspace(x)
         reserve = call.reserve(x)
         del workspace, x
@@ -157,7 +160,9 @@ class _CudnnRnnFunction(torch.autograd.Function):
             )
         if all(grad is None for grad in grads):
             return (None,) * len(needed)
-        dx, dhx, dcx = _backward_data(call, (inputs, hx, cx, output), grads)
+        if grads[0] is None:  # made in `_cudnn_rnn_backward`, so it lives as long as that
+            grads = (torch.zeros_like(output, memory_format=torch.contiguous_format), *grads[1:])
+        dx, dhx, dcx = _backward_data(call, (inputs, hx, cx), grads)
         dw = _backward_weights(call, inputs, weights) if any(needed[4:]) else [None] * len(weights)
         wanted = [grad if need else None for grad, need in zip([dx, dhx, dcx, *dw], needed[1:], strict=True)]
         return (None, *wanted)
@@ -166,11 +171,9 @@ class _CudnnRnnFunction(torch.autograd.Function):
 def _backward_data(
     call: _Call, saved: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    inputs, hx, cx, output = saved
+    inputs, hx, cx = saved
     grad_output, grad_hy, grad_cy = grads
-    grad_output = (
-        torch.zeros_like(output, memory_format=torch.contiguous_format) if grad_output is None else grad_output
-    )
+    assert grad_output is not None
     grad_hy = torch.zeros_like(hx) if grad_hy is None else grad_hy
     if cx is not None and grad_cy is None:
         grad_cy = torch.zeros_like(cx)
@@ -319,6 +322,7 @@ class _Arguments(NamedTuple):
             self.bidirectional,
             dtype.itemsize,
             self.train and self.dropout > 0 and self.num_layers > 1,
+            None if self.batch_sizes is None else self.inputs.shape[0],
         )
 
     def weights_by_layer(self) -> list[tuple[Tensor | None, ...]]:
@@ -395,7 +399,8 @@ class CudnnRnn:
         shape = a.shape(dtype)
         if a.train and a.dropout > 0:
             self._make_dropout_state(a.inputs)
-        call = _Call(shape, a.train, a.batch_first, a.batch_sizes is not None, a.has_biases)
+        are_cast = dtype.itemsize == 2 and a.params[0].dtype == dtype and not isinstance(a.params[0], nn.Parameter)
+        call = _Call(shape, a.train, a.batch_first, a.batch_sizes is not None, a.has_biases, are_cast)
         states = [state.to(dtype) for state in a.states]
         less_bytes, more_bytes = uncertainty_bytes(shape, a.train)
         self._note(
@@ -412,7 +417,9 @@ class CudnnRnn:
         """One for the device, kept for ever."""
         if self._dropout_state is None:
             self._dropout_state = like.new_empty(DROPOUT_STATE_BYTES, dtype=torch.uint8)
-            self._note("cuDNN's dropout state", 0, _DROPOUT_STATE_HIGH_BYTES - DROPOUT_STATE_BYTES)
+            less_bytes = DROPOUT_STATE_BYTES - _DROPOUT_STATE_LOW_BYTES
+            more_bytes = _DROPOUT_STATE_HIGH_BYTES - DROPOUT_STATE_BYTES
+            self._note("cuDNN's dropout state", less_bytes, more_bytes)
 
 
 def _require_steps(a: _Arguments) -> None:

@@ -1,9 +1,16 @@
 """One tensor of a file of weights: read straight into the memory it is to stay in, or mapped from the file.
 
 Reading holds nothing but the tensor itself; where the type or the device changes, a block of `_BLOCK_BYTES` besides.
-A mapped tensor is a shared mapping that cannot be written: a limit on private memory does not count it, the kernel
-drops its pages when it needs the room, and writing into it ends the process with SIGSEGV. Its address is as the file
-has it, so a kernel may round a sum otherwise than on memory that torch allocated (torch aligns to 64 bytes).
+A mapped tensor is memory of the file, whose pages the kernel drops when it needs the room, in one of two ways:
+
+- copy on write: what is written gets pages of its own, which are private memory from then on, and the file stays as it
+  is. ``RLIMIT_DATA`` counts such a mapping whole; a limit of ours counts of it what was written
+  (`plimsoll.device.data_limit`).
+- read-only: writing into it ends the process with SIGSEGV, and no limit counts it. For weights that nobody but this
+  package has in hands.
+
+Its address is as the file has it, so a kernel may round a sum otherwise than on memory that torch allocated (torch
+aligns to 64 bytes).
 
 It does NOT cover files of another byte order, and says nothing of a file that changes while it is read or mapped.
 """
@@ -23,8 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plimsoll.device.pages import copied_on_write
 from plimsoll.errors import WeightsError
 from plimsoll.outside import outside_the_device
+from plimsoll.records.units import format_bytes
+from plimsoll.weights.loading.written import note_mapped
 
 _BLOCK_BYTES = 8 << 20
 """Read at once: progress is shown and Ctrl-C heard in between; larger blocks are no faster."""
@@ -48,16 +58,18 @@ class WeightFile:
     def __init__(self, path: Path, num_bytes: int) -> None:
         self.path = path
         self.num_bytes = num_bytes
-        self._map: weakref.ref[mmap.mmap] | None = None
+        self._maps: weakref.WeakValueDictionary[bool, mmap.mmap] = weakref.WeakValueDictionary()
 
-    def mapped(self) -> mmap.mmap:
-        """Return the file as memory that cannot be written; it stays mapped as long as something refers to it."""
-        known = None if self._map is None else self._map()
+    def mapped(self, is_read_only: bool) -> mmap.mmap:
+        """Return the file as memory; it stays mapped as long as something refers to it.
+
+        Raises:
+            WeightsError: if the file cannot be opened, or a limit on this process has no room for the mapping.
+        """
+        known = self._maps.get(is_read_only)
         if known is None:
             with _opened(self.path) as descriptor:
-                # ACCESS_READ is MAP_SHARED and PROT_READ, which RLIMIT_DATA does not count.
-                known = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-            self._map = weakref.ref(known)
+                known = self._maps[is_read_only] = _map(descriptor, self.path, is_read_only)
         return known
 
     def read_into(self, target: Tensor, offset: int, report: Report = _unheard) -> None:
@@ -171,11 +183,11 @@ class Entry:
             else:
                 self._read_in_blocks(target.detach().flatten(), report)
 
-    def mapped(self) -> Tensor:
-        """Return the tensor as read-only memory of the file; see the module.
+    def mapped(self, is_read_only: bool = False) -> Tensor:
+        """Return the tensor as memory of the file, by default copy on write; see the module.
 
         Raises:
-            WeightsError: if its first byte is where its type cannot begin, or the file cannot be opened.
+            WeightsError: if its first byte is where its type cannot begin, or the file cannot be mapped.
         """
         if not self.can_be_mapped:
             raise WeightsError(
@@ -189,7 +201,10 @@ class Entry:
             with warnings.catch_warnings():
                 # That the memory cannot be written is what is wanted.
                 warnings.filterwarnings("ignore", "The given buffer is not writable")
-                flat = torch.frombuffer(self.source.mapped(), dtype=self.dtype, count=count, offset=self.offset)
+                memory = self.source.mapped(is_read_only)
+                flat = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset)
+            if not is_read_only:
+                note_mapped(flat)
             return flat.view(self.shape) if self.strides is None else flat.as_strided(self.shape, self.strides)
 
     def _read_in_blocks(self, flat: Tensor, report: Report) -> None:
@@ -201,6 +216,20 @@ class Entry:
             part = block[: min(step, flat.numel() - begin)]
             self.source.read_into(part, self.offset + begin * size_bytes, report)
             flat[begin : begin + len(part)].copy_(part)  # waits until it is there
+
+
+def _map(descriptor: int, path: Path, is_read_only: bool) -> mmap.mmap:
+    """Map a whole file; MAP_SHARED and PROT_READ together are what RLIMIT_DATA does not count."""
+    if is_read_only:
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    try:
+        return copied_on_write(descriptor)
+    except OSError as error:
+        raise WeightsError(
+            f"cannot map {path}, {format_bytes(os.fstat(descriptor).st_size)}, as memory that can be written "
+            f"({error.strerror}): a limit on this process (ulimit -d, ulimit -v) counts all of it; raise it, or use "
+            "place read-only, which ulimit -d does not count and nothing may write to"
+        ) from None
 
 
 def num_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -145,11 +145,14 @@ def test_outputs_and_gradients_have_the_layout_of_the_real_module(
         assert run(flat) == real
 
 
-def test_a_packed_batch_is_counted_as_if_padded():
+def test_of_a_packed_batch_only_the_rows_that_are_there_are_counted():
     with traced() as recorder:
         module = module_of("gru")
         module(pack_padded_sequence(torch.randn(T, B, I), LENGTHS))
-        assert reserve_bytes(shape_of(module, T, B)).likely in recorder.sizes
+        packed = shape_of(module, T, B)._replace(packed_rows=sum(LENGTHS))
+        assert reserve_bytes(packed).likely in recorder.sizes
+        assert workspace_bytes(packed).likely in recorder.sizes
+        assert reserve_bytes(packed).likely < reserve_bytes(shape_of(module, T, B)).likely
 
 
 def kept_after_forward(module, inputs, **grad):
@@ -169,15 +172,15 @@ def kept_after_forward(module, inputs, **grad):
 
 def test_forward_keeps_the_reserve_and_the_first_state():
     # LSTM, 2 layers: 5 gates and states of 8 for each of 2 layers, 1 output between them, for 5 steps of 3 samples;
-    # and the zeros that the module makes for h and c: one tensor each, [2, 3, 8].
+    # the zeros that the module makes for h and c: one tensor each, [2, 3, 8]; and 256 bytes of cuDNN's own.
     kept, _ = kept_after_forward(lambda: module_of("lstm", num_layers=2), lambda: torch.randn(T, B, I))
-    assert kept == 4 * T * B * H * (5 * 2 + 1) + 2 * 4 * (2 * B * H)
+    assert kept == 4 * T * B * H * (5 * 2 + 1) + 2 * 4 * (2 * B * H) + 256
     kept, _ = kept_after_forward(lambda: module_of("gru"), lambda: torch.randn(T, B, I))
-    assert kept == 4 * T * B * H * 6 + 4 * (B * H)
+    assert kept == 4 * T * B * H * 6 + 4 * (B * H) + 256
     kept, _ = kept_after_forward(
         lambda: module_of("rnn", bidirectional=True, nonlinearity="relu"), lambda: torch.randn(T, B, I)
     )
-    assert kept == 2 * 4 * T * B * H + 4 * (2 * B * H)
+    assert kept == 2 * 4 * T * B * H + 4 * (2 * B * H) + 256
 
 
 @pytest.mark.parametrize(("train", "grad"), [(False, False), (True, False)])
@@ -296,6 +299,30 @@ def test_autocast_casts_the_weights_into_a_half_buffer_and_gives_float32_gradien
         assert flat_weight_bytes(module) // 2 in recorder.sizes
         output.sum().backward()
         assert module.weight_hh_l0.grad.dtype == torch.float32
+
+
+def test_weights_that_autocast_has_cast_have_no_buffer_beside_them():
+    """`_cudnn_rnn_cast_reflatten` casts into the buffer itself: with both, all weights were counted once too often."""
+    with traced() as recorder:
+        module = module_of("lstm", num_layers=2)
+        cast = [weight.half() for weight in module._flat_weights]
+        inputs, states = torch.randn(T, B, I).half(), [torch.zeros(2, B, H).half()] * 2
+        recorder.sizes.clear()
+        torch._VF.lstm(inputs, states, cast, True, 2, 0.0, True, False, False)
+        assert flat_weight_bytes(module) // 2 not in recorder.sizes
+
+
+def test_a_gradient_of_zeros_for_the_output_lives_until_the_weights_have_theirs():
+    """A GRU of which the last state alone is used: `_cudnn_rnn_backward` makes these zeros, and keeps them."""
+    with traced() as recorder:
+        module = module_of("gru")
+        flatten_like_cudnn(module)
+        last = module(torch.randn(T, B, I))[1].sum()
+        seen(recorder, module)
+        before = recorder.peak = recorder.total
+        last.backward()
+        workspace = workspace_bytes(shape_of(module, T, B)).likely
+        assert recorder.peak - before >= 4 * T * B * H + flat_weight_bytes(module) + workspace
 
 
 def test_the_dropout_state_is_made_once():
