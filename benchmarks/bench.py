@@ -68,6 +68,7 @@ BENCHMARKS = (
     Benchmark("screens", 2, usual=True, results=("screen-predict", "screen-plan")),
     Benchmark("overhead", 3, ("--seconds", "40"), usual=True),
     Benchmark("data-padding", 2, usual=True),
+    Benchmark("storm", 12, ("--failures", "25")),
     Benchmark("embeddings-subset", 4, ("--rounds", "1", "--without-archives"), usual=True),
     Benchmark("shrink-distill", 2, usual=True),
     Benchmark("predict-gpu-measured", 7, ("--plain", "--records=RECORDS")),

@@ -1,6 +1,6 @@
-"""Rewrites what README.md shows of results: what stands between `<!-- table NAME -->` and `<!-- /table -->`.
+"""Rewrites what README.md and pages show of results: what stands between `<!-- table NAME -->` and `<!-- /table -->`.
 
-    python benchmarks/readme.py            # rewrites README.md
+    python benchmarks/readme.py            # rewrites README.md, and the pages that show some
     python benchmarks/readme.py --check    # says what would change, and ends with 1 if anything would
 
 It is the part for it of the newest result of that name (see `_results.py`), word for word, with what
@@ -18,13 +18,14 @@ from pathlib import Path
 
 from _results import RESULTS, Result, newest
 
-PAGE = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "what-is-put-back.md")
 MARKED = re.compile(r"(<!-- table ([a-z0-9 -]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
-def rewritten(page: str, results: Path = RESULTS) -> str:
-    """The page with what the newest results have."""
-    return MARKED.sub(lambda found: f"{found[1]}{shown(found[2].split(), results)}\n{found[3]}", page)
+def rewritten(page: str, results: Path = RESULTS, to_root: str = "") -> str:
+    """The page with what the newest results have; ``to_root`` leads from it to the root, for its links."""
+    return MARKED.sub(lambda found: f"{found[1]}{shown(found[2].split(), results, to_root)}\n{found[3]}", page)
 
 
 def names_on(page: str) -> list[str]:
@@ -32,7 +33,7 @@ def names_on(page: str) -> list[str]:
     return [name for found in MARKED.finditer(page) for name in found[2].split()]
 
 
-def shown(names: list[str], folder: Path) -> str:
+def shown(names: list[str], folder: Path, to_root: str = "") -> str:
     """The parts of some results, and below them what made each."""
     found = [newest(name, folder) for name in names]
     missing = [f"`{name}`" for name, result in zip(names, found, strict=True) if result is None]
@@ -44,7 +45,7 @@ def shown(names: list[str], folder: Path) -> str:
     if missing:
         pieces.append(f"Not measured yet: {', '.join(missing)}.")
     if results:
-        pieces.append(f"<sub>{'<br>'.join(map(source, results))}</sub>")
+        pieces.append(f"<sub>{'<br>'.join(source(result, to_root) for result in results)}</sub>")
     return "\n\n".join(filter(None, pieces))
 
 
@@ -65,26 +66,35 @@ def begin_of(block: list[str]) -> str:
     return block[0] if block[0].startswith("|") else "- " if block[0].startswith("- ") else ""
 
 
-def source(result: Result) -> str:
+def source(result: Result, to_root: str = "") -> str:
     """What made a result, in a line."""
-    made, link = result.made, f"benchmarks/results/{result.path.name}"
+    made, link = result.made, f"{to_root}benchmarks/results/{result.path.name}"
     return f"[{result.what}, {made['date']}]({link}): `{made['command']}`; {made['circumstances']}"
 
 
+def to_root_from(path: Path) -> str:
+    """What links of a page begin with that lead out of its folder."""
+    return "../" * (len(path.relative_to(ROOT).parts) - 1)
+
+
 def main() -> None:
-    """Rewrite or check the page."""
+    """Rewrite or check the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing, and end with 1 if anything would change")
     arguments = parser.parse_args()
-    page = PAGE.read_text(encoding="utf-8")
-    new = rewritten(page)
-    if not arguments.check:
-        PAGE.write_text(new, encoding="utf-8")
-    elif new != page:
-        sys.stdout.writelines(
-            difflib.unified_diff(page.splitlines(True), new.splitlines(True), "README.md", "what the results have")
-        )
-        sys.exit("README.md does not show the newest results: run `python benchmarks/readme.py`")
+    stale = []
+    for path in PAGES:
+        page = path.read_text(encoding="utf-8")
+        new = rewritten(page, to_root=to_root_from(path))
+        if not arguments.check:
+            path.write_text(new, encoding="utf-8")
+        elif new != page:
+            stale.append(path.name)
+            sys.stdout.writelines(
+                difflib.unified_diff(page.splitlines(True), new.splitlines(True), path.name, "what the results have")
+            )
+    if stale:
+        sys.exit(f"{' and '.join(stale)} do not show the newest results: run `python benchmarks/readme.py`")
 
 
 if __name__ == "__main__":

@@ -29,13 +29,22 @@ def file(folder: Path, what: str, date: str, part: str, device: str = "cpu") -> 
 # -- README.md ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_shows_the_newest_results():
-    assert readme.rewritten(PAGE) == PAGE, "run `python benchmarks/readme.py`"
+@pytest.mark.parametrize("path", readme.PAGES, ids=lambda path: path.name)
+def test_a_page_shows_the_newest_results(path):
+    page = path.read_text(encoding="utf-8")
+    assert readme.rewritten(page, to_root=readme.to_root_from(path)) == page, "run `python benchmarks/readme.py`"
 
 
-def test_every_result_that_the_readme_shows_is_made_by_the_driver():
+def test_every_result_that_a_page_shows_is_made_by_the_driver():
     made = {name for one in bench.BENCHMARKS for name in one.results or (one.name,)}
-    assert set(readme.names_on(PAGE)) <= made
+    shown_names = {name for path in readme.PAGES for name in readme.names_on(path.read_text(encoding="utf-8"))}
+    assert shown_names <= made
+
+
+def test_links_of_a_page_lead_out_of_its_folder(tmp_path):
+    file(tmp_path, "a", "2026-01-02", "new")
+    page = readme.rewritten("<!-- table a -->\n<!-- /table -->\n", tmp_path, readme.to_root_from(readme.PAGES[1]))
+    assert "](../benchmarks/results/a-cpu-2026-01-02.md)" in page
 
 
 def test_every_marker_is_closed():

@@ -1,0 +1,207 @@
+"""Fails allocations of training steps one after the other, in many kinds of training, and looks at what comes of it.
+
+    python benchmarks/storm.py                        # some minutes on 2 cores
+    python benchmarks/storm.py --only BatchNorm       # kinds with this in their name or group; --list names them all
+    python benchmarks/storm.py --failures 0           # each allocation in each way, which takes an hour
+
+Each kind trains something small: a model, a loss, an optimizer or a plan that keeps more than weights and gradients, as
+training code does. In its first step, which Plimsoll observes, and in its third, the first allocation fails, in another
+run the second, and so on: once; with the next one, which is mostly one of the undo; or with all that follow, until no
+fallback is left. What fails is an operator that makes a new tensor, with the error of the allocator itself, which is
+asked for 2^60 bytes. Then the training goes on for a step.
+
+What must come of it is the same training in which nothing failed, with the batches cut as they were, bit for bit:
+parameters, buffers, optimizer states at any depth, attributes, containers, generators, batches and losses. Its steps
+are those of a loop of plain PyTorch, but for techniques of a plan, which no plain loop has (see `_storm_run.py`). An
+`OutOfMemoryError` must leave everything as it was before the step; the step is then done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+import _storm_kept
+import _storm_losses
+import _storm_models
+import _storm_optimizers
+import _storm_plans
+import _storm_states
+from _results import add_out, counted, file_result, table
+from _storm_run import (
+    CHANGED,
+    DIFFERENT,
+    EQUAL,
+    FROM_THERE_ON,
+    NAMED,
+    NEVER,
+    ONCE,
+    OUTCOMES,
+    RAW,
+    TWICE,
+    Kind,
+    Plan,
+    Trial,
+    num_allocations,
+    tried,
+)
+
+STEPS = (1, 3)
+FAULTS = (DIFFERENT, RAW, CHANGED)
+EVERY = {ONCE: 1, TWICE: 4, FROM_THERE_ON: 4}
+"""Of the allocations of a step, which fail in each way: all, or every fourth."""
+
+
+class Fault(NamedTuple):
+    """What is not as it should be, for the first time in a kind, and how often."""
+
+    kind: str
+    plan: Plan
+    trial: Trial
+    times: int
+
+    def __str__(self) -> str:
+        where = f"{self.kind}: step {self.plan.step}, allocation {self.plan.allocation}, {self.plan.how}"
+        return f"{where} ({self.times} times alike): {self.trial.outcome}: {self.trial.said} [{self.trial.where}]"
+
+
+@dataclass
+class Found:
+    """What came of the failures of one kind."""
+
+    group: str
+    name: str
+    seconds: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: list[Fault] = field(default_factory=list)
+
+    @property
+    def num_failures(self) -> int:
+        return self.outcomes.total()
+
+    def said(self) -> str:
+        """Say it, with what is not as it should be below."""
+        num_bad = sum(self.outcomes[outcome] for outcome in FAULTS)
+        judged = f"{num_bad} not as they should be" if num_bad else "all as they should be"
+        head = f"{self.group}: {self.name}, {self.seconds:.0f} s: {counted(self.num_failures, 'failure')}, {judged}"
+        return "\n    ".join([head, *map(str, self.faults)])
+
+
+@cache
+def all_kinds() -> dict[str, Kind]:
+    """Every kind by its name, in the order of the table."""
+    modules = (_storm_models, _storm_states, _storm_kept, _storm_losses, _storm_optimizers, _storm_plans)
+    return {f"{kind.group}: {kind.name}": kind for module in modules for kind in module.kinds()}
+
+
+def plans_of(kind: Kind, most: int) -> list[Plan]:
+    """The failures of a kind: all, or so many of them, evenly spread over its steps, allocations and ways."""
+    numbers = num_allocations(kind, STEPS)
+    plans = [
+        Plan(step, allocation, how)
+        for how in EVERY
+        for step, number in zip(STEPS, numbers, strict=True)
+        for allocation in range(1, number + 1, EVERY[how] if most else 1)
+    ]
+    every = max(1.0, len(plans) / most) if most else 1.0
+    return [plans[int(place * every)] for place in range(int(len(plans) / every))]
+
+
+def found_of(name: str, most: int) -> Found:
+    """Let a kind fail."""
+    kind, started, references = all_kinds()[name], time.time(), {}
+    found, faults = Found(kind.group, kind.name), {}
+    unfailed = Plan(max(STEPS), how=NEVER)
+    trial = tried(kind, unfailed, references)
+    plans = plans_of(kind, most) if trial.outcome in (EQUAL, NAMED) else [unfailed]
+    for plan in plans:
+        trial = tried(kind, plan, references)
+        if trial.outcome:
+            found.outcomes[trial.outcome] += 1
+        if trial.outcome in FAULTS:
+            faults.setdefault((trial.outcome, trial.said[:60]), []).append((plan, trial))
+    found.faults = [Fault(name, *alike[0], len(alike)) for alike in faults.values()]
+    found.seconds = time.time() - started
+    return found
+
+
+def prepare() -> None:
+    """Make a process ready: one thread, no warnings, and libraries that no garbage collection looks at."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    first = next(iter(all_kinds().values()))
+    tried(first, Plan(STEPS[0], 5), {})
+    gc.collect()
+    gc.freeze()
+
+
+def stormed(names: Sequence[str], most: int, num_processes: int) -> Iterator[Found]:
+    """What came of it, kind by kind as they are done."""
+    if num_processes == 1:
+        prepare()
+        yield from (found_of(name, most) for name in names)
+        return
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), prepare) as pool:
+        yield from (done.result() for done in as_completed([pool.submit(found_of, name, most) for name in names]))
+
+
+def rows(found: Sequence[Found], by_group: bool) -> str:
+    """The table of kinds, or of groups of kinds and all."""
+    lines: dict[str, list[Found]] = {}
+    for one in found:
+        lines.setdefault(one.group if by_group else f"{one.group}: {one.name}", []).append(one)
+    if by_group:
+        lines["all"] = [*found]
+    cells = []
+    for name, group in lines.items():
+        numbers = [sum(one.outcomes[outcome] for one in group) for outcome in OUTCOMES]
+        cells.append((name, *([len(group)] if by_group else []), f"{sum(numbers):,}", *(f"{one:,}" for one in numbers)))
+    return table(("training", *(["kinds"] if by_group else []), "failures", *OUTCOMES), cells)
+
+
+def main() -> None:
+    """Storm what is asked for; ends with 1 if anything is not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="TEXT", help="only kinds with this in their name or group")
+    parser.add_argument("--failures", type=int, default=40, metavar="N", help="most of a kind; 0 for all. Default: 40")
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--list", action="store_true", help="name the kinds, and run none")
+    add_out(parser)
+    arguments = parser.parse_args()
+    names = [name for name in all_kinds() if any(part in name for part in arguments.only or [""])]
+    if arguments.list or not names:
+        print("\n".join(names or all_kinds()))
+        return
+    found, started = {}, time.time()
+    for one in stormed(names, arguments.failures, arguments.processes):
+        found[f"{one.group}: {one.name}"] = one
+        print(f"[{len(found)}/{len(names)}] {one.said()}", file=sys.stderr, flush=True)
+    ordered = [found[name] for name in names]
+    faults = [fault for one in ordered for fault in one.faults]
+    summary = rows(ordered, by_group=True)
+    listed = "\n".join(f"- {fault}" for fault in faults) or "Nothing is not as it should be."
+    print(f"{summary}\n\n{listed}\n")
+    said = f"{counted(len(ordered), 'kind')} of training, {time.time() - started:.0f} s"
+    text = f"{said}.\n\n{rows(ordered, by_group=False)}\n\n{listed}"
+    file_result(arguments.out, "storm", "Allocations that fail, one after the other", text, summary, threads=1)
+    totals = {outcome: sum(one.outcomes[outcome] for one in ordered) for outcome in OUTCOMES}
+    print(json.dumps({"kinds": len(ordered), "failures": sum(totals.values()), **totals}))
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()
