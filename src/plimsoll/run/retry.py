@@ -192,7 +192,7 @@ class Retry:
         if ranks.agree(why is not None and not self._allows):
             raise OutOfMemoryError(
                 f"memory ran out in the {event.phase} phase of step {event.step} ({event.shortage}), and the step is "
-                f"not done again, because {why or 'another rank has state that is not put back'}; {_REMEDY}"
+                f"not done again, because {why or 'another rank has state that is not put back'}: {_REMEDY}"
             )
 
     # -- the proof -----------------------------------------------------------------------------------------------------
