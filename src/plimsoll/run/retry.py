@@ -256,9 +256,9 @@ class Retry:
         warnings.warn(text, PlimsollWarning, stacklevel=2)
 
 
-def first_samples(batch: Any) -> Any:
-    """The samples of a batch that are compared: few, and as many as BatchNorm needs."""
-    return pick_samples(batch, range(min(_NUM_SAMPLES, batch_size_of(batch))))
+def first_samples(batch: Any, micro_batch: int) -> Any:
+    """The samples of a batch that are compared: as many as BatchNorm needs, but no more than a pass may have."""
+    return pick_samples(batch, range(min(_NUM_SAMPLES, micro_batch, batch_size_of(batch))))
 
 
 def scaler_as_now(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
