@@ -215,7 +215,9 @@ def after_oom(  # noqa: PLR0917 -- in the order of the sentence that it answers
 
 
 def ran_out_of(event: OomEvent) -> RanOut | None:
-    """What was wanted and what there is; without a limit, what could not be had. ``None`` where nothing was counted."""
+    """What was wanted and what there is; without a limit, what could not be had. ``None`` where neither is known."""
+    if event.capacity_bytes is None and event.requested_bytes is None:
+        return None
     requested_bytes = min(event.requested_bytes or 0, event.capacity_bytes or math.inf)  # more tells nothing more
     wanted_bytes = (event.live_bytes or 0) + int(requested_bytes)
     return RanOut(wanted_bytes, event.capacity_bytes or wanted_bytes) if wanted_bytes else None
