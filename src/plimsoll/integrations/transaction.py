@@ -270,7 +270,7 @@ class Transaction:
 
     def _try(self, size: Size, finish: Finish | None) -> None:
         self._use(size.level)
-        self._remember_batches()
+        self._remember_batches(size.samples)
         self._ask_before_cut(size.samples)
         if finish is None:
             self._gradients(size.samples)
@@ -279,12 +279,12 @@ class Transaction:
         with self._updating():
             finish(partial(self._all_gradients, size.samples))
 
-    def _remember_batches(self) -> None:
+    def _remember_batches(self, samples: int) -> None:
         """Remember the state before the window, and each batch as it comes."""
         batches, undo = [one.batch for one in self._window], self._retry.undo
         if not undo.has_remembered:
             first = self._window[0]
-            loss_of = None if self._num_done else lambda: first.loss_of(first_samples(first.batch), 1.0)
+            loss_of = None if self._num_done else lambda: first.loss_of(first_samples(first.batch, samples), 1.0)
             self._retry.remember(batches, loss_of, self._parameters, self._put_back_of_caller)
         elif self._num_remembered < len(batches):
             undo.remember_also(batches[-1])

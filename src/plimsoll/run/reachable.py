@@ -36,6 +36,8 @@ _LIBRARIES = frozenset(
      "trl", "tqdm", "rich"}
 ) | sys.stdlib_module_names  # fmt: skip
 _FOLLOWED = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, SimpleNamespace)
+_CONFIGS = frozenset({"PreTrainedConfig", "PretrainedConfig"})
+"""Of transformers, which is not imported for it: BERT's first pass sets ``problem_type``."""
 _NEVER = (
     str, bytes, bytearray, int, float, complex, type(None), CodeType, ModuleType, torch.dtype, torch.device, torch.Size,
     torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler, torch.amp.GradScaler,
@@ -319,7 +321,8 @@ class _Walk:
 
     def _look_into_object(self, name: str, value: Any) -> None:
         kind = type(value)
-        if not isinstance(value, _FOLLOWED) and is_of_library(kind.__module__):
+        is_config = any(base.__name__ in _CONFIGS for base in kind.__mro__)
+        if is_of_library(kind.__module__) and not (is_config or isinstance(value, _FOLLOWED)):
             return
         if isinstance(value, torch.optim.Optimizer) and not self._is_of_optimizer:
             return

@@ -38,9 +38,8 @@ _MOST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e
 _NUM_SAMPLES = 2
 _MOST_NAMES = 3
 
-_REMEDY = (
-    "give what keeps it as extra_state=[...], objects with state_dict and load_state_dict, or allow retries all the "
-    "same with allow_hidden_state=True"
+_WHAT_TO_GIVE = (
+    "objects with state_dict and load_state_dict, or allow retries all the same with allow_hidden_state=True"
 )
 
 
@@ -190,9 +189,10 @@ class Retry:
         if self.undo.lost:
             why = f"what it has written is not put back: {', '.join(dict.fromkeys(self.undo.lost))}"
         if ranks.agree(why is not None and not self._allows):
+            reason = why or "another rank has state that is not put back"
             raise OutOfMemoryError(
                 f"memory ran out in the {event.phase} phase of step {event.step} ({event.shortage}), and the step is "
-                f"not done again, because {why or 'another rank has state that is not put back'}; {_REMEDY}"
+                f"not done again, because {reason}: give what keeps it as extra_state=[...], {_WHAT_TO_GIVE}"
             )
 
     # -- the proof -----------------------------------------------------------------------------------------------------
@@ -246,13 +246,19 @@ class Retry:
         if self.hidden == why:
             return
         self.hidden = why
-        what = "retries all the same, as allowed" if self._allows else f"raises an out-of-memory error; {_REMEDY}"
-        warnings.warn(f"{why}. Plimsoll {what}", PlimsollWarning, stacklevel=2)
+        if self._allows:
+            text = f"{why}. Where memory runs out, steps are done again all the same, as allowed"
+        else:
+            text = (
+                f"{why}. Where memory runs out, no step is done again: give what keeps it as extra_state=[...], "
+                f"{_WHAT_TO_GIVE}"
+            )
+        warnings.warn(text, PlimsollWarning, stacklevel=2)
 
 
-def first_samples(batch: Any) -> Any:
-    """The samples of a batch that are compared: few, and as many as BatchNorm needs."""
-    return pick_samples(batch, range(min(_NUM_SAMPLES, batch_size_of(batch))))
+def first_samples(batch: Any, micro_batch: int) -> Any:
+    """The samples of a batch that are compared: as many as BatchNorm needs, but no more than a pass may have."""
+    return pick_samples(batch, range(min(_NUM_SAMPLES, micro_batch, batch_size_of(batch))))
 
 
 def scaler_as_now(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:

@@ -361,7 +361,7 @@ class TrainStep:
 
     def _once(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
         """Gradients from a state that is remembered."""
-        loss_of = partial(self._loss_of, batch) if self.ranks.is_alone else None
+        loss_of = partial(self._loss_of, batch, micro_batch) if self.ranks.is_alone else None
         self._retry.remember(batch, loss_of, None if self.workload.copy_outside else [*self._all_parameters()])
         with self._retry.observing():
             loss = self._gradients(batch, micro_batch, own, shape)
@@ -369,8 +369,8 @@ class TrainStep:
         self._retry.undo.observed()
         return loss
 
-    def _loss_of(self, batch: Any) -> torch.Tensor:
-        return mean_loss(self.workload, move_batch(first_samples(batch), self.workload.device))
+    def _loss_of(self, batch: Any, micro_batch: int) -> torch.Tensor:
+        return mean_loss(self.workload, move_batch(first_samples(batch, micro_batch), self.workload.device))
 
     def _use(self, level: int) -> None:
         if not self._rungs.is_in_force(level):

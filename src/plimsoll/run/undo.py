@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
 
 from plimsoll.device import cudnn_dropout, onednn
 from plimsoll.device.base import Backend
@@ -374,7 +375,10 @@ class Undo:
         if reached is self._reached and self._watched is not None and self._watched_for == known:
             return self._watched
         watched = _Watched([place.copier() for _, place in reached.places])
-        buffers = {id(one) for module in reached.modules for one in module._buffers.values()}
+        # A dry run, which sees nothing, takes what BatchNorm keeps for written; so do ranks that share parameters.
+        kinds = nn.Module if self._observes else _NormBase
+        owners = [module for module in reached.modules if isinstance(module, kinds)]
+        buffers = {id(one) for module in owners for one in module._buffers.values()}
         for name, tensor in reached.tensors.values():
             is_seen = self._has_observed and not is_due and has_storage(tensor)
             if self._is_copied(name, tensor, id(tensor) in buffers, is_seen and not is_new):
@@ -400,8 +404,8 @@ class Undo:
         """
         if name in self._written:
             return True
-        if not self._observes:  # a dry run, which takes BatchNorm's for written; or ranks that share out what they have
-            return is_buffer and tensor.is_floating_point()
+        if not self._observes:
+            return is_buffer
         if is_seen or isinstance(tensor, nn.Parameter) or tensor.requires_grad or name.startswith("batch"):
             return False
         return tensor.nbytes <= _SMALL_BYTES or (is_buffer and tensor.is_floating_point())

@@ -8,9 +8,10 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
-from plimsoll.run.reachable import reached_from
+from plimsoll.run.reachable import Attributes, reached_from
 
 COUNT = [0]
 NUMBER = 0
@@ -132,3 +133,12 @@ def test_what_refers_to_itself_is_looked_at_once():
 @pytest.mark.parametrize("value", [torch.utils.data.DataLoader([1]), types, torch.float32, "text", 3])
 def test_data_and_what_cannot_change_is_left_alone(value):
     assert not reached_from([("value", value)]).places
+
+
+def test_what_a_model_of_transformers_writes_in_its_config_is_reached():
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    model = transformers.BertForSequenceClassification(config)
+    owners = [place.owner for _, place in reached_from([("model", model)]).places if isinstance(place, Attributes)]
+    assert any(owner is model.config for owner in owners)
