@@ -122,12 +122,13 @@ class Counted:
     @cached_property
     def most_allocated(self) -> Estimate:
         """The most that is in use of what is reserved: what torch's counter of allocated bytes will say on CUDA."""
-        likely_bytes = int(self.allocated.max(initial=0)) if self.most_in_use_bytes is None else self.most_in_use_bytes
-        traced_bytes = min(self.live.peak_bytes, likely_bytes)
+        own_bytes = int(self.allocated.max(initial=0))
+        likely_bytes = own_bytes if self.most_in_use_bytes is None else self.most_in_use_bytes
+        traced_bytes, workspaces_bytes = min(self.live.peak_bytes, likely_bytes), likely_bytes - own_bytes
         return Estimate(
             likely_bytes=likely_bytes,
-            low_bytes=self._low(likely_bytes),
-            high_bytes=self._high(likely_bytes),
+            low_bytes=self._low(own_bytes) + workspaces_bytes,
+            high_bytes=self._high(own_bytes) + workspaces_bytes,
             traced_bytes=traced_bytes,
             modelled_bytes=likely_bytes - traced_bytes,
         )
