@@ -270,8 +270,8 @@ class Transaction:
 
     def _try(self, size: Size, finish: Finish | None) -> None:
         self._use(size.level)
+        self._ask_before_cut(size.samples)  # which changes parameters for a moment
         self._remember_batches(size.samples)
-        self._ask_before_cut(size.samples)
         if finish is None:
             self._gradients(size.samples)
             self._retry.undo.pause()

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ from plimsoll.run.known_losses import is_usual, known_additive, known_reason
 from plimsoll.run.pieces import mean_loss, shape_of, weighted_pieces
 from plimsoll.run.telling_rows import Kinds, first_rows, joined_samples, telling_rows
 from plimsoll.run.together import attempt_together
-from plimsoll.run.undo import left_alone
+from plimsoll.run.undo import Undo, left_alone
 from plimsoll.run.undropped import undropped
 from plimsoll.techniques._over_time import has_hook
 from plimsoll.workload import Reason, Workload, batch_size_of, count_units, move_batch, pick_samples
@@ -73,8 +73,6 @@ _WEIGHTS = (
     "never_cut=True; or allow another loss with recut_loss=True"
 )
 _ALLOW = "keep batches whole with never_cut=True, or allow it with recut_loss=True (job.yaml: allow: [recut_loss])"
-
-
 _KNOWN = LossCheck(verdict="known", why="a loss that is known to be additive")
 
 
@@ -132,7 +130,10 @@ class Additivity:
         """
         workload = self._workload
         if workload.kept_whole is None:
-            self.found = self._asked(batch, loss_of or self._loss_of)
+            ask = partial(self._ask, batch, loss_of or self._loss_of)
+            # Ranks agree in it, so that none may begin again by itself.
+            found = attempt_twice(ask, self._backend, self._position) if workload.ranks.is_alone else ask()
+            self.found = _no_room("samples were compared", found) if isinstance(found, OomEvent) else found
         if self.found is not None and not self.found.may_cut:
             workload.kept_whole = Reason(self.found.why, self.found.remedy)
         return workload.kept_whole
@@ -142,13 +143,8 @@ class Additivity:
         told, self._told = self._told, self.found
         return self.found if self._num_cuts and self.found is not told else None
 
-    def _asked(self, batch: Any, loss_of: LossOf) -> LossCheck | None:
-        def ask() -> LossCheck | None:
-            return (self._check(batch, loss_of) if self._is_due(batch) else None) or self.found
-
-        # Ranks agree in it, so that none may begin again by itself.
-        outcome = attempt_twice(ask, self._backend, self._position) if self._workload.ranks.is_alone else ask()
-        return _no_room("samples were compared", outcome) if isinstance(outcome, OomEvent) else outcome
+    def _ask(self, batch: Any, loss_of: LossOf) -> LossCheck | None:
+        return (self._check(batch, loss_of) if self._is_due(batch) else None) or self.found
 
     def _is_due(self, batch: Any) -> bool:
         """Whether there is something to find out, on any rank."""
@@ -189,8 +185,12 @@ class Additivity:
 
     def _whole(self, batch: Any, loss_of: LossOf) -> None:
         """Compute the loss of a whole batch, so that what fails there too is seen."""
-        with left_alone({"model": self._workload.model, "loss": loss_of}, self._backend, batch):
+        with self._left_alone(loss_of, batch):
             _loss(loss_of, [], self._backend.random_state(), self._backend, batch, 1.0)
+
+    def _left_alone(self, loss: Any, batch: Any) -> AbstractContextManager[Undo]:
+        roots, is_sharded = {"model": self._workload.model, "loss": loss}, self._workload.sharded is not None
+        return left_alone(roots, self._backend, batch, observes=not is_sharded)
 
     def _compared(self, rows: Any, loss_of: LossOf) -> _Found | OomEvent | str | None:
         """Compare as many samples as there is room for, with gradients where that can be; or say how it fails."""
@@ -228,7 +228,7 @@ class Additivity:
         with (
             warnings.catch_warnings(action="ignore"),
             undropped(workload.model) as mode,
-            left_alone({"model": workload.model, "loss": function}, self._backend, rows) as before,
+            self._left_alone(function, rows) as before,
         ):
             whole = one(rows, 1.0)
             before.restore()  # a state that a loss keeps from pass to pass is then another one in the parts

@@ -232,6 +232,12 @@ def is_same(one: Any, other: Any) -> bool:
     return all(value is kept for value, kept in zip(one, other, strict=True))
 
 
+def merged(before: dict[Any, Any], left: dict[Any, Any], now: dict[Any, Any]) -> dict[Any, Any]:
+    """What was before, with what has changed from what was left to now."""
+    new = {key: value for key, value in now.items() if key not in left or left[key] is not value}
+    return {key: value for key, value in (before | new).items() if key in now or key not in left}
+
+
 class _Walk:
     """One walk, first what is near: a name is then the shortest."""
 

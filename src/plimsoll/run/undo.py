@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ from plimsoll.device import cudnn_dropout, onednn
 from plimsoll.device.base import Backend
 from plimsoll.outside import is_marked
 from plimsoll.run.boundary import fitting
-from plimsoll.run.reachable import Place, Reached, is_same, may_hold_state, reached_from
+from plimsoll.run.reachable import Place, Reached, is_same, may_hold_state, merged, reached_from
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
 from plimsoll.run.written import Writes, has_storage, key_of
 
@@ -119,7 +119,7 @@ class _Before:
             if is_same(before, left):
                 self.contents[number] = now
             elif isinstance(now, dict):
-                self.contents[number] = _merged(before, left, now)
+                self.contents[number] = merged(before, left, now)
             else:
                 entangled.append(name)
         written: set[str] = set()
@@ -255,6 +255,10 @@ class Undo:
         if self.is_due:
             self._has_observed = True
             self._kinds.add(self._kind)
+        self.update()
+
+    def update(self) -> None:
+        """Say that from now on what is trained is written: that is undone by others."""
         self._is_updating = True
 
     def done(self) -> None:
@@ -283,6 +287,7 @@ class Undo:
         finally:
             for _, place, content, _ in self._failed:
                 place.fill(content)
+            self._begin_counting()
 
     @property
     def has_left_state(self) -> bool:
@@ -341,9 +346,13 @@ class Undo:
             one.load_state_dict(copy.deepcopy(state))
         if self._random_state:
             self._backend.restore_random_state(self._random_state)
+        self._begin_counting()
+        self._has_looked = False
+
+    def _begin_counting(self) -> None:
+        """Take what tensors are now for unwritten."""
         for before in self._before:
             before.versions, before.addresses = before.watched.versions(), before.watched.addresses()
-        self._has_looked = False
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
@@ -468,21 +477,17 @@ class Undo:
 
 
 @contextmanager
-def left_alone(roots: Mapping[str, Any], backend: Backend, batch: Any = None) -> Iterator[Undo]:
+def left_alone(
+    roots: Mapping[str, Any], backend: Backend, batch: Any = None, *, observes: bool = True
+) -> Iterator[Undo]:
     """Put back what a block changes of some roots and a batch, the random numbers included."""
-    undo = Undo(roots, backend)
+    undo = Undo(roots, backend, observes=observes)
     undo.remember(batch)
-    with undo.observing():
+    with undo.observing() if observes else nullcontext():
         try:
             yield undo
         finally:
             undo.restore()
-
-
-def _merged(before: dict[Any, Any], left: dict[Any, Any], now: dict[Any, Any]) -> dict[Any, Any]:
-    """What was before, with what has changed from what was left to now."""
-    new = {key: value for key, value in now.items() if key not in left or left[key] is not value}
-    return {key: value for key, value in (before | new).items() if key in now or key not in left}
 
 
 def _kind_of(batch: Any) -> Any:

@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.run.reachable import is_of_library
 
+_TECHNIQUES = ("plimsoll.techniques.", "plimsoll.outside", "plimsoll.mapped")
+"""What these write is memory of their own, with which a pass begins anew."""
 _SKIPPED = ("torch.", "traceback", __name__)
 _WRITTEN_IN_TRAINING = ("running_mean", "running_var")
 """Arguments of BatchNorm's kernels, which their schemas do not mark (``native_functions.yaml`` of torch 2.13)."""
@@ -74,8 +76,10 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = key_of(tensor)
         if key not in self._new and key not in self._seen:
             self._seen.add(key)
-            storage = tensor.untyped_storage()
-            self.written[key] = Write(storage, bytes_in(storage).clone(), tuple(tensor.shape), _line_of_user())
+            caller = _caller()
+            if caller is None or not _module_of(caller).startswith(_TECHNIQUES):
+                storage = tensor.untyped_storage()
+                self.written[key] = Write(storage, bytes_in(storage).clone(), tuple(tensor.shape), _line_of(caller))
 
 
 def key_of(tensor: Tensor) -> int:
@@ -83,10 +87,14 @@ def key_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _line_of_user() -> str | None:
-    """The line that called torch, unless a library did."""
+def _caller() -> FrameType | None:
+    """What called torch."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
-    caller = next((frame for frame in frames if not _module_of(frame).startswith(_SKIPPED)), None)
+    return next((frame for frame in frames if not _module_of(frame).startswith(_SKIPPED)), None)
+
+
+def _line_of(caller: FrameType | None) -> str | None:
+    """A line of the user's, and not of a library."""
     if caller is None or is_of_library(_module_of(caller)):
         return None
     return f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.tally import in_a_check
 from torch import nn
 
 import workloads
@@ -126,7 +127,13 @@ def test_a_training_step_and_an_evaluation_do_it():
     workload, batch = made("bert")
     step = TrainStep(workload.model, workload.optimizer, units="samples", micro_batch=3)
     seen = []
-    step.workload.loss = lambda model, piece: seen.append(tuple(piece["input_ids"].shape)) or model_loss(model, piece)
+
+    def loss(model, piece):
+        if not in_a_check():
+            seen.append(tuple(piece["input_ids"].shape))
+        return model_loss(model, piece)
+
+    step.workload.loss = loss
     with installed(step.workload, [BY_LENGTH]):
         step(batch)
         assert seen == [(3, 12), (4, 7), (1, 1)]

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from tests.tally import Tally
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -99,17 +100,17 @@ def test_an_oom_in_the_middle_of_backward_puts_back_what_was_updated(case, at_st
         step(batch)
     before, generator = weights(step), torch.get_rng_state()
     parameters = list(step.workload.model.parameters())
-    changed = []
+    changed = Tally()
 
     def fail(gradient):
-        changed.append(sum("step" in state for state in step.workload.optimizer.state.values()))
+        changed.number += sum("step" in state for state in step.workload.optimizer.state.values())
         exhaust_memory()
 
     handle = parameters[len(parameters) // 2].register_hook(fail)
     with pytest.raises(OutOfMemoryError):
         step(case.batches()[at_step - 1])
     handle.remove()
-    assert changed[0] > 0
+    assert changed.number > 0
     assert largest_relative_difference(before, weights(step)) == 0
     assert torch.equal(generator, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in parameters)

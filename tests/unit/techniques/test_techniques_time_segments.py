@@ -340,7 +340,7 @@ def test_on_cuda_too():
     """cuDNN's layers keep a reserve of each segment only."""
     lowering = CudaLowering((8, 6))
     plain, segmented = (peak_bytes(1024, choices, lowering) for choices in ([], [time_segments_choice(64)]))
-    assert segmented < 0.35 * plain
+    assert segmented < 0.4 * plain  # both have cuDNN's workspaces, whose size is that of the layers
 
 
 @pytest.mark.long
