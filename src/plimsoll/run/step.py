@@ -364,8 +364,7 @@ class TrainStep:
         loss_of = partial(self._loss_of, batch, micro_batch) if self.ranks.is_alone else None
         self._retry.remember(batch, loss_of, None if self.workload.copy_outside else [*self._all_parameters()])
         is_early = early_update(self.workload, micro_batch, own.num_samples) is not None
-        if is_early:
-            self._retry.undo.update()
+        self._retry.undo.is_updating = is_early
         with nullcontext() if is_early else self._retry.observing():
             loss = self._gradients(batch, micro_batch, own, shape)
             self._retry.undo.passed()

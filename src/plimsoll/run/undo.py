@@ -140,11 +140,13 @@ class Undo:
         roots: where training code can keep something, by name: the model, the loss, hooks.
         backend: of the device, whose random numbers are remembered too.
         extra_state: objects of the user's, remembered by their ``state_dict``.
-        observes: whether passes are to be observed at all; not on tensors that are fake.
+        observes: whether passes are to be observed, and what Python keeps put back: not in a dry run, and not where
+            ranks share out parameters.
 
     Attributes:
         lost: names of what the last `restore` could not put back.
         entangled: names of what was changed by passes as well as between them.
+        is_updating: whether what is trained is being written, which others undo.
     """
 
     def __init__(
@@ -157,9 +159,9 @@ class Undo:
         self._reached: Reached | None = None
         self._watched: _Watched | None = None  # of it ...
         self._watched_for: tuple[Any, ...] = ()  # ... as long as this is so
-        self._is_updating = False  # which writes what is trained
+        self.is_updating = False
         self._has_looked = False  # since the last pass
-        self._before: list[_Before] = []
+        self._before: list[_Before] = []  # of what the roots reach, and of each batch
         self._moving: set[str] = set()  # names of places that passes have changed
         self._failed: list[tuple[str, Place, Any, Any]] = []  # other places: contents before a failed try and after it
         self._left: list[tuple[str, Place, Any]] = []  # those of them that were left as they were after it
@@ -181,13 +183,15 @@ class Undo:
 
     def remember(self, batch: Any = None) -> None:
         """Take the state as it is now for the one to go back to; ``batch`` is a part of it."""
-        self.lost, self.entangled, self._is_updating, self._has_looked = (), [], False, False
+        self.lost, self.entangled, self.is_updating, self._has_looked = (), [], False, False
         self._let_go()
         self._random_state = self._backend.random_state()
         if self._reached is None:
             theirs = Reached(seen={id(one): one for one in self._extra_state})  # they put back their own
             self._reached = reached_from(self._roots.items(), theirs)
             self._reached.seen.update(theirs.seen)
+            if not self._observes:  # FSDP exchanges the parameters of modules, and keeps account of it
+                self._reached.places.clear()
         self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
         before = self._remembered(self._reached, is_new=False)
         roots = [("batch", batch), *self._news(before)]
@@ -199,6 +203,11 @@ class Undo:
         self._paused = [
             ([copier() for copier in before.watched.copiers], before.watched.versions()) for before in self._before
         ]
+
+    @property
+    def has_remembered(self) -> bool:
+        """Whether there is a state to go back to."""
+        return bool(self._before)
 
     def remember_also(self, batch: Any) -> None:
         """Take one more batch as it is now; the rest is as it was when the first was remembered.
@@ -215,11 +224,6 @@ class Undo:
         """Let go of what was remembered, and look for everything anew: techniques are about to change the modules."""
         self._let_go()
         self._reached, self._watched, self._extra, self._random_state = None, None, [], {}
-
-    @property
-    def has_remembered(self) -> bool:
-        """Whether there is a state to go back to."""
-        return bool(self._before)
 
     @property
     def is_due(self) -> bool:
@@ -255,11 +259,7 @@ class Undo:
         if self.is_due:
             self._has_observed = True
             self._kinds.add(self._kind)
-        self.update()
-
-    def update(self) -> None:
-        """Say that from now on what is trained is written: that is undone by others."""
-        self._is_updating = True
+        self.is_updating = True
 
     def done(self) -> None:
         """Let go of the state of before the step."""
@@ -465,7 +465,7 @@ class Undo:
     def _newly_written(self) -> list[str]:
         """What was written, or put into another storage, and is not among what is put back."""
         found: list[str] = []
-        for before in [] if self._is_updating else self._before:
+        for before in [] if self.is_updating else self._before:
             versions, addresses = before.watched.versions(), before.watched.addresses()
             if versions != before.versions:
                 pairs = zip(before.watched.counted, before.versions, versions, strict=True)
