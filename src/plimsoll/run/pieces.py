@@ -28,6 +28,7 @@ from plimsoll.workload import (
     split_batch,
 )
 
+_OF_BATCH_NORM = "Expected more than 1 value per channel"
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -179,10 +180,19 @@ def mean_loss(workload: Workload, piece: Any) -> Tensor:
     """Compute the mean loss of a piece that is on the device.
 
     Raises:
-        InputError: if the loss function returns anything else than a tensor of one number.
+        InputError: if the loss function returns anything else than a tensor of one number, or BatchNorm is to average
+            over a single one.
     """
-    with autocast(workload):
-        loss = workload.loss(workload.model, piece)
+    try:
+        with autocast(workload):
+            loss = workload.loss(workload.model, piece)
+    except ValueError as error:
+        if _OF_BATCH_NORM not in str(error):
+            raise
+        raise InputError(
+            f"BatchNorm has no statistics in a pass of so few samples ({error}): give micro-batches that leave at least "
+            "2 samples to each pass, or put BatchNorm into evaluation mode"
+        ) from error
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from plimsoll.errors import InputError
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.pieces import (
@@ -18,6 +20,7 @@ from plimsoll.run.pieces import (
     shape_of,
     weighted_pieces,
 )
+from plimsoll.run.step import TrainStep
 from plimsoll.techniques._whole import Reason
 from plimsoll.workload import Workload, model_loss
 
@@ -169,3 +172,15 @@ def test_where_nothing_helps_the_remedy_fits_the_phase(phase, whole, remedy):
     text = no_way_out(event, 1, SHAPE, whole)
     assert text.startswith(f"memory ran out in the {phase} phase of step 7 (1.0 KiB in use); the step was undone.")
     assert remedy in text
+
+
+def test_a_single_sample_has_no_statistics_for_batch_norm():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch["x"]).sum(),
+        units="samples", micro_batch=1, recut_batch_norm=True, recut_loss=True,
+    )  # fmt: skip
+    before = [value.clone() for value in model.state_dict().values()]
+    with pytest.raises(InputError, match=r"BatchNorm has no statistics .*\[1, 3\].*at least 2 samples"):
+        step({"x": torch.randn(4, 2)})
+    assert all(map(torch.equal, before, model.state_dict().values()))
