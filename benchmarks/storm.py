@@ -76,7 +76,7 @@ class Fault(NamedTuple):
 
     def __str__(self) -> str:
         where = f"{self.kind}: step {self.plan.step}, allocation {self.plan.allocation}, {self.plan.how}"
-        return f"{where} ({self.times} times alike): {self.trial.outcome}: {self.trial.said} [{self.trial.where}]"
+        return f"{where} ({self.times} times alike): {self.trial.outcome}: {self.trial.said} ({self.trial.where})"
 
 
 @dataclass

@@ -190,8 +190,8 @@ def mean_loss(workload: Workload, piece: Any) -> Tensor:
         if _OF_BATCH_NORM not in str(error):
             raise
         raise InputError(
-            f"BatchNorm has no statistics in a pass of so few samples ({error}): give micro-batches that leave at least "
-            "2 samples to each pass, or put BatchNorm into evaluation mode"
+            f"BatchNorm has no statistics in a pass of so few samples ({error}): give micro-batches that leave at "
+            "least 2 samples to each pass, or put BatchNorm into evaluation mode"
         ) from error
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
