@@ -152,9 +152,12 @@ class Transaction:
         self._second_rung: int | None = None  # what the step in hand went on with after its first event
         self._first_micro_batch, self._grow_after = micro_batch, grow_after
         self._whole = WholeBatch(self.workload, recut_batch_norm)
-        self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
+        # Walking the modules anew in every step would cost more.
+        updated = (one for group in optimizer.param_groups for one in group["params"])
+        self._parameters = [*dict.fromkeys([*model.parameters(), *updated])]
         self._retry = Retry(
-            {"model": model, "loss": self.workload.loss}, self.backend, self.position, extra_state=extra_state,
+            {"model": model, "loss": self.workload.loss}, self.backend, self.position, apart=[optimizer],
+            extra_state=extra_state,
             allow_hidden_state=allow_hidden_state,
         )  # fmt: skip
         self._unreached = UnreachedWatch(model)
@@ -283,8 +286,8 @@ class Transaction:
         """Remember the state before the window, and each batch as it comes."""
         batches, undo = [one.batch for one in self._window], self._retry.undo
         if not undo.has_remembered:
-            first = self._window[0]
-            loss_of = None if self._num_done else lambda: first.loss_of(first_samples(first.batch, samples), 1.0)
+            first, model = self._window[0], self.workload.model
+            loss_of = None if self._num_done else lambda: first.loss_of(first_samples(first.batch, samples, model), 1.0)
             self._retry.remember(batches, loss_of, self._parameters, self._put_back_of_caller)
         elif self._num_remembered < len(batches):
             undo.remember_also(batches[-1])
@@ -293,7 +296,7 @@ class Transaction:
     def _all_gradients(self, samples: int) -> Tensor:
         """Run the last batches of an update."""
         loss = self._gradients(samples)
-        self._retry.undo.observed()
+        self._retry.observed()
         return loss
 
     def _use(self, level: int) -> None:

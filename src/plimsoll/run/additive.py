@@ -190,7 +190,7 @@ class Additivity:
 
     def _left_alone(self, loss: Any, batch: Any) -> AbstractContextManager[Undo]:
         roots, is_sharded = {"model": self._workload.model, "loss": loss}, self._workload.sharded is not None
-        return left_alone(roots, self._backend, batch, observes=not is_sharded)
+        return left_alone(roots, self._backend, batch, apart=[self._workload.optimizer], observes=not is_sharded)
 
     def _compared(self, rows: Any, loss_of: LossOf) -> _Found | OomEvent | str | None:
         """Compare as many samples as there is room for, with gradients where that can be; or say how it fails."""

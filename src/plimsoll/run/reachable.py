@@ -5,9 +5,8 @@ the modules that it names, too), what methods and partials are bound to, hooks o
 class attributes. Each of these is a `Place`, whose content can be copied (one level, not what is in it) and put back.
 
 Not followed: objects of libraries (`_LIBRARIES`) other than modules, optimizers and schedules (of a trainer its
-own attributes are, and the containers in them), optimizers unless a root is one (an update is undone by itself),
-data loaders and data sets, whose position is not a step's, and what only C code, an iterator or a running function
-holds; iterators are named. A container of more than `_MOST_ITEMS` items
+own attributes are, and the containers in them), data loaders and data sets, whose position is not a step's, and what
+only C code, an iterator or a running function holds; iterators are named. A container of more than `_MOST_ITEMS` items
 is copied but not looked through, and after `_MOST_PLACES` places nothing more is.
 """
 
@@ -18,10 +17,12 @@ import io
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections import deque
+from array import array
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from queue import Queue
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,11 +36,13 @@ _LIBRARIES = frozenset(
      "pytorch_lightning", "sentence_transformers", "tokenizers", "torch", "torchao", "torchmetrics", "transformers",
      "trl", "tqdm", "rich"}
 ) | sys.stdlib_module_names  # fmt: skip
-_FOLLOWED = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, SimpleNamespace)
+_FOLLOWED = (
+    nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, SimpleNamespace, UserDict, UserList, Queue
+)  # fmt: skip
 _CONFIGS = frozenset({"PreTrainedConfig", "PretrainedConfig"})
 """Of transformers, which is not imported for it: BERT's first pass sets ``problem_type``."""
 _NEVER = (
-    str, bytes, bytearray, int, float, complex, type(None), CodeType, ModuleType, torch.dtype, torch.device, torch.Size,
+    str, bytes, int, float, complex, type(None), CodeType, ModuleType, torch.dtype, torch.device, torch.Size,
     torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler, torch.amp.GradScaler,
 )  # fmt: skip
 _POSITIONS_OF_NO_STEP = (io.IOBase, _BaseDataLoaderIter)
@@ -82,13 +85,33 @@ class Items(Place):
     def fill(self, content: Any) -> None:
         """Have these items again."""
         container = self.container
-        container.clear()
-        (container.extend if isinstance(container, list | deque) else container.update)(content)
+        kind: Any = next(one for one in (OrderedDict, dict, list, deque, set) if isinstance(container, one))
+        kind.clear(container)  # a subclass may forbid it, or do more
+        if isinstance(container, dict):
+            for key, value in content.items():
+                kind.__setitem__(container, key, value)
+        else:
+            (kind.update if isinstance(container, set) else kind.extend)(container, content)
 
     def copier(self) -> Callable[[], Any]:
         """Copy as Python does."""
         copy: Callable[[], Any] = self.container.copy
         return copy if type(self.container) in {dict, list, deque} else self.content
+
+
+@dataclass(slots=True)
+class Numbers(Place):
+    """A bytearray, or an array of Python's own."""
+
+    container: Any
+
+    def content(self) -> Any:
+        """Copy the numbers."""
+        return self.container[:]
+
+    def fill(self, content: Any) -> None:
+        """Have these numbers again."""
+        self.container[:] = content
 
 
 @dataclass(slots=True)
@@ -245,11 +268,9 @@ class _Walk:
         self.reached = Reached()
         self._before = before
         self._waiting: deque[tuple[str, Any]] = deque()
-        self._is_of_optimizer = False
 
     def follow(self, roots: Iterable[tuple[str, Any]]) -> Reached:
         self._waiting.extend(roots)
-        self._is_of_optimizer = any(isinstance(root, torch.optim.Optimizer) for _, root in self._waiting)
         seen = self.reached.seen
         while self._waiting:
             name, value = self._waiting.popleft()
@@ -272,6 +293,8 @@ class _Walk:
                 )
         elif isinstance(value, numpy.ndarray):
             self.reached.arrays.append((name, value))
+        elif isinstance(value, bytearray | array):
+            self.reached.places.append((name, Numbers(value)))
         elif isinstance(value, _GENERATORS):
             self.reached.generators.append((name, value))
         elif isinstance(value, partial):
@@ -284,7 +307,7 @@ class _Walk:
             self._look_into_items(name, value)
         elif isinstance(value, type):
             self._look_into_class(name, value)
-        elif isinstance(value, Iterator) and not isinstance(value, _POSITIONS_OF_NO_STEP):
+        elif _is_opaque_iterator(value):
             self.reached.iterators.append(name)
         else:
             self._look_into_object(name, value)
@@ -330,8 +353,6 @@ class _Walk:
         is_config = any(base.__name__ in _CONFIGS for base in kind.__mro__)
         if is_of_library(kind.__module__) and not (is_config or isinstance(value, _FOLLOWED)):
             return
-        if isinstance(value, torch.optim.Optimizer) and not self._is_of_optimizer:
-            return
         self._waiting.append((kind.__name__, kind))
         if isinstance(value, nn.Module):
             self._look_into_module(name, value)
@@ -361,6 +382,12 @@ class _Walk:
 
     def _wait(self, name: str, content: dict[str, Any]) -> None:
         self._waiting.extend((f"{name}.{key}" if name else key, value) for key, value in content.items())
+
+
+def _is_opaque_iterator(value: Any) -> bool:
+    """Whether a value has a position that nobody can put back: one of a class in Python has it in its attributes."""
+    is_opaque = isinstance(value, Iterator) and not hasattr(value, "__dict__")
+    return is_opaque and not isinstance(value, _POSITIONS_OF_NO_STEP)
 
 
 def is_of_library(module: str | None) -> bool:

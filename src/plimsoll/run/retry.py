@@ -12,6 +12,7 @@ Does NOT see state that comes to the same for two samples. Where these fail by t
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +29,7 @@ from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt, attempt_twice, without_fail
 from plimsoll.run.undo import Stateful, Undo
+from plimsoll.run.unreached import is_compiled
 from plimsoll.workload import batch_size_of, pick_samples
 
 T = TypeVar("T")
@@ -37,6 +39,8 @@ _MOST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e
 """What rounding explains of the difference of two norms, as a share of them."""
 _NUM_SAMPLES = 2
 _MOST_NAMES = 3
+_RAMP = 1 << 20
+_NO_NUMBER = -1.0  # in place of NaN, which is not equal to itself
 
 _WHAT_TO_GIVE = (
     "objects with state_dict and load_state_dict, or allow retries all the same with allow_hidden_state=True"
@@ -44,16 +48,22 @@ _WHAT_TO_GIVE = (
 
 
 class _Print(NamedTuple):
-    """What a tensor holds, without a copy of it: a hash of its bits, its norm, and how far rounding may change that."""
+    """What a tensor holds, without a copy of it: a hash of its bits, its norm, a sum of its numbers, each weighted by
+    its place, and how far rounding may change these, as a share.
+    """
 
     bits: int
     norm: float
+    total: float
     most_difference: float
 
     def is_near(self, other: _Print, largest_norm: float = 0.0) -> bool:
         """Whether the other differs by no more than rounding, of what is as large as ``largest_norm``."""
+        if self == other:
+            return True
         most = self.most_difference * max(self.norm, other.norm, largest_norm)
-        return self.bits == other.bits or abs(self.norm - other.norm) <= most
+        most_of_total = self.most_difference * max(abs(self.total), abs(other.total), _RAMP**0.5 * largest_norm)
+        return abs(self.norm - other.norm) <= most and abs(self.total - other.total) <= max(most, most_of_total)
 
 
 class _Pass(NamedTuple):
@@ -82,6 +92,7 @@ class Retry:
         roots: where training code can keep something, by name; ``"model"`` and ``"loss"`` among them.
         backend: of the device.
         position: where the training is.
+        apart: objects that others undo: the optimizer.
         extra_state: objects of the user's whose state is put back, too.
         allow_hidden_state: whether to retry although state was found that is not put back.
         observes: whether passes are real; those of a dry run are not.
@@ -94,13 +105,14 @@ class Retry:
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], backend: Backend, position: Position, *, extra_state: Sequence[Stateful] = (),
-        allow_hidden_state: bool = False, observes: bool = True,
+        self, roots: Mapping[str, Any], backend: Backend, position: Position, *, apart: Sequence[Any] = (),
+        extra_state: Sequence[Stateful] = (), allow_hidden_state: bool = False, observes: bool = True,
     ) -> None:  # fmt: skip
         self.extra_state = tuple(extra_state)
-        self.undo = Undo(roots, backend, self.extra_state, observes)
+        self.undo = Undo(roots, backend, self.extra_state, apart, observes)
         self.hidden: str | None = None
         self.is_exact: bool | None = None
+        self._is_unproven = False
         self._model: nn.Module = roots["model"]
         self._backend, self._position, self._allows = backend, position, allow_hidden_state
 
@@ -142,10 +154,15 @@ class Retry:
         with warnings.catch_warnings(action="ignore"):
             found = attempt(partial(self._compare, one_pass), self._backend, self._position)
         go_back()
+        self._is_unproven = isinstance(found, OomEvent)
         if isinstance(found, OomEvent):
             self._backend.release()
         elif found is not None:
             self._note(found)
+
+    def observed(self) -> None:
+        """Say that the passes of a step went through; what there was no memory to compare, the next step does."""
+        self.undo.observed(is_all=not self._is_unproven)
 
     def observing(self) -> AbstractContextManager[None]:
         """See what passes write, as long as passes of their kind have not been seen."""
@@ -256,9 +273,13 @@ class Retry:
         warnings.warn(text, PlimsollWarning, stacklevel=2)
 
 
-def first_samples(batch: Any, micro_batch: int) -> Any:
-    """The samples of a batch that are compared: as many as BatchNorm needs, but no more than a pass may have."""
-    return pick_samples(batch, range(min(_NUM_SAMPLES, micro_batch, batch_size_of(batch))))
+def first_samples(batch: Any, micro_batch: int, model: nn.Module) -> Any:
+    """The samples of a batch that are compared: as many as BatchNorm needs, but no more than a pass may have.
+
+    Of a compiled model a whole pass: it would be compiled for the few samples, and again.
+    """
+    most = micro_batch if any(map(is_compiled, model.modules())) else min(_NUM_SAMPLES, micro_batch)
+    return pick_samples(batch, range(min(most, batch_size_of(batch))))
 
 
 def scaler_as_now(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
@@ -272,11 +293,21 @@ def _print_of(tensor: Tensor) -> _Print:
     dense = tensor.detach()
     if dense.layout != torch.strided:
         dense = dense.coalesce().values()
-    bits = int(torch.hash_tensor(dense).view(torch.int64))
-    if not dense.is_floating_point():
-        return _Print(bits, 0.0, 0.0)
-    norm = float(torch.linalg.vector_norm(dense, dtype=torch.promote_types(dense.dtype, torch.float32)))
-    return _Print(bits, norm, _MOST_DIFFERENCE.get(dense.dtype, 0.0))
+    dense = (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
+    if not dense.numel():
+        return _Print(0, 0.0, 0.0, 0.0)
+    bits, most = int(torch.hash_tensor(dense).view(torch.int64)), _MOST_DIFFERENCE.get(dense.dtype, 0.0)
+    kind = torch.promote_types(dense.dtype, torch.float32)
+    ramp = torch.linspace(0.5, 1.5, min(_RAMP, dense.numel()), dtype=kind, device=dense.device)
+    norms, sums = [], []
+    for part in torch.split(dense, _RAMP):
+        numbers = part.to(kind)
+        norms.append(torch.linalg.vector_norm(numbers))
+        sums.append(torch.dot(numbers, ramp[: numbers.numel()]))
+    places = torch.arange(1, len(sums) + 1, dtype=kind, device=dense.device)
+    norm, total = float(torch.linalg.vector_norm(torch.stack(norms))), float(torch.stack(sums).dot(places))
+    norm, total = (_NO_NUMBER if math.isnan(one) else one for one in (norm, total))
+    return _Print(bits, norm, total, most)
 
 
 @contextmanager

@@ -142,7 +142,8 @@ class TrainStep:
         self._whole = WholeBatch(self.workload, recut_batch_norm)
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._retry = Retry(
-            {"model": model, "loss": loss, "units": units}, self.backend, self.position, extra_state=extra_state,
+            {"model": model, "loss": loss, "units": units}, self.backend, self.position,
+            apart=[optimizer], extra_state=extra_state,
             allow_hidden_state=allow_hidden_state, observes=backend is None and self.workload.sharded is None,
         )  # fmt: skip
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
@@ -368,11 +369,12 @@ class TrainStep:
         with nullcontext() if is_early else self._retry.observing():
             loss = self._gradients(batch, micro_batch, own, shape)
             self._retry.undo.passed()
-        self._retry.undo.observed()
+        self._retry.observed()
         return loss
 
     def _loss_of(self, batch: Any, micro_batch: int) -> torch.Tensor:
-        return mean_loss(self.workload, move_batch(first_samples(batch, micro_batch), self.workload.device))
+        samples = first_samples(batch, micro_batch, self.workload.model)
+        return mean_loss(self.workload, move_batch(samples, self.workload.device))
 
     def _use(self, level: int) -> None:
         if not self._rungs.is_in_force(level):

@@ -17,9 +17,8 @@ Does NOT see a first write in a later step that counts no version (through ``.da
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,8 +30,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from plimsoll.device import cudnn_dropout, onednn
 from plimsoll.device.base import Backend
 from plimsoll.outside import is_marked
+from plimsoll.run.before import Before, Watched
 from plimsoll.run.boundary import fitting
-from plimsoll.run.reachable import Place, Reached, is_same, may_hold_state, merged, reached_from
+from plimsoll.run.reachable import Place, Reached, may_hold_state, reached_from
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
 from plimsoll.run.written import Writes, has_storage, key_of
 
@@ -53,86 +53,6 @@ class Stateful(Protocol):
         """Take a state back."""
 
 
-@dataclass(slots=True)
-class _Watched:
-    """What is looked after in each step of what was reached: found once, for a step must cost microseconds.
-
-    Attributes:
-        copiers: what copies the content of each place.
-        copied: tensors that are copied, by name.
-        placed: tensors of which it is noted where they are.
-        leaves: tensors that may be frozen and unfrozen.
-        counted: tensors whose versions say whether they were written.
-        stored: tensors that have an address.
-    """
-
-    copiers: list[Callable[[], Any]]
-    copied: list[tuple[str, Tensor]] = field(default_factory=list)
-    placed: list[tuple[str, Tensor]] = field(default_factory=list)
-    leaves: list[Tensor] = field(default_factory=list)
-    counted: list[tuple[str, Tensor]] = field(default_factory=list)
-    stored: list[tuple[str, Tensor]] = field(default_factory=list)
-
-    def versions(self) -> list[int]:
-        return [tensor._version for _, tensor in self.counted]
-
-    def addresses(self) -> list[int]:
-        return [tensor.data_ptr() for _, tensor in self.stored]
-
-
-@dataclass(slots=True)
-class _Before:
-    """What was reached, and how it was before the step."""
-
-    reached: Reached
-    watched: _Watched
-    contents: list[Any]
-    places: list[tuple[str, SavedPlace]] = field(default_factory=list)
-    copies: list[tuple[str, SavedTensor | SavedArray]] = field(default_factory=list)
-    generators: list[SavedGenerator] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    have_gradients: list[bool] = field(default_factory=list)
-
-    def changed(self) -> Iterator[tuple[str, Place, Any, Any]]:
-        """The places that have other things in them now: name, place, what was in it, and what is."""
-        for (name, place), copier, content in zip(
-            self.reached.places, self.watched.copiers, self.contents, strict=True
-        ):
-            now = copier()
-            if not is_same(now, content):
-                yield name, place, content, now
-
-    @torch.no_grad()
-    def rebase(self, contents: list[Any], versions: list[int]) -> list[str]:
-        """Take what others have changed for the state of before; names what passes had changed, too.
-
-        ``contents`` and ``versions`` are those that the passes left.
-        """
-        entangled = []
-        for number, ((name, _), copier, left) in enumerate(
-            zip(self.reached.places, self.watched.copiers, contents, strict=True)
-        ):
-            before, now = self.contents[number], copier()
-            if is_same(now, left):
-                continue
-            if is_same(before, left):
-                self.contents[number] = now
-            elif isinstance(now, dict):
-                self.contents[number] = merged(before, left, now)
-            else:
-                entangled.append(name)
-        written: set[str] = set()
-        for number, ((name, tensor), left) in enumerate(zip(self.watched.counted, versions, strict=True)):
-            if tensor._version != left:
-                (written.add if self.versions[number] == left else entangled.append)(name)
-                self.versions[number] = tensor._version
-        for name, saved in self.copies:
-            if name in written and isinstance(saved, SavedTensor):
-                saved.content.copy_(saved.value)
-        return entangled
-
-
 class Undo:
     """Remembers the state before a step and puts it back.
 
@@ -140,6 +60,7 @@ class Undo:
         roots: where training code can keep something, by name: the model, the loss, hooks.
         backend: of the device, whose random numbers are remembered too.
         extra_state: objects of the user's, remembered by their ``state_dict``.
+        apart: objects that others undo, such as the optimizer.
         observes: whether passes are to be observed, and what Python keeps put back: not in a dry run, and not where
             ranks share out parameters.
 
@@ -150,18 +71,20 @@ class Undo:
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], backend: Backend, extra_state: Sequence[Stateful] = (), observes: bool = True
-    ) -> None:
+        self, roots: Mapping[str, Any], backend: Backend, extra_state: Sequence[Stateful] = (),
+        apart: Sequence[Any] = (), observes: bool = True,
+    ) -> None:  # fmt: skip
         self.lost: tuple[str, ...] = ()
         self.entangled: list[str] = []
         self._paused: list[tuple[list[Any], list[int]]] = []  # contents and versions
-        self._roots, self._backend, self._extra_state = dict(roots), backend, extra_state
+        self._roots, self._backend, self._extra_state, self._apart = dict(roots), backend, extra_state, apart
         self._reached: Reached | None = None
-        self._watched: _Watched | None = None  # of it ...
+        self._watched: Watched | None = None  # of it ...
         self._watched_for: tuple[Any, ...] = ()  # ... as long as this is so
         self.is_updating = False
+        self._is_stale = False  # whether the loop has brought something that was not looked at
         self._has_looked = False  # since the last pass
-        self._before: list[_Before] = []  # of what the roots reach, and of each batch
+        self._before: list[Before] = []  # of what the roots reach, and of each batch
         self._moving: set[str] = set()  # names of places that passes have changed
         self._failed: list[tuple[str, Place, Any, Any]] = []  # other places: contents before a failed try and after it
         self._left: list[tuple[str, Place, Any]] = []  # those of them that were left as they were after it
@@ -187,7 +110,7 @@ class Undo:
         self._let_go()
         self._random_state = self._backend.random_state()
         if self._reached is None:
-            theirs = Reached(seen={id(one): one for one in self._extra_state})  # they put back their own
+            theirs = Reached(seen={id(one): one for one in (*self._extra_state, *self._apart)})
             self._reached = reached_from(self._roots.items(), theirs)
             self._reached.seen.update(theirs.seen)
             if not self._observes:  # FSDP exchanges the parameters of modules, and keeps account of it
@@ -253,10 +176,11 @@ class Undo:
         if self._writes is not None or self._num_steps >= self._next_look:
             self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
             self._moving.update(name for before in self._before for name, *_ in before.changed())
+            self._is_stale = any(self._new_places())
 
-    def observed(self) -> None:
-        """Take the passes since `remember` for all that there are of their kind, and for those of a step."""
-        if self.is_due:
+    def observed(self, *, is_all: bool = True) -> None:
+        """Take the passes since `remember` for those of a step; ``is_all``: no more of their kind need be observed."""
+        if self.is_due and is_all:
             self._has_observed = True
             self._kinds.add(self._kind)
         self.is_updating = True
@@ -267,6 +191,8 @@ class Undo:
         self._extra, self._failed, self._left = [], [], []
         self._strangers += self._new_strangers
         self._new_strangers = []
+        if self._is_stale:
+            self._reached, self._watched, self._is_stale = None, None, False
 
     def leave(self) -> bool:
         """Leave what only failed tries change as the last one left it; returns whether there is any, once in a step."""
@@ -340,6 +266,8 @@ class Undo:
             for tensor, has_gradient in zip(before.watched.leaves, before.have_gradients, strict=True):
                 if tensor.requires_grad != has_gradient:
                     tensor.requires_grad_(has_gradient)
+            for tensor, gradient, content in before.gradients:
+                tensor.grad = gradient if gradient is None or content is None else gradient.copy_(content)
             for generator in before.generators:
                 generator.restore()
         for one, state in zip(self._extra_state, self._extra, strict=bool(self._extra)):
@@ -364,14 +292,16 @@ class Undo:
         self._before = []
 
     @torch.no_grad()
-    def _remembered(self, reached: Reached, *, is_new: bool) -> _Before:
+    def _remembered(self, reached: Reached, *, is_new: bool) -> Before:
         is_due = self.is_due
         watched = self._watched_of(reached, is_new=is_new, is_due=is_due)
-        before = _Before(reached, watched, [copier() for copier in watched.copiers])
+        before = Before(reached, watched, [copier() for copier in watched.copiers])
         before.copies = [(name, self._copied(name, tensor)) for name, tensor in watched.copied]
         before.places = [(name, SavedPlace.of(tensor)) for name, tensor in watched.placed]
         before.versions, before.addresses = watched.versions(), watched.addresses()
         before.have_gradients = [tensor.requires_grad for tensor in watched.leaves]
+        gradients = ((one, one.grad) for one in watched.leaves if one.requires_grad)
+        before.gradients = [(one, grad, None if grad is None else grad.clone()) for one, grad in gradients]
         most_bytes = _MOST_ARRAY_BYTES if is_due else _SMALL_BYTES
         for name, array in reached.arrays:
             if array.flags.writeable and (array.nbytes <= most_bytes or name in self._written):
@@ -379,11 +309,11 @@ class Undo:
         before.generators = [SavedGenerator.of(generator) for _, generator in reached.generators]
         return before
 
-    def _watched_of(self, reached: Reached, *, is_new: bool, is_due: bool) -> _Watched:
+    def _watched_of(self, reached: Reached, *, is_new: bool, is_due: bool) -> Watched:
         known = is_due, self._has_observed, len(self._written), len(self._placed)
         if reached is self._reached and self._watched is not None and self._watched_for == known:
             return self._watched
-        watched = _Watched([place.copier() for _, place in reached.places])
+        watched = Watched([place.copier() for _, place in reached.places])
         # A dry run, which sees nothing, takes what BatchNorm keeps for written; so do ranks that share parameters.
         kinds = nn.Module if self._observes else _NormBase
         owners = [module for module in reached.modules if isinstance(module, kinds)]
@@ -424,7 +354,7 @@ class Undo:
         num_bytes = tensor.untyped_storage().nbytes() if has_storage(tensor) else tensor.nbytes
         return SavedTensor.of(tensor, self._spare.pop((name, num_bytes), None), as_bytes=self._observes)
 
-    def _news(self, before: _Before) -> Iterator[tuple[str, Any]]:
+    def _news(self, before: Before) -> Iterator[tuple[str, Any]]:
         """What has come, since everything was looked for, into places that change."""
         places = zip(before.reached.places, before.contents, strict=True) if self._moving else ()
         for (name, _), content in places:
@@ -455,12 +385,19 @@ class Undo:
     def _unknown(self) -> Iterator[str]:
         """What may have been changed, and was not looked at before the step."""
         yield from (name for name, storage in self._strangers if not storage.expired())  # type: ignore[no-untyped-call]
-        if self._before:
-            seen = {**self._before[0].reached.seen, **self._before[1].reached.seen}
-            for name, _, content, _ in self._failed:
-                values = content.values() if isinstance(content, dict) else content
-                if any(may_hold_state(value) and id(value) not in seen for value in values):
-                    yield name
+        yield from self._new_places()
+
+    def _new_places(self) -> Iterator[str]:
+        """Places into which the loop has brought something since everything was looked for."""
+        for before in self._before[:1]:
+            places = zip(before.reached.places, before.contents, strict=True)
+            yield from (name for (name, _), content in places if name not in self._moving and self._is_new(content))
+
+    def _is_new(self, content: Any) -> bool:
+        """Whether something has come into a place since everything was looked for; lists are often grown by a loop."""
+        assert self._reached is not None
+        values = content.values() if isinstance(content, dict) else ()
+        return any(id(value) not in self._reached.seen and may_hold_state(value) for value in values)
 
     def _newly_written(self) -> list[str]:
         """What was written, or put into another storage, and is not among what is put back."""
@@ -478,10 +415,10 @@ class Undo:
 
 @contextmanager
 def left_alone(
-    roots: Mapping[str, Any], backend: Backend, batch: Any = None, *, observes: bool = True
+    roots: Mapping[str, Any], backend: Backend, batch: Any = None, *, apart: Sequence[Any] = (), observes: bool = True
 ) -> Iterator[Undo]:
     """Put back what a block changes of some roots and a batch, the random numbers included."""
-    undo = Undo(roots, backend, observes=observes)
+    undo = Undo(roots, backend, apart=apart, observes=observes)
     undo.remember(batch)
     with undo.observing() if observes else nullcontext():
         try:

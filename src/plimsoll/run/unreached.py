@@ -178,7 +178,7 @@ def _branch_of(name: str) -> str:
 
 def _watch_modules(model: nn.Module, causes: dict[str, Cause]) -> list[RemovableHandle]:
     """Have modules note how they run, for their own parameters; returns what ends that."""
-    if any(_is_compiled(module) for module in model.modules()):
+    if any(is_compiled(module) for module in model.modules()):
         return []
     handles = []
     for prefix, module in model.named_modules():
@@ -214,6 +214,7 @@ def _is_in_checkpoint() -> bool:
     return False
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-    return is_compiled or isinstance(module, torch.jit.ScriptModule)
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module runs compiled, by ``torch.compile`` or as a script."""
+    is_itself = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return is_itself or isinstance(module, torch.jit.ScriptModule)

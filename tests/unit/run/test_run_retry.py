@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import warnings
 
@@ -54,20 +55,20 @@ def step_of(model, fails=(), **options):
 
 
 class Hidden:
-    """Counts where nothing looks: in an object of C."""
+    """Counts where nothing looks: in the length of a file in memory."""
 
     def __init__(self):
-        self._file = bytearray(8)
+        self._file = io.BytesIO()
 
     def __call__(self):
-        self._file[0] += 1
-        return float(self._file[0])
+        self._file.write(b".")
+        return float(self._file.tell())
 
     def state_dict(self):
-        return {"count": self._file[0]}
+        return {"count": self._file.tell()}
 
     def load_state_dict(self, state):
-        self._file[0] = state["count"]
+        self._file.seek(state["count"])
 
 
 def test_a_model_whose_state_is_seen_is_retried_without_a_word():
@@ -225,3 +226,78 @@ def test_a_failed_undo_is_tried_again_and_then_says_that_the_step_is_torn():
     step._retry.put_back(lambda: failures.pop()() if failures else None)
     with pytest.raises(plimsoll.errors.TornStepError, match="while step 1 was undone"):
         step._retry.put_back(run_out)
+
+
+def test_gradients_that_are_not_the_steps_stay_as_they_are():
+    """Of a tensor that a loop updates by itself, for example."""
+    torch.manual_seed(0)
+    model, delta = Net(), torch.zeros(4, requires_grad=True)
+    delta.grad = torch.ones(4)
+
+    class Loss:
+        def __call__(self, model, batch):
+            return nn.functional.cross_entropy(model(batch["x"] + delta), batch["y"])
+
+    batch = batch_of()
+    wanted = torch.autograd.grad(Loss()(model, batch), delta)[0] + 1
+    step = plimsoll.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), Loss(), units="samples")
+    step(batch)
+    assert torch.equal(delta.grad, wanted)
+
+
+@pytest.mark.parametrize(
+    "parameter", [torch.zeros(0), torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.float64)]
+)
+def test_parameters_of_any_kind_are_compared(parameter):
+    torch.manual_seed(0)
+    model = Net()
+    model.other = nn.Parameter(parameter)
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"]) + model.other.abs().sum()
+
+    step = plimsoll.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, units="samples")
+    step(batch_of())
+    assert step._retry.is_exact
+
+
+def test_another_optimizer_that_the_loss_steps_is_put_back_after_the_check():
+    def trained(train):
+        torch.manual_seed(0)
+        model, critic = Net(), nn.Linear(4, 1)
+        inner = torch.optim.Adam(critic.parameters(), lr=0.1)
+
+        def loss(model, batch):
+            inner.zero_grad()
+            critic(batch["x"]).square().mean().backward()
+            inner.step()
+            return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+        return critic.weight.detach(), inner.state[critic.weight]["step"]
+
+    def plain(model, optimizer, loss):
+        for seed in range(3):
+            optimizer.zero_grad()
+            loss(model, batch_of(seed)).backward()
+            optimizer.step()
+
+    def ours(model, optimizer, loss):
+        step = plimsoll.TrainStep(model, optimizer, loss, units="samples", never_cut=True)
+        for seed in range(3):
+            step(batch_of(seed))
+
+    assert all(map(torch.equal, trained(plain), trained(ours)))
+
+
+def test_what_the_loop_brings_between_two_steps_is_put_back_or_named():
+    torch.manual_seed(0)
+    model = Net()
+    model.history = []
+    kept = model.forward
+    model.forward = lambda x: model.history.append(len(x)) or kept(x)
+    step = step_of(model, fails={1})
+    step(batch_of())
+    model.history = []
+    with pytest.raises(OutOfMemoryError, match="what it has written is not put back: model"):
+        step(batch_of(1))

@@ -1,0 +1,96 @@
+"""What was reached from a training, and how it was before a step; for `plimsoll.run.undo`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plimsoll.run.reachable import Place, Reached, is_same, merged
+from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
+
+
+@dataclass(slots=True)
+class Watched:
+    """What is looked after in each step of what was reached: found once, for a step must cost microseconds.
+
+    Attributes:
+        copiers: what copies the content of each place.
+        copied: tensors that are copied, by name.
+        placed: tensors of which it is noted where they are.
+        leaves: tensors that may be frozen and unfrozen.
+        counted: tensors whose versions say whether they were written.
+        stored: tensors that have an address.
+    """
+
+    copiers: list[Callable[[], Any]]
+    copied: list[tuple[str, Tensor]] = field(default_factory=list)
+    placed: list[tuple[str, Tensor]] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
+    counted: list[tuple[str, Tensor]] = field(default_factory=list)
+    stored: list[tuple[str, Tensor]] = field(default_factory=list)
+
+    def versions(self) -> list[int]:
+        """How often each tensor that counts it was written."""
+        return [tensor._version for _, tensor in self.counted]
+
+    def addresses(self) -> list[int]:
+        """Where the values of each tensor are that has a storage."""
+        return [tensor.data_ptr() for _, tensor in self.stored]
+
+
+@dataclass(slots=True)
+class Before:
+    """What was reached, and how it was before the step."""
+
+    reached: Reached
+    watched: Watched
+    contents: list[Any]
+    places: list[tuple[str, SavedPlace]] = field(default_factory=list)
+    copies: list[tuple[str, SavedTensor | SavedArray]] = field(default_factory=list)
+    generators: list[SavedGenerator] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    have_gradients: list[bool] = field(default_factory=list)
+    gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = field(default_factory=list)
+
+    def changed(self) -> Iterator[tuple[str, Place, Any, Any]]:
+        """The places that have other things in them now: name, place, what was in it, and what is."""
+        for (name, place), copier, content in zip(
+            self.reached.places, self.watched.copiers, self.contents, strict=True
+        ):
+            now = copier()
+            if not is_same(now, content):
+                yield name, place, content, now
+
+    @torch.no_grad()
+    def rebase(self, contents: list[Any], versions: list[int]) -> list[str]:
+        """Take what others have changed for the state of before; names what passes had changed, too.
+
+        ``contents`` and ``versions`` are those that the passes left.
+        """
+        entangled = []
+        for number, ((name, _), copier, left) in enumerate(
+            zip(self.reached.places, self.watched.copiers, contents, strict=True)
+        ):
+            before, now = self.contents[number], copier()
+            if is_same(now, left):
+                continue
+            if is_same(before, left):
+                self.contents[number] = now
+            elif isinstance(now, dict):
+                self.contents[number] = merged(before, left, now)
+            else:
+                entangled.append(name)
+        written: set[str] = set()
+        for number, ((name, tensor), left) in enumerate(zip(self.watched.counted, versions, strict=True)):
+            if tensor._version != left:
+                (written.add if self.versions[number] == left else entangled.append)(name)
+                self.versions[number] = tensor._version
+        for name, saved in self.copies:
+            if name in written and isinstance(saved, SavedTensor):
+                saved.content.copy_(saved.value)
+        return entangled
