@@ -10,9 +10,9 @@ Each batch has the weight that the caller's loop gives it, and each piece its sh
 over (`plimsoll.run.pieces`), so that the sum of the gradients does not depend on the cut.
 
 Does NOT cover: fetching a batch and bringing it to the device where the caller's loop did that before; several
-processes; optimizers that call their closure more than once (LBFGS); what a user's own code changed that is neither a
-buffer, nor a random number, nor in what ``remember`` covers. Gradients are released by the update, so that what reads
-them after it finds none.
+processes; optimizers that call their closure more than once (LBFGS); what `plimsoll.run.undo` does not see and
+``remember`` does not cover; and, in a window of several batches, what the caller sets between two of them, which stays
+as it is when all are done again. Gradients are released by the update, so that what reads them after it finds none.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from state that nobody sees: from then on an out-of-memory error is raised in pl
 state enters. Kernels that add in any order (atomics, on a GPU) give another rounding each time, which is let through.
 Where an iterator is kept, whose position cannot be put back, nothing is tried, and nothing retried.
 
-Does NOT see state that comes to the same for two samples. Where these fail by themselves nothing is compared.
+Does NOT see state that makes no difference to two samples. Where these fail by themselves nothing is compared.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
         result = step(batch)
 
 A step cuts the batch into micro-batches, accumulates their gradients, clips, and updates. When memory runs out
-anywhere, everything is put back as it was before the step (gradients, random numbers, buffers, scaler; parameters and
-optimizer states by `plimsoll.run.commit`), and the same samples run again in smaller pieces. The sum of the gradients
-does not depend on the cut: each micro-batch's mean loss is weighted by its share of what the loss averages over, and a
-batch is cut only where that is known to be right (`plimsoll.run.additive`).
+anywhere, what the step has changed is put back (by `plimsoll.run.retry`, and what the update has changed by
+`plimsoll.run.commit`), and the same samples run again in smaller pieces. The sum of the gradients does not depend on
+the cut: each micro-batch's mean loss is weighted by its share of what the loss averages over, and a batch is cut only
+where that is known to be right (`plimsoll.run.additive`).
 
 Numerics: with one micro-batch the same bits as the plain loop; with more, the same mathematics in another rounding
 order. Another cut draws other dropout masks, as it does in plain PyTorch. BatchNorm's batch statistics depend on the
