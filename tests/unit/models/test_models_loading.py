@@ -287,8 +287,8 @@ def test_the_peak_is_the_model_and_its_largest_tensor(large):
 
 
 @pytest.mark.long
-def test_mapped_weights_take_no_room(large):
-    assert outcome("mapped", large, 64 << 20) == "loaded"
+def test_weights_that_are_mapped_to_be_read_take_no_room(large):
+    assert outcome("read-only", large, 64 << 20) == "loaded"
     assert outcome("memory", large, 64 << 20).startswith("no room")
 
 
