@@ -119,7 +119,7 @@ class Unlabelled(nn.Module):
 
 
 @pytest.mark.parametrize("units", [None, "samples"])
-def test_a_collator_without_labels_is_cut_where_its_loss_is_shown_to_be_a_mean_over_samples(tmp_path: Path, units: Any):
+def test_a_collator_without_labels_is_cut_only_where_units_are_given(tmp_path: Path, units: Any):
     torch.manual_seed(0)
     data = [{"input_ids": torch.randn(4)} for _ in range(12)]
     arguments = TrainingArguments(
@@ -131,8 +131,12 @@ def test_a_collator_without_labels_is_cut_where_its_loss_is_shown_to_be_a_mean_o
     trainers[1].train()
     assert trainers[0].model is not None
     with short_of_memory(trainers[0].model, [2, 3], Counter()):
-        plimsoll.transformers.fit(trainers[0], units=units)
-    assert_alike(*trainers)
+        if units is None:
+            with pytest.raises(InputError, match=r"has no labels \(it has input_ids\).*units="):
+                plimsoll.transformers.fit(trainers[0])
+        else:
+            plimsoll.transformers.fit(trainers[0], units=units)
+            assert_alike(*trainers)
 
 
 class Stream(torch.utils.data.IterableDataset):
