@@ -39,7 +39,6 @@ _MOST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e
 """What rounding explains of the difference of two norms, as a share of them."""
 _NUM_SAMPLES = 2
 _MOST_NAMES = 3
-_RAMP = 1 << 20
 _NO_NUMBER = -1.0  # in place of NaN, which is not equal to itself
 
 _WHAT_TO_GIVE = (
@@ -48,22 +47,22 @@ _WHAT_TO_GIVE = (
 
 
 class _Print(NamedTuple):
-    """What a tensor holds, without a copy of it: a hash of its bits, its norm, a sum of its numbers, each weighted by
-    its place, and how far rounding may change these, as a share.
+    """What a tensor holds, without a copy of it: a hash of its bits, the sum of its numbers and their norm.
+
+    ``most_difference`` is what rounding may change of a number, as a share of it.
     """
 
     bits: int
-    norm: float
     total: float
+    norm: float
+    num_numbers: int
     most_difference: float
 
     def is_near(self, other: _Print, largest_norm: float = 0.0) -> bool:
         """Whether the other differs by no more than rounding, of what is as large as ``largest_norm``."""
-        if self == other:
-            return True
         most = self.most_difference * max(self.norm, other.norm, largest_norm)
-        most_of_total = self.most_difference * max(abs(self.total), abs(other.total), _RAMP**0.5 * largest_norm)
-        return abs(self.norm - other.norm) <= most and abs(self.total - other.total) <= max(most, most_of_total)
+        is_norm_near = abs(self.norm - other.norm) <= most
+        return self == other or (is_norm_near and abs(self.total - other.total) <= most * self.num_numbers**0.5)
 
 
 class _Pass(NamedTuple):
@@ -293,21 +292,16 @@ def _print_of(tensor: Tensor) -> _Print:
     dense = tensor.detach()
     if dense.layout != torch.strided:
         dense = dense.coalesce().values()
-    dense = (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
+    dense = torch.view_as_real(dense) if dense.is_complex() else dense
     if not dense.numel():
-        return _Print(0, 0.0, 0.0, 0.0)
+        return _Print(0, 0.0, 0.0, 0, 0.0)
     bits, most = int(torch.hash_tensor(dense).view(torch.int64)), _MOST_DIFFERENCE.get(dense.dtype, 0.0)
+    if not dense.is_floating_point():
+        return _Print(bits, float(dense.sum()), 0.0, dense.numel(), most)
     kind = torch.promote_types(dense.dtype, torch.float32)
-    ramp = torch.linspace(0.5, 1.5, min(_RAMP, dense.numel()), dtype=kind, device=dense.device)
-    norms, sums = [], []
-    for part in torch.split(dense, _RAMP):
-        numbers = part.to(kind)
-        norms.append(torch.linalg.vector_norm(numbers))
-        sums.append(torch.dot(numbers, ramp[: numbers.numel()]))
-    places = torch.arange(1, len(sums) + 1, dtype=kind, device=dense.device)
-    norm, total = float(torch.linalg.vector_norm(torch.stack(norms))), float(torch.stack(sums).dot(places))
-    norm, total = (_NO_NUMBER if math.isnan(one) else one for one in (norm, total))
-    return _Print(bits, norm, total, most)
+    numbers = float(dense.sum(dtype=kind)), float(torch.linalg.vector_norm(dense, dtype=kind))
+    total, norm = (_NO_NUMBER if math.isnan(one) else one for one in numbers)
+    return _Print(bits, total, norm, dense.numel(), most)
 
 
 @contextmanager

@@ -221,9 +221,9 @@ class Undo:
         return any(name in self._moving for name, _, _ in self._left)
 
     def written(self) -> list[Tensor]:
-        """The tensors of before that passes were seen to write, whole storages as bytes where they have one."""
-        copies = dict(one for before in self._before for one in before.copies if one[0] in self._written)
-        return [saved.value for saved in copies.values() if isinstance(saved, SavedTensor)]
+        """The tensors of before that passes were seen to write."""
+        reached = (one for before in self._before for one in before.reached.tensors.values())
+        return [tensor for name, tensor in reached if name in self._written]
 
     def iterators(self) -> list[str]:
         """Names of iterators that are kept where training code may go on with them."""
@@ -402,7 +402,8 @@ class Undo:
     def _newly_written(self) -> list[str]:
         """What was written, or put into another storage, and is not among what is put back."""
         found: list[str] = []
-        for before in [] if self.is_updating else self._before:
+        # FSDP writes what it gathers, and frees it: nothing of that can be copied.
+        for before in self._before if self._observes and not self.is_updating else ():
             versions, addresses = before.watched.versions(), before.watched.addresses()
             if versions != before.versions:
                 pairs = zip(before.watched.counted, before.versions, versions, strict=True)
