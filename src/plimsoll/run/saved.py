@@ -32,6 +32,11 @@ class SavedTensor:
         return cls(owner, spare.copy_(whole))
 
     @property
+    def key(self) -> int | None:
+        """That of a storage, as `plimsoll.run.written.key_of` has it."""
+        return int(self.owner._cdata) if isinstance(self.owner, torch.UntypedStorage) else None
+
+    @property
     def value(self) -> Tensor:
         """What is there now."""
         return bytes_in(self.owner)

@@ -156,8 +156,10 @@ class Undo:
     @contextmanager
     def observing(self) -> Iterator[None]:
         """See what the block writes that was there before it; it can be put back, in the block and after it."""
+        copies = (saved for before in self._before for _, saved in before.copies)
+        copied = [saved.key for saved in copies if isinstance(saved, SavedTensor) and saved.key is not None]
         try:
-            with Writes() as self._writes:
+            with Writes(copied) as self._writes:
                 yield
         finally:
             self._take_writes()
@@ -250,7 +252,9 @@ class Undo:
             self._take_writes()
             changed = [one for before in self._before for one in before.changed()]
             self._failed = [one for one in changed if one[0] not in self._moving] or self._failed
-            self.lost = self.lost or (*self._newly_written(), *self._unknown(), *self.entangled)
+            copied = {name for before in self._before for name, _ in before.copies}
+            written = (name for name in self._newly_written() if name not in copied)
+            self.lost = self.lost or (*written, *self._unknown(), *self.entangled)
         self._has_looked = True
 
     @torch.no_grad()
