@@ -21,11 +21,8 @@ from plimsoll.device.base import Backend
 from plimsoll.errors import AfterUpdateError
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
-from plimsoll.run.reachable import Reached, reached_from
-from plimsoll.run.snapshot import Change, Moving, Snapshot
-
-_MOST_TRIES = 8
-"""Of a part that goes further from try to try, by what its failures leave changed (`plimsoll.run.snapshot`)."""
+from plimsoll.run.reachable import SMALL_BYTES, Reached, reached_from
+from plimsoll.run.snapshot import MOST_TRIES, Change, Moving, Snapshot
 
 
 class Part(NamedTuple):
@@ -35,11 +32,13 @@ class Part(NamedTuple):
         name: what is called, as a user writes it.
         work: does it.
         owner: what it changes is reached from here.
+        is_of_torch: whether it exchanges its containers for others and never changes those that have come since.
     """
 
     name: str
     work: Callable[[], object]
     owner: Any
+    is_of_torch: bool = False
 
 
 class AfterUpdate:
@@ -48,6 +47,7 @@ class AfterUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, position: Position) -> None:
         self._optimizer, self._backend, self._position = optimizer, backend, position
         self._moving: Moving = set()
+        self._reached: dict[tuple[str, int, int], Reached] = {}  # of parts of torch's, for every step
 
     def do(
         self,
@@ -66,7 +66,7 @@ class AfterUpdate:
 
     def _do(self, part: Part) -> None:
         left: list[Change] = []
-        for number in range(_MOST_TRIES):
+        for number in range(MOST_TRIES):
             begun_with = left if number > 1 else []
             event, left = self._try(part, begun_with)
             if event is None:
@@ -98,9 +98,16 @@ class AfterUpdate:
 
     def _snapshot_of(self, part: Part) -> Snapshot:
         groups = self._optimizer.param_groups
-        known = [self._optimizer, self._optimizer.state, *(group["params"] for group in groups)]
-        roots = [(part.name.partition(".")[0], part.owner), ("optimizer.param_groups", groups)]
-        return Snapshot(reached_from(roots, Reached(seen={id(one): one for one in known})), self._moving)
+        key = part.name, id(groups), len(groups)
+        reached = self._reached.get(key)
+        if reached is None:
+            known = [self._optimizer, self._optimizer.state, *(group["params"] for group in groups)]
+            roots = [(part.name.partition(".")[0], part.owner), ("optimizer.param_groups", groups)]
+            reached = reached_from(roots, Reached(seen={id(one): one for one in known}))
+            reached.arrays = [one for one in reached.arrays if one[1].nbytes <= SMALL_BYTES]
+        if part.is_of_torch:
+            self._reached[key] = reached
+        return Snapshot(reached, self._moving)
 
 
 def _parts(
@@ -109,8 +116,10 @@ def _parts(
     tidy_ups: tuple[Callable[[], None], ...],
 ) -> Iterator[Part]:
     if scaler is not None:
-        yield Part("scaler.update()", scaler.update, vars(scaler))
+        yield Part("scaler.update()", scaler.update, vars(scaler), type(scaler).__module__.startswith("torch."))
     if schedule is not None:
-        yield Part("schedule.step()", schedule.step, (schedule, vars(schedule)))  # it may be a library's wrapper
+        # It may be a library's wrapper, which is not looked into by itself.
+        is_of_torch = type(schedule).__module__ == "torch.optim.lr_scheduler"
+        yield Part("schedule.step()", schedule.step, (schedule, vars(schedule)), is_of_torch)
     for tidy_up in tidy_ups:
         yield Part(getattr(tidy_up, "__name__", "tidy_up") + "()", tidy_up, tidy_up)

@@ -67,7 +67,7 @@ from plimsoll.run.room import (
     without_states,
 )  # fmt: skip
 from plimsoll.run.scratch import ADDRESS_OF, Layout, Scratch
-from plimsoll.run.snapshot import Change
+from plimsoll.run.snapshot import MOST_TRIES, Change
 from plimsoll.run.sparse import bytes_of, is_sparse
 from plimsoll.run.together import agreed
 from plimsoll.run.update_copies import Learned, Memory, PieceCopy, WholeCopy
@@ -78,8 +78,6 @@ _PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # of its heap back to the system and take it again, which costs up to twice as much as the copying. CUDA's allocator
 # keeps it.
 _KEPT_BYTES = {"cpu": 8 << 20, "cuda": 0}
-_MOST_TRIES = 8
-"""Of an update that goes further from try to try, by what its failures leave changed (`plimsoll.run.snapshot`)."""
 
 
 @dataclass(slots=True)
@@ -122,7 +120,7 @@ class _Piece:
     def may_be_tried_again(self) -> bool:
         """Whether it can be cut further, has failed only once, or may go on from what its failures change."""
         self.num_failures += 1
-        goes_on = bool(self.left) and self.num_failures < _MOST_TRIES
+        goes_on = bool(self.left) and self.num_failures < MOST_TRIES
         return self.can_be_cut() or self.num_failures == 1 or goes_on
 
     def halves(self) -> list[_Piece]:

@@ -52,6 +52,8 @@ _OF_NAMES = ("_parameters", "_buffers", "_modules")
 """Dicts of every module whose items are named as its attributes."""
 _HOOKS_OF_MODULES = frozenset(vars(nn.Module())) - {*_OF_NAMES, "training"}
 """The others: what is in them is looked through, and they are not put back."""
+SMALL_BYTES = 1 << 20
+"""Arrays and tensors up to this size may be copied in each step without anybody having seen them change."""
 _MOST_ITEMS = 10_000
 _MOST_PLACES = 50_000
 

@@ -13,6 +13,7 @@ Does NOT see state that makes no difference to two samples. Where these fail by 
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -269,7 +270,10 @@ class Retry:
                 f"{why}. Where memory runs out, no step is done again: give what keeps it as extra_state=[...], "
                 f"{_WHAT_TO_GIVE}"
             )
-        warnings.warn(text, PlimsollWarning, stacklevel=2)
+        frame, level = sys._getframe(), 1  # at the line of the user's loop, however it called us
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("plimsoll."):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(text, PlimsollWarning, stacklevel=level)
 
 
 def first_samples(batch: Any, micro_batch: int, model: nn.Module) -> Any:

@@ -26,6 +26,8 @@ from plimsoll.run.written import Writes, bytes_in
 Moving = set[tuple[str, Any]]
 """Items of places that work has changed which went through, by the name of the place and their own."""
 
+MOST_TRIES = 8
+"""Of work that goes further from try to try, by what its failures leave changed."""
 _PLAIN = (str, bytes, bool, int, float, complex, type(None))
 _WHOLE = object()
 _NOTHING = object()

@@ -32,12 +32,10 @@ from plimsoll.device.base import Backend
 from plimsoll.outside import is_marked
 from plimsoll.run.before import Before, Watched
 from plimsoll.run.boundary import fitting
-from plimsoll.run.reachable import Place, Reached, may_hold_state, reached_from
+from plimsoll.run.reachable import SMALL_BYTES, Place, Reached, may_hold_state, reached_from
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
 from plimsoll.run.written import Writes, has_storage, key_of
 
-_SMALL_BYTES = 1 << 20
-"""Arrays of numpy up to this size are copied before each step: no counter says whether they were written."""
 _MOST_ARRAY_BYTES = 64 << 20
 """Larger ones are not copied in the steps that are observed, in which it is seen whether they were written."""
 _LONGEST_PAUSE_STEPS = 200
@@ -306,7 +304,7 @@ class Undo:
         before.have_gradients = [tensor.requires_grad for tensor in watched.leaves]
         gradients = ((one, one.grad) for one in watched.leaves if one.requires_grad)
         before.gradients = [(one, grad, None if grad is None else grad.clone()) for one, grad in gradients]
-        most_bytes = _MOST_ARRAY_BYTES if is_due else _SMALL_BYTES
+        most_bytes = _MOST_ARRAY_BYTES if is_due else SMALL_BYTES
         for name, array in reached.arrays:
             if array.flags.writeable and (array.nbytes <= most_bytes or name in self._written):
                 before.copies.append((name, SavedArray(array, array.copy())))
@@ -351,7 +349,7 @@ class Undo:
             return is_buffer
         if is_seen or isinstance(tensor, nn.Parameter) or tensor.requires_grad or name.startswith("batch"):
             return False
-        return tensor.nbytes <= _SMALL_BYTES or (is_buffer and tensor.is_floating_point())
+        return tensor.nbytes <= SMALL_BYTES or (is_buffer and tensor.is_floating_point())
 
     def _copied(self, name: str, tensor: Tensor) -> SavedTensor:
         """Copy it, into the memory of the last copy if there is one."""

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from plimsoll.device.base import Backend
 from plimsoll.optimizers import settings_of
 from plimsoll.outside import Copier
-from plimsoll.run.reachable import Reached, reached_from
+from plimsoll.run.reachable import SMALL_BYTES, Reached, reached_from
 from plimsoll.run.room import Members
 from plimsoll.run.saved import SavedPlace, SavedTensor
 from plimsoll.run.scratch import Layout, Scratch
@@ -35,7 +35,6 @@ from plimsoll.run.snapshot import Change, Moving, Snapshot
 from plimsoll.run.sparse import bytes_of, changed_rows
 from plimsoll.run.written import Write, Writes, bytes_in, has_storage, key_of
 
-_SMALL_BYTES = 1 << 20
 _LONGEST_PAUSE_UPDATES = 100
 
 
@@ -217,7 +216,7 @@ class WholeCopy:
         tensors = [tensor for _, tensor in own.tensors.values()]
         self._versions: list[tuple[str, Tensor, int]] = []
         for name, tensor in hooked.tensors.values():
-            if name in learned.written or tensor.nbytes <= _SMALL_BYTES:
+            if name in learned.written or tensor.nbytes <= SMALL_BYTES:
                 tensors.append(tensor)
             elif not tensor.is_inference():  # which counts no versions
                 self._versions.append((name, tensor, tensor._version))
@@ -311,7 +310,7 @@ def _reached_from(optimizer: torch.optim.Optimizer) -> tuple[Reached, Reached]:
 
 def _together(own: Reached, hooked: Reached) -> Reached:
     """What a snapshot is of: arrays that only hooks reach are copied where they are small."""
-    small = [(name, array) for name, array in hooked.arrays if array.nbytes <= _SMALL_BYTES]
+    small = [(name, array) for name, array in hooked.arrays if array.nbytes <= SMALL_BYTES]
     return Reached(
         places=own.places + hooked.places, arrays=own.arrays + small, generators=own.generators + hooked.generators
     )

@@ -12,6 +12,7 @@ from plimsoll.errors import AfterUpdateError, OutOfMemoryError
 from plimsoll.run.after_update import AfterUpdate
 from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import exhaust_memory
+from plimsoll.run.reachable import reached_from
 
 NUM_STEPS = 4
 
@@ -149,3 +150,21 @@ def test_the_message_has_what_a_user_needs():
     said = str(raised.value)
     assert re.search(r"exhaust_memory\(\) after the update of step 7 .*asked for 1024\.0 PiB", said)
     assert "2 times" in said
+
+
+def test_what_a_schedule_of_torchs_keeps_is_looked_for_once(monkeypatch):
+    looked = []
+    monkeypatch.setattr(
+        "plimsoll.run.after_update.reached_from", lambda *given: looked.append(1) or reached_from(*given)
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    following = AfterUpdate(optimizer, backend_for("cpu"), Position())
+    for _ in range(3):
+        optimizer.step()
+        following.do(schedule=schedule)
+    assert len(looked) == 1
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.1, "initial_lr": 0.1})
+    schedule.base_lrs.append(0.1)
+    following.do(schedule=schedule)
+    assert len(looked) == 2

@@ -181,8 +181,9 @@ def test_an_iterator_is_named_and_not_moved_by_the_check():
     torch.manual_seed(0)
     numbers = iter(range(100))
     step = step_of(Net(lambda: float(next(numbers))), fails={1})
-    with pytest.warns(PlimsollWarning, match="numbers is an iterator"):
+    with pytest.warns(PlimsollWarning, match="numbers is an iterator") as said:
         step(batch_of())
+    assert said[0].filename == __file__
     assert next(numbers) == 1
     with pytest.raises(OutOfMemoryError, match="numbers is an iterator"):
         step(batch_of(1))
