@@ -316,14 +316,14 @@ class Undo:
         if reached is self._reached and self._watched is not None and self._watched_for == known:
             return self._watched
         watched = Watched([place.copier() for _, place in reached.places])
-        # A dry run, which sees nothing, takes what BatchNorm keeps for written; so do ranks that share parameters.
-        kinds = nn.Module if self._observes else _NormBase
-        owners = [module for module in reached.modules if isinstance(module, kinds)]
-        buffers = {id(one) for module in owners for one in module._buffers.values()}
+        buffers = {id(one): module for module in reached.modules for one in module._buffers.values()}
         for name, tensor in reached.tensors.values():
             is_seen = self._has_observed and not is_due and has_storage(tensor)
-            if self._is_copied(name, tensor, id(tensor) in buffers, is_seen and not is_new):
+            owner = buffers.get(id(tensor))
+            if self._is_copied(name, tensor, owner, is_seen and not is_new):
                 watched.copied.append((name, tensor))
+            if not self._observes and owner is None:
+                continue  # FSDP writes what it gathers, and frees it: nothing of that can be copied
             if has_storage(tensor):
                 watched.stored.append((name, tensor))
                 if (is_due or name in self._placed) and not is_marked(tensor):
@@ -336,20 +336,21 @@ class Undo:
             self._watched, self._watched_for = watched, known
         return watched
 
-    def _is_copied(self, name: str, tensor: Tensor, is_buffer: bool, is_seen: bool) -> bool:
-        """Whether a tensor is copied before the step: one that some step has written is.
+    def _is_copied(self, name: str, tensor: Tensor, owner: nn.Module | None, is_seen: bool) -> bool:
+        """Whether a tensor, a buffer if it has an owner, is copied before the step: one that some step has written is.
 
         Others are as long as nothing was seen of them, if they are small, or buffers of floats (BatchNorm's, whose
         kernels count no versions), but for parameters and the batch: in a step that is observed (what numpy writes is
-        seen by comparing), if they have come since, and if they cannot be observed.
+        seen by comparing), if they have come since, and if they cannot be observed. Where no step is observed, what
+        BatchNorm keeps is.
         """
         if name in self._written:
             return True
         if not self._observes:
-            return is_buffer
+            return isinstance(owner, _NormBase)
         if is_seen or isinstance(tensor, nn.Parameter) or tensor.requires_grad or name.startswith("batch"):
             return False
-        return tensor.nbytes <= SMALL_BYTES or (is_buffer and tensor.is_floating_point())
+        return tensor.nbytes <= SMALL_BYTES or (owner is not None and tensor.is_floating_point())
 
     def _copied(self, name: str, tensor: Tensor) -> SavedTensor:
         """Copy it, into the memory of the last copy if there is one."""
@@ -404,8 +405,7 @@ class Undo:
     def _newly_written(self) -> list[str]:
         """What was written, or put into another storage, and is not among what is put back."""
         found: list[str] = []
-        # FSDP writes what it gathers, and frees it: nothing of that can be copied.
-        for before in self._before if self._observes and not self.is_updating else ():
+        for before in () if self.is_updating else self._before:
             versions, addresses = before.watched.versions(), before.watched.addresses()
             if versions != before.versions:
                 pairs = zip(before.watched.counted, before.versions, versions, strict=True)
