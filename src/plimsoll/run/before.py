@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from plimsoll.run.reachable import Place, Reached, is_same, merged
+from plimsoll.run.reachable import Place, Reached, is_same
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
 
 
@@ -66,31 +65,9 @@ class Before:
             if not is_same(now, content):
                 yield name, place, content, now
 
-    @torch.no_grad()
-    def rebase(self, contents: list[Any], versions: list[int]) -> list[str]:
-        """Take what others have changed for the state of before; names what passes had changed, too.
-
-        ``contents`` and ``versions`` are those that the passes left.
-        """
-        entangled = []
-        for number, ((name, _), copier, left) in enumerate(
-            zip(self.reached.places, self.watched.copiers, contents, strict=True)
-        ):
-            before, now = self.contents[number], copier()
-            if is_same(now, left):
-                continue
-            if is_same(before, left):
-                self.contents[number] = now
-            elif isinstance(now, dict):
-                self.contents[number] = merged(before, left, now)
-            else:
-                entangled.append(name)
-        written: set[str] = set()
-        for number, ((name, tensor), left) in enumerate(zip(self.watched.counted, versions, strict=True)):
-            if tensor._version != left:
-                (written.add if self.versions[number] == left else entangled.append)(name)
-                self.versions[number] = tensor._version
-        for name, saved in self.copies:
-            if name in written and isinstance(saved, SavedTensor):
-                saved.content.copy_(saved.value)
-        return entangled
+    def skip(self, versions: list[int], addresses: list[int]) -> None:
+        """Do not count what others have written, or moved, since tensors had these versions and addresses."""
+        counts = zip(self.versions, versions, self.watched.versions(), strict=True)
+        places = zip(self.addresses, addresses, self.watched.addresses(), strict=True)
+        self.versions = [first + now - then for first, then, now in counts]
+        self.addresses = [now if first == then else first for first, then, now in places]

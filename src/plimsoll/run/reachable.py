@@ -19,7 +19,7 @@ import sys
 from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Queue
@@ -233,7 +233,7 @@ class Reached:
     generators: list[tuple[str, Any]] = field(default_factory=list)
     iterators: list[str] = field(default_factory=list)
     is_whole: bool = True
-    seen: dict[int, Any] = field(default_factory=dict)
+    seen: MutableMapping[int, Any] = field(default_factory=dict)
 
 
 def reached_from(roots: Iterable[tuple[str, Any]], before: Reached | None = None) -> Reached:
@@ -257,16 +257,10 @@ def is_same(one: Any, other: Any) -> bool:
     return all(value is kept for value, kept in zip(one, other, strict=True))
 
 
-def merged(before: dict[Any, Any], left: dict[Any, Any], now: dict[Any, Any]) -> dict[Any, Any]:
-    """What was before, with what has changed from what was left to now."""
-    new = {key: value for key, value in now.items() if key not in left or left[key] is not value}
-    return {key: value for key, value in (before | new).items() if key in now or key not in left}
-
-
 class _Walk:
     """One walk, first what is near: a name is then the shortest."""
 
-    def __init__(self, before: dict[int, Any]) -> None:
+    def __init__(self, before: Mapping[int, Any]) -> None:
         self.reached = Reached()
         self._before = before
         self._waiting: deque[tuple[str, Any]] = deque()

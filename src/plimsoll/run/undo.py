@@ -17,6 +17,7 @@ Does NOT see a first write in a later step that counts no version (through ``.da
 from __future__ import annotations
 
 import copy
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -31,6 +32,7 @@ from plimsoll.device import cudnn_dropout, onednn
 from plimsoll.device.base import Backend
 from plimsoll.outside import is_marked
 from plimsoll.run.before import Before, Watched
+from plimsoll.run.between import Between, Moment
 from plimsoll.run.boundary import fitting
 from plimsoll.run.reachable import SMALL_BYTES, Place, Reached, may_hold_state, reached_from
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
@@ -64,7 +66,6 @@ class Undo:
 
     Attributes:
         lost: names of what the last `restore` could not put back.
-        entangled: names of what was changed by passes as well as between them.
         is_updating: whether what is trained is being written, which others undo.
     """
 
@@ -73,8 +74,8 @@ class Undo:
         apart: Sequence[Any] = (), observes: bool = True,
     ) -> None:  # fmt: skip
         self.lost: tuple[str, ...] = ()
-        self.entangled: list[str] = []
-        self._paused: list[tuple[list[Any], list[int]]] = []  # contents and versions
+        self._moments: list[Moment] = []  # after the last passes of an update of several batches
+        self._between: list[Between] = []  # what the loop has changed after each of the batches
         self._roots, self._backend, self._extra_state, self._apart = dict(roots), backend, extra_state, apart
         self._reached: Reached | None = None
         self._watched: Watched | None = None  # of it ...
@@ -104,7 +105,7 @@ class Undo:
 
     def remember(self, batch: Any = None) -> None:
         """Take the state as it is now for the one to go back to; ``batch`` is a part of it."""
-        self.lost, self.entangled, self.is_updating, self._has_looked = (), [], False, False
+        self.lost, self.is_updating, self._has_looked = (), False, False
         self._let_go()
         self._random_state = self._backend.random_state()
         if self._reached is None:
@@ -115,31 +116,40 @@ class Undo:
                 self._reached.places.clear()
         self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
         before = self._remembered(self._reached, is_new=False)
-        roots = [("batch", batch), *self._news(before)]
+        roots = [("batch", batch), *self._news(before), *(news for one in self._between for news in one.news)]
         self._before = [before, self._remembered(reached_from(roots, self._reached), is_new=True)]
         self._extra = [copy.deepcopy(one.state_dict()) for one in self._extra_state]
 
     def pause(self) -> None:
         """Note how everything is after the passes of one of several batches: what follows is not theirs."""
-        self._paused = [
-            ([copier() for copier in before.watched.copiers], before.watched.versions()) for before in self._before
-        ]
+        self._moments = [Moment(before) for before in self._before]
 
     @property
     def has_remembered(self) -> bool:
         """Whether there is a state to go back to."""
         return bool(self._before)
 
-    def remember_also(self, batch: Any) -> None:
-        """Take one more batch as it is now; the rest is as it was when the first was remembered.
+    def resume(self, batch: Any = None) -> None:
+        """Note what the loop has changed since `pause`, and take one more batch as it is now, if there is one.
 
-        But for what has changed since `pause`: a loop that runs code of its own between two batches does not run it
-        again when both are done again.
+        The state to go back to stays that of before the first batch.
         """
-        for before, (contents, versions) in zip(self._before, self._paused, strict=True):
-            self.entangled += before.rebase(contents, versions)
-        self._paused = []
-        self._before.append(self._remembered(reached_from([("batch", batch)], self._reached), is_new=True))
+        between = Between(self._before, self._moments, self._extra_state, self._backend, is_end=batch is None)
+        self._moving |= between.places
+        self._written |= between.written
+        self._placed |= between.moved
+        seen = ChainMap(*(before.reached.seen for before in self._before))
+        reached = reached_from([("batch", batch), *between.news], Reached(seen=seen))
+        news = self._remembered(reached, is_new=True)
+        for before, moment in zip(self._before, self._moments, strict=True):
+            before.skip(moment.versions, moment.addresses)
+        self._before.append(news)
+        self._between.append(between)
+
+    def again(self, number: int) -> None:
+        """Change what the loop changed after batch ``number``, counted from 1."""
+        for between in self._between[number - 1 : number]:
+            between.again()
 
     def forget(self) -> None:
         """Let go of what was remembered, and look for everything anew: techniques are about to change the modules."""
@@ -188,7 +198,7 @@ class Undo:
     def done(self) -> None:
         """Let go of the state of before the step."""
         self._let_go()
-        self._extra, self._failed, self._left = [], [], []
+        self._extra, self._failed, self._left, self._between = [], [], [], []
         self._strangers += self._new_strangers
         self._new_strangers = []
         if self._is_stale:
@@ -206,6 +216,7 @@ class Undo:
     @contextmanager
     def as_failed(self) -> Iterator[None]:
         """For a block that puts back what it changes: what only failed tries change is as the last one left it."""
+        counted = [(before.watched.versions(), before.watched.addresses()) for before in self._before]
         for _, place, _, content in self._failed:
             place.fill(content)
         try:
@@ -213,7 +224,8 @@ class Undo:
         finally:
             for _, place, content, _ in self._failed:
                 place.fill(content)
-            self._begin_counting()
+            for before, (versions, addresses) in zip(self._before, counted, strict=True):
+                before.skip(versions, addresses)
 
     @property
     def has_left_state(self) -> bool:
@@ -252,7 +264,7 @@ class Undo:
             self._failed = [one for one in changed if one[0] not in self._moving] or self._failed
             copied = {name for before in self._before for name, _ in before.copies}
             written = (name for name in self._newly_written() if name not in copied)
-            self.lost = self.lost or (*written, *self._unknown(), *self.entangled)
+            self.lost = self.lost or (*written, *self._unknown(), *(name for one in self._between for name in one.lost))
         self._has_looked = True
 
     @torch.no_grad()
@@ -276,13 +288,9 @@ class Undo:
             one.load_state_dict(copy.deepcopy(state))
         if self._random_state:
             self._backend.restore_random_state(self._random_state)
-        self._begin_counting()
-        self._has_looked = False
-
-    def _begin_counting(self) -> None:
-        """Take what tensors are now for unwritten."""
         for before in self._before:
             before.versions, before.addresses = before.watched.versions(), before.watched.addresses()
+        self._has_looked = False
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
