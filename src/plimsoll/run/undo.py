@@ -21,6 +21,7 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain, takewhile
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +37,7 @@ from plimsoll.run.between import Between, Moment
 from plimsoll.run.boundary import fitting
 from plimsoll.run.reachable import SMALL_BYTES, Place, Reached, may_hold_state, reached_from
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
-from plimsoll.run.written import Writes, has_storage, key_of
+from plimsoll.run.written import Writes, bytes_in, has_storage, key_of
 
 _MOST_ARRAY_BYTES = 64 << 20
 """Larger ones are not copied in the steps that are observed, in which it is seen whether they were written."""
@@ -96,8 +97,7 @@ class Undo:
         self._kind: Any = None
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
-        self._strangers: list[tuple[str, StorageWeakRef]] = []  # written by earlier steps, and reached from nowhere
-        self._new_strangers: list[tuple[str, StorageWeakRef]] = []  # by this one, which has copies of them
+        self._strangers: dict[int, StorageWeakRef] = {}  # written by passes, and reached from nowhere
         self._num_steps, self._next_look = 0, 1
         for model in (one for one in roots.values() if isinstance(one, nn.Module)):
             cudnn_dropout.find_for(model)
@@ -117,6 +117,7 @@ class Undo:
         self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
         before = self._remembered(self._reached, is_new=False)
         roots = [("batch", batch), *self._news(before), *(news for one in self._between for news in one.news)]
+        before.copies += [("", copied) for copied in self._copied_strangers()]
         self._before = [before, self._remembered(reached_from(roots, self._reached), is_new=True)]
         self._extra = [copy.deepcopy(one.state_dict()) for one in self._extra_state]
 
@@ -186,7 +187,7 @@ class Undo:
         if self._writes is not None or self._num_steps >= self._next_look:
             self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
             self._moving.update(name for before in self._before for name, *_ in before.changed())
-            self._is_stale = any(self._new_places())
+            self._is_stale = any(True for _ in chain(self._new_places(), self._news(self._before[0])))
 
     def observed(self, *, is_all: bool = True) -> None:
         """Take the passes since `remember` for those of a step; ``is_all``: no more of their kind need be observed."""
@@ -199,8 +200,6 @@ class Undo:
         """Let go of the state of before the step."""
         self._let_go()
         self._extra, self._failed, self._left, self._between = [], [], [], []
-        self._strangers += self._new_strangers
-        self._new_strangers = []
         if self._is_stale:
             self._reached, self._watched, self._is_stale = None, None, False
 
@@ -264,7 +263,8 @@ class Undo:
             self._failed = [one for one in changed if one[0] not in self._moving] or self._failed
             copied = {name for before in self._before for name, _ in before.copies}
             written = (name for name in self._newly_written() if name not in copied)
-            self.lost = self.lost or (*written, *self._unknown(), *(name for one in self._between for name in one.lost))
+            unrepeated = (name for one in self._between for name in one.lost)
+            self.lost = self.lost or (*written, *self._new_places(), *unrepeated)
         self._has_looked = True
 
     @torch.no_grad()
@@ -365,15 +365,28 @@ class Undo:
         num_bytes = tensor.untyped_storage().nbytes() if has_storage(tensor) else tensor.nbytes
         return SavedTensor.of(tensor, self._spare.pop((name, num_bytes), None), as_bytes=self._observes)
 
+    def _copied_strangers(self) -> Iterator[SavedTensor]:
+        for key, reference in [*self._strangers.items()]:
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._strangers[key]
+            else:
+                yield SavedTensor(storage, bytes_in(storage).clone())
+
     def _news(self, before: Before) -> Iterator[tuple[str, Any]]:
-        """What has come, since everything was looked for, into places that change."""
-        places = zip(before.reached.places, before.contents, strict=True) if self._moving else ()
-        for (name, _), content in places:
+        """What has come, since everything was looked for, into places that change, and to the end of lists."""
+
+        def is_new(value: Any) -> bool:
+            return may_hold_state(value) and id(value) not in before.reached.seen
+
+        for (name, _), content in zip(before.reached.places, before.contents, strict=True):
             if name in self._moving:
                 pairs = content.items() if isinstance(content, dict) else enumerate(content)
                 for key, value in pairs:
-                    if may_hold_state(value) and id(value) not in before.reached.seen:
+                    if is_new(value):
                         yield (f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]"), value
+            elif not isinstance(content, dict):
+                yield from ((name, value) for value in takewhile(is_new, reversed(content)))
 
     # -- after a pass --------------------------------------------------------------------------------------------------
 
@@ -384,19 +397,13 @@ class Undo:
         reached = [one for before in self._before for one in before.reached.tensors.values()]
         reached += [(name, saved.before) for before in self._before for name, saved in before.places]
         names = {key_of(tensor): name for name, tensor in reversed(reached) if has_storage(tensor)}
-        for key, (storage, content, shape, line) in self._writes.written.items():
+        for key, (storage, content) in self._writes.written.items():
             self._before[0].copies.append((names.get(key, ""), SavedTensor(storage, content)))
             if key in names:
                 self._written.add(names[key])
-            elif line is not None:
-                name = f"a tensor of shape {shape} that {line} writes"
-                self._new_strangers.append((name, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
+            else:
+                self._strangers[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._writes.written.clear()
-
-    def _unknown(self) -> Iterator[str]:
-        """What may have been changed, and was not looked at before the step."""
-        yield from (name for name, storage in self._strangers if not storage.expired())  # type: ignore[no-untyped-call]
-        yield from self._new_places()
 
     def _new_places(self) -> Iterator[str]:
         """Places into which the loop has brought something since everything was looked for."""
@@ -405,7 +412,7 @@ class Undo:
             yield from (name for (name, _), content in places if name not in self._moving and self._is_new(content))
 
     def _is_new(self, content: Any) -> bool:
-        """Whether something has come into a place since everything was looked for; lists are often grown by a loop."""
+        """Whether something has come into a place, but for lists, since everything was looked for."""
         assert self._reached is not None
         values = content.values() if isinstance(content, dict) else ()
         return any(id(value) not in self._reached.seen and may_hold_state(value) for value in values)
