@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from plimsoll.run.reachable import Place, Reached, is_same
+from plimsoll.run.contents import Contents, Places
+from plimsoll.run.reachable import Place, Reached
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
 
 
@@ -17,7 +18,7 @@ class Watched:
     """What is looked after in each step of what was reached: found once, for a step must cost microseconds.
 
     Attributes:
-        copiers: what copies the content of each place.
+        places: what has a content.
         copied: tensors that are copied, by name.
         placed: tensors of which it is noted where they are.
         leaves: tensors that may be frozen and unfrozen.
@@ -25,7 +26,7 @@ class Watched:
         stored: tensors that have an address.
     """
 
-    copiers: list[Callable[[], Any]]
+    places: Places
     copied: list[tuple[str, Tensor]] = field(default_factory=list)
     placed: list[tuple[str, Tensor]] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
@@ -47,7 +48,7 @@ class Before:
 
     reached: Reached
     watched: Watched
-    contents: list[Any]
+    contents: Contents
     places: list[tuple[str, SavedPlace]] = field(default_factory=list)
     copies: list[tuple[str, SavedTensor | SavedArray]] = field(default_factory=list)
     generators: list[SavedGenerator] = field(default_factory=list)
@@ -58,12 +59,9 @@ class Before:
 
     def changed(self) -> Iterator[tuple[str, Place, Any, Any]]:
         """The places that have other things in them now: name, place, what was in it, and what is."""
-        for (name, place), copier, content in zip(
-            self.reached.places, self.watched.copiers, self.contents, strict=True
-        ):
-            now = copier()
-            if not is_same(now, content):
-                yield name, place, content, now
+        now = self.watched.places.contents()
+        for number in self.contents.differing(now):
+            yield *self.reached.places[number], self.contents[number], now[number]
 
     def skip(self, versions: list[int], addresses: list[int]) -> None:
         """Do not count what others have written, or moved, since tensors had these versions and addresses."""

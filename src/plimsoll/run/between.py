@@ -27,7 +27,7 @@ class Moment:
     """How everything that was reached is, after the passes of a batch."""
 
     def __init__(self, before: Before) -> None:
-        self.contents = [copier() for copier in before.watched.copiers]
+        self.contents = before.watched.places.contents()
         self.versions, self.addresses = before.watched.versions(), before.watched.addresses()
         self.arrays = [saved.array.copy() for saved in _arrays(before)]
         self.are_trained = _are_trained(before)
@@ -79,11 +79,10 @@ class Between:
             one.load_state_dict(copy.deepcopy(state))
 
     def _note_places(self, before: Before, moment: Moment) -> None:
-        places = zip(before.reached.places, before.watched.copiers, before.contents, moment.contents, strict=True)
-        for (name, place), copier, first, left in places:
-            now = copier()
-            if is_same(now, left):
-                continue
+        contents = before.watched.places.contents()
+        for number in moment.contents.differing(contents):
+            name, place = before.reached.places[number]
+            first, left, now = before.contents[number], moment.contents[number], contents[number]
             self.places.add(name)
             if isinstance(now, dict):
                 new = {key: value for key, value in now.items() if key not in left or left[key] is not value}

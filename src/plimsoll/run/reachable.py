@@ -19,7 +19,7 @@ import sys
 from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Queue
@@ -69,24 +69,24 @@ class Place(ABC):
     def fill(self, content: Any) -> None:
         """Have this content again."""
 
-    def copier(self) -> Callable[[], Any]:
-        """What copies the content most quickly, perhaps with more that `fill` takes; for every step."""
-        return self.content
+    def container(self) -> Any:
+        """Return what is the content, perhaps with more that `fill` takes; ``None`` where it has to be made."""
+        return None
 
 
 @dataclass(slots=True)
 class Items(Place):
     """A list, a deque, a set or a dict."""
 
-    container: Any
+    items: Any
 
     def content(self) -> Any:
         """Copy the items."""
-        return dict(self.container) if isinstance(self.container, dict) else list(self.container)
+        return dict(self.items) if isinstance(self.items, dict) else list(self.items)
 
     def fill(self, content: Any) -> None:
         """Have these items again."""
-        container = self.container
+        container = self.items
         kind: Any = next(one for one in (OrderedDict, dict, list, deque, set) if isinstance(container, one))
         kind.clear(container)  # a subclass may forbid it, or do more
         if isinstance(container, dict):
@@ -95,25 +95,32 @@ class Items(Place):
         else:
             (kind.update if isinstance(container, set) else kind.extend)(container, content)
 
-    def copier(self) -> Callable[[], Any]:
-        """Copy as Python does."""
-        copy: Callable[[], Any] = self.container.copy
-        return copy if type(self.container) in {dict, list, deque} else self.content
+    def container(self) -> Any:
+        """Return it, where iterating does what Python's own does."""
+        return self.items if type(self.items) in {dict, OrderedDict, list, deque, set} else None
 
 
 @dataclass(slots=True)
 class Numbers(Place):
     """A bytearray, or an array of Python's own."""
 
-    container: Any
+    numbers: bytearray | array[Any]
+    _last: bytes = b""
 
-    def content(self) -> Any:
-        """Copy the numbers."""
-        return self.container[:]
+    def content(self) -> list[bytes]:
+        """Copy the numbers as bytes, which are the same object as long as the numbers are the same."""
+        now = bytes(memoryview(self.numbers).cast("B")) if self.numbers else b""
+        self._last = self._last if now == self._last else now
+        return [self._last]
 
     def fill(self, content: Any) -> None:
         """Have these numbers again."""
-        self.container[:] = content
+        (self._last,) = content
+        del self.numbers[:]
+        if isinstance(self.numbers, bytearray):
+            self.numbers += self._last
+        else:
+            self.numbers.frombytes(self._last)
 
 
 @dataclass(slots=True)
@@ -145,10 +152,10 @@ class Attributes(Place):
                 del own[name]
             own.update(content)
 
-    def copier(self) -> Callable[[], Any]:
-        """Copy as Python does, what is left out as well."""
+    def container(self) -> Any:
+        """Return the attributes, with what is left out as well; those of a class are chosen from."""
         own = vars(self.owner)
-        return self.content if isinstance(own, MappingProxyType) else own.copy
+        return None if isinstance(own, MappingProxyType) else own
 
 
 @dataclass(slots=True)

@@ -35,6 +35,7 @@ from plimsoll.outside import is_marked
 from plimsoll.run.before import Before, Watched
 from plimsoll.run.between import Between, Moment
 from plimsoll.run.boundary import fitting
+from plimsoll.run.contents import Places
 from plimsoll.run.reachable import SMALL_BYTES, Place, Reached, may_hold_state, reached_from
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
 from plimsoll.run.written import Writes, bytes_in, has_storage, key_of
@@ -79,6 +80,7 @@ class Undo:
         self._between: list[Between] = []  # what the loop has changed after each of the batches
         self._roots, self._backend, self._extra_state, self._apart = dict(roots), backend, extra_state, apart
         self._reached: Reached | None = None
+        self._walked = Places([]).contents()  # what was in its places when it was found, or when that was still all
         self._watched: Watched | None = None  # of it ...
         self._watched_for: tuple[Any, ...] = ()  # ... as long as this is so
         self.is_updating = False
@@ -114,12 +116,14 @@ class Undo:
             self._reached.seen.update(theirs.seen)
             if not self._observes:  # FSDP exchanges the parameters of modules, and keeps account of it
                 self._reached.places.clear()
+            self._walked = Places([place for _, place in self._reached.places]).contents()
         self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
         before = self._remembered(self._reached, is_new=False)
         roots = [("batch", batch), *self._news(before), *(news for one in self._between for news in one.news)]
         before.copies += [("", copied) for copied in self._copied_strangers()]
-        self._before = [before, self._remembered(reached_from(roots, self._reached), is_new=True)]
+        news = self._remembered(reached_from(roots, self._reached), is_new=True)
         self._extra = [copy.deepcopy(one.state_dict()) for one in self._extra_state]
+        self._before = [before, news]
 
     def pause(self) -> None:
         """Note how everything is after the passes of one of several batches: what follows is not theirs."""
@@ -188,6 +192,7 @@ class Undo:
             self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
             self._moving.update(name for before in self._before for name, *_ in before.changed())
             self._is_stale = any(True for _ in chain(self._new_places(), self._news(self._before[0])))
+            self._walked = self._before[0].contents
 
     def observed(self, *, is_all: bool = True) -> None:
         """Take the passes since `remember` for those of a step; ``is_all``: no more of their kind need be observed."""
@@ -246,10 +251,10 @@ class Undo:
         for place, content in settled:
             place.fill(content)
         for before in self._before:
-            for number, (_, one) in enumerate(before.reached.places):
-                before.contents[number] = next(
-                    (content for place, content in settled if place is one), before.contents[number]
-                )
+            numbers = {id(place): number for number, (_, place) in enumerate(before.reached.places)}
+            for place, content in settled:
+                if id(place) in numbers:
+                    before.contents.replace(numbers[id(place)], content)
         self._left = [] if all_of_it else [one for one in self._left if one[0] not in self._moving]
 
     def look(self) -> None:
@@ -305,7 +310,7 @@ class Undo:
     def _remembered(self, reached: Reached, *, is_new: bool) -> Before:
         is_due = self.is_due
         watched = self._watched_of(reached, is_new=is_new, is_due=is_due)
-        before = Before(reached, watched, [copier() for copier in watched.copiers])
+        before = Before(reached, watched, watched.places.contents())
         before.copies = [(name, self._copied(name, tensor)) for name, tensor in watched.copied]
         before.places = [(name, SavedPlace.of(tensor)) for name, tensor in watched.placed]
         before.versions, before.addresses = watched.versions(), watched.addresses()
@@ -323,7 +328,7 @@ class Undo:
         known = is_due, self._has_observed, len(self._written), len(self._placed)
         if reached is self._reached and self._watched is not None and self._watched_for == known:
             return self._watched
-        watched = Watched([place.copier() for _, place in reached.places])
+        watched = Watched(Places([place for _, place in reached.places]))
         buffers = {id(one): module for module in reached.modules for one in module._buffers.values()}
         for name, tensor in reached.tensors.values():
             is_seen = self._has_observed and not is_due and has_storage(tensor)
@@ -376,17 +381,19 @@ class Undo:
     def _news(self, before: Before) -> Iterator[tuple[str, Any]]:
         """What has come, since everything was looked for, into places that change, and to the end of lists."""
 
-        def is_new(value: Any) -> bool:
-            return may_hold_state(value) and id(value) not in before.reached.seen
-
-        for (name, _), content in zip(before.reached.places, before.contents, strict=True):
+        for name, content in self._others_than_walked(before):
             if name in self._moving:
                 pairs = content.items() if isinstance(content, dict) else enumerate(content)
                 for key, value in pairs:
-                    if is_new(value):
+                    if self._is_new(value):
                         yield (f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]"), value
             elif not isinstance(content, dict):
-                yield from ((name, value) for value in takewhile(is_new, reversed(content)))
+                yield from ((name, value) for value in takewhile(self._is_new, reversed(content)))
+
+    def _others_than_walked(self, before: Before) -> Iterator[tuple[str, Any]]:
+        """The places that were others before the step than when everything was looked for, and what was in them."""
+        for number in self._walked.differing(before.contents):
+            yield before.reached.places[number][0], before.contents[number]
 
     # -- after a pass --------------------------------------------------------------------------------------------------
 
@@ -406,16 +413,15 @@ class Undo:
         self._writes.written.clear()
 
     def _new_places(self) -> Iterator[str]:
-        """Places into which the loop has brought something since everything was looked for."""
+        """Places, but for lists, into which the loop has brought something since everything was looked for."""
         for before in self._before[:1]:
-            places = zip(before.reached.places, before.contents, strict=True)
-            yield from (name for (name, _), content in places if name not in self._moving and self._is_new(content))
+            for name, content in self._others_than_walked(before):
+                if name not in self._moving and isinstance(content, dict) and any(map(self._is_new, content.values())):
+                    yield name
 
-    def _is_new(self, content: Any) -> bool:
-        """Whether something has come into a place, but for lists, since everything was looked for."""
+    def _is_new(self, value: Any) -> bool:
         assert self._reached is not None
-        values = content.values() if isinstance(content, dict) else ()
-        return any(id(value) not in self._reached.seen and may_hold_state(value) for value in values)
+        return may_hold_state(value) and id(value) not in self._reached.seen
 
     def _newly_written(self) -> list[str]:
         """What was written, or put into another storage, and is not among what is put back."""
