@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import inspect
 import io
+import os
 import random
 import sys
+import sysconfig
 from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from queue import Queue
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -36,6 +39,10 @@ _LIBRARIES = frozenset(
      "pytorch_lightning", "sentence_transformers", "tokenizers", "torch", "torchao", "torchmetrics", "transformers",
      "trl", "tqdm", "rich"}
 ) | sys.stdlib_module_names  # fmt: skip
+FOLDERS_OF_LIBRARIES = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    *(f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in {"stdlib", "purelib", "platlib"}),
+)
 _FOLLOWED = (
     nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, SimpleNamespace, UserDict, UserList, Queue
 )  # fmt: skip
@@ -229,7 +236,6 @@ class Reached:
         modules: of torch.
         generators: of random numbers, but for torch's, Python's and numpy's global ones.
         iterators: names of what has a position that cannot be put back.
-        is_whole: whether nothing was left out for its size.
         seen: all that was looked at, by its id, and kept for the id to stay its own.
     """
 
@@ -239,7 +245,6 @@ class Reached:
     modules: list[nn.Module] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
     iterators: list[str] = field(default_factory=list)
-    is_whole: bool = True
     seen: MutableMapping[int, Any] = field(default_factory=dict)
 
 
@@ -280,7 +285,6 @@ class _Walk:
             if isinstance(value, _NEVER) or id(value) in seen or id(value) in self._before:
                 continue
             if len(self.reached.places) >= _MOST_PLACES:
-                self.reached.is_whole = False
                 break
             seen[id(value)] = value
             self._look_into(name, value)
@@ -319,7 +323,6 @@ class _Walk:
         if not isinstance(value, tuple | frozenset):
             self.reached.places.append((name, Items(value)))
         if len(value) > _MOST_ITEMS:
-            self.reached.is_whole = False
             return
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         self._waiting.extend(
@@ -395,7 +398,17 @@ def _is_opaque_iterator(value: Any) -> bool:
 
 def is_of_library(module: str | None) -> bool:
     """Whether a module is of a library whose objects are not looked into."""
-    return (module or "").partition(".")[0] in _LIBRARIES and module != "__main__"
+    name = (module or "").partition(".")[0]
+    return name in _LIBRARIES and module != "__main__" and not _is_of_program(name)
+
+
+@cache
+def _is_of_program(name: str) -> bool:
+    """Whether a module with the name of a library is the program's own, which lies beside it."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None or file.startswith(FOLDERS_OF_LIBRARIES):
+        return False
+    return Path(sys.path[0]).resolve() in Path(file).resolve().parents
 
 
 def _names_in(code: CodeType) -> list[str]:
