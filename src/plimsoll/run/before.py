@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plimsoll.run.contents import Contents, Places
 from plimsoll.run.reachable import Place, Reached
-from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
+from plimsoll.run.saved import SavedArray, SavedGenerator, SavedIterator, SavedPlace, SavedTensor
 
 
 @dataclass(slots=True)
@@ -52,6 +52,7 @@ class Before:
     places: list[tuple[str, SavedPlace]] = field(default_factory=list)
     copies: list[tuple[str, SavedTensor | SavedArray]] = field(default_factory=list)
     generators: list[SavedGenerator] = field(default_factory=list)
+    iterators: list[SavedIterator] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     have_gradients: list[bool] = field(default_factory=list)

@@ -6,7 +6,7 @@ class attributes. Each of these is a `Place`, whose content can be copied (one l
 
 Not followed: objects of libraries (`_LIBRARIES`) other than modules, optimizers and schedules (of a trainer its
 own attributes are, and the containers in them), data loaders and data sets, whose position is not a step's, and what
-only C code, an iterator or a running function holds; iterators are named. A container of more than `_MOST_ITEMS` items
+only C code, an iterator or a running function holds; iterators are noted. A container of more than `_MOST_ITEMS` items
 is copied but not looked through, and after `_MOST_PLACES` places nothing more is.
 """
 
@@ -235,7 +235,7 @@ class Reached:
         arrays: of numpy.
         modules: of torch.
         generators: of random numbers, but for torch's, Python's and numpy's global ones.
-        iterators: names of what has a position that cannot be put back.
+        iterators: what has a position that cannot be put back.
         seen: all that was looked at, by its id, and kept for the id to stay its own.
     """
 
@@ -244,7 +244,7 @@ class Reached:
     arrays: list[tuple[str, numpy.ndarray[Any, Any]]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
-    iterators: list[str] = field(default_factory=list)
+    iterators: list[tuple[str, Iterator[Any]]] = field(default_factory=list)
     seen: MutableMapping[int, Any] = field(default_factory=dict)
 
 
@@ -315,7 +315,7 @@ class _Walk:
         elif isinstance(value, type):
             self._look_into_class(name, value)
         elif _is_opaque_iterator(value):
-            self.reached.iterators.append(name)
+            self.reached.iterators.append((name, value))
         else:
             self._look_into_object(name, value)
 

@@ -37,7 +37,7 @@ from plimsoll.run.between import Between, Moment
 from plimsoll.run.boundary import fitting
 from plimsoll.run.contents import Places
 from plimsoll.run.reachable import SMALL_BYTES, Place, Reached, may_hold_state, reached_from
-from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
+from plimsoll.run.saved import SavedArray, SavedGenerator, SavedIterator, SavedPlace, SavedTensor
 from plimsoll.run.written import Writes, bytes_in, has_storage, key_of
 
 _MOST_ARRAY_BYTES = 64 << 20
@@ -241,9 +241,13 @@ class Undo:
         reached = (one for before in self._before for one in before.reached.tensors.values())
         return [tensor for name, tensor in reached if name in self._written]
 
-    def iterators(self) -> list[str]:
+    def iterators(self) -> set[str]:
         """Names of iterators that are kept where training code may go on with them."""
-        return [name for before in self._before for name in before.reached.iterators]
+        return {one.name for before in self._before for one in before.iterators}
+
+    def moved_iterators(self) -> list[str]:
+        """Names of those that have moved, and cannot be put back."""
+        return [one.name for before in self._before for one in before.iterators if one.has_moved()]
 
     def settle(self, *, all_of_it: bool = False) -> None:
         """Put back what was left but is changed by passes that go through, too, or all."""
@@ -269,7 +273,8 @@ class Undo:
             copied = {name for before in self._before for name, _ in before.copies}
             written = (name for name in self._newly_written() if name not in copied)
             unrepeated = (name for one in self._between for name in one.lost)
-            self.lost = self.lost or (*written, *self._new_places(), *unrepeated)
+            moved = (f"the position of {name}" for name in self.moved_iterators())
+            self.lost = self.lost or (*written, *self._new_places(), *unrepeated, *moved)
         self._has_looked = True
 
     @torch.no_grad()
@@ -322,6 +327,7 @@ class Undo:
             if array.flags.writeable and (array.nbytes <= most_bytes or name in self._written):
                 before.copies.append((name, SavedArray(array, array.copy())))
         before.generators = [SavedGenerator.of(generator) for _, generator in reached.generators]
+        before.iterators = [SavedIterator.of(name, iterator) for name, iterator in reached.iterators]
         return before
 
     def _watched_of(self, reached: Reached, *, is_new: bool, is_due: bool) -> Watched:
