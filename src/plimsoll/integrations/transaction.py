@@ -17,7 +17,7 @@ processes; optimizers that call their closure more than once (LBFGS); what `plim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
-from plimsoll.optimizers import settings_of
 from plimsoll.ranks import Ranks
 from plimsoll.records.plan import Choice, Rung
 from plimsoll.records.run import OomEvent
@@ -93,6 +92,7 @@ class Transaction:
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
         never_cut: keep every batch whole.
+        roots: where the caller's loss keeps something besides the model, by name.
         extra_state: objects of the user's whose state is put back, too, as for `plimsoll.TrainStep`.
         allow_hidden_state: retry although state was found that is not put back.
         grow_after: clean steps after which the next larger micro-batch is tried.
@@ -116,6 +116,7 @@ class Transaction:
         recut_batch_norm: bool = False,
         recut_loss: bool = False,
         never_cut: bool = False,
+        roots: Mapping[str, Any] | None = None,
         extra_state: Sequence[Stateful] = (),
         allow_hidden_state: bool = False,
         grow_after: int = 50,
@@ -134,7 +135,8 @@ class Transaction:
         self.num_ooms = 0
         self.events: list[OomEvent] = []
         self._units_are_assumed, self._takes_any = units is None, takes_any
-        self.additivity = Additivity(self.workload, self.backend, self.position, recut_loss, never_cut)
+        told = self.workload, self.backend, self.position
+        self.additivity = Additivity(*told, recut_loss, never_cut, extra_state=extra_state, roots=roots)
         self._rungs = Rungs(self.workload, rungs or ())
         self._ladder: Ladder | None = None
         self._rung = 0
@@ -145,8 +147,8 @@ class Transaction:
         updated = (one for group in optimizer.param_groups for one in group["params"])
         self._parameters = [*dict.fromkeys([*model.parameters(), *updated])]
         self._retry = Retry(
-            {"model": model, "loss": self.workload.loss}, self.backend, self.position, apart=[optimizer],
-            extra_state=extra_state,
+            {"model": model, "loss": self.workload.loss, **(roots or {})}, self.backend, self.position,
+            optimizer=optimizer, extra_state=extra_state,
             allow_hidden_state=allow_hidden_state,
         )  # fmt: skip
         self._unreached = UnreachedWatch(model)
@@ -154,7 +156,6 @@ class Transaction:
         self.following = AfterUpdate(optimizer, self.backend, self.position)
         self._remember = remember
         self._put_back_of_caller: PutBack = _nothing
-        self._groups: list[dict[str, Any]] = []
         self._window: list[_Batch] = []
         self._num_done = 0
         self.is_again = False
@@ -377,8 +378,7 @@ class Transaction:
         Raises:
             OutOfMemoryError: if there is no memory for that; all batches of the step are undone.
         """
-        # As they are now, not at the first batch: a schedule may have set the rate since, and updates come at the end.
-        self._groups, self.is_again = settings_of(self.workload.optimizer), False
+        self.is_again = False
         if not self._window:
             return
         event = attempt_twice(partial(self._retry.undo.resume, batch), self.backend, self.position)
@@ -417,8 +417,6 @@ class Transaction:
     def _put_back_own(self) -> None:
         self._drop_gradients()
         self._commit.forget()
-        for group, settings in zip(self.workload.optimizer.param_groups, self._groups, strict=True):
-            group.update(settings)
         self._put_back_of_caller()
 
     def _drop_gradients(self) -> None:

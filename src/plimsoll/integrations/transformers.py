@@ -51,6 +51,7 @@ from plimsoll.integrations._accumulated import (
     adds_nothing,
     is_known_for,
     loss_check_of_trainer,
+    roots_of,
     warn_if_undivided,
 )
 from plimsoll.integrations._attributes import attributes
@@ -374,13 +375,11 @@ class _Training:
         self.transaction = Transaction(
             trainer.model,
             optimizer.optimizer,
-            units=guard.units_of,
-            rungs=guard.rungs,
-            **guard.said,
+            units=guard.units_of, rungs=guard.rungs, **guard.said,
             remember=partial(put_back_of_scaler, trainer.accelerator, optimizer),
-            loss=self._computed_loss,
-            takes_any=True,
-        )
+            loss=self._computed_loss, takes_any=True,
+            roots=roots_of(trainer),
+        )  # fmt: skip
         self.is_idle = True
         self._model: nn.Module = trainer.model
         self._compute_loss: Callable[[nn.Module, Any], Any] = trainer.compute_loss

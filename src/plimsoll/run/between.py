@@ -19,7 +19,8 @@ import torch
 
 from plimsoll.device.base import Backend
 from plimsoll.run.before import Before
-from plimsoll.run.reachable import Place, is_same
+from plimsoll.run.hooks import SavedHooks
+from plimsoll.run.reachable import SMALL_BYTES, Place, is_same, name_of_item
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
 
 
@@ -31,6 +32,8 @@ class Moment:
         self.versions, self.addresses = before.watched.versions(), before.watched.addresses()
         self.arrays = [saved.array.copy() for saved in _arrays(before)]
         self.are_trained = _are_trained(before)
+        self.hooks = SavedHooks(before.watched.hooks, before.watched.leaves)
+        self.values = {name: saved.value.clone() for name, saved in _tensors(before)}
         self.gradients = _gradients(before)
 
 
@@ -87,7 +90,7 @@ class Between:
             if isinstance(now, dict):
                 new = {key: value for key, value in now.items() if key not in left or left[key] is not value}
                 self._changes.append(partial(_set, place, new, left.keys() - now.keys()))
-                self.news += [(f"{name}.{key}", value) for key, value in new.items()]
+                self.news += [(name_of_item(name, key), value) for key, value in new.items()]
             elif is_same(first, left):
                 self._changes.append(partial(place.fill, now))
                 self.news += [(name, value) for value in now]
@@ -106,8 +109,13 @@ class Between:
                     self._changes.append(SavedPlace.of(tensor).restore)
                 else:
                     self.lost.append(name)
+        values = {
+            name
+            for name, saved in _tensors(before)
+            if name in moment.values and not torch.equal(saved.value, moment.values[name])
+        }
         for (name, tensor), left in zip(before.watched.counted, moment.versions, strict=True):
-            if tensor._version != left:
+            if tensor._version != left or name in values:  # by ``.data`` no version is counted
                 self.written.add(name)
                 if name in copied:
                     self._changes.append(SavedTensor.of(tensor).restore)
@@ -115,6 +123,9 @@ class Between:
                     self.lost.append(name)
 
     def _note_others(self, before: Before, moment: Moment) -> None:
+        hooks = SavedHooks(before.watched.hooks, before.watched.leaves)
+        if hooks.content != moment.hooks.content:
+            self._changes.append(hooks.restore)
         for saved, left in zip(_arrays(before), moment.arrays, strict=True):
             if SavedArray(saved.array, left).is_changed():
                 self._changes.append(SavedArray(saved.array, saved.array.copy()).restore)
@@ -126,6 +137,11 @@ class Between:
 
 def _arrays(before: Before) -> list[SavedArray]:
     return [saved for _, saved in before.copies if isinstance(saved, SavedArray)]
+
+
+def _tensors(before: Before) -> list[tuple[str, SavedTensor]]:
+    copies = ((name, saved) for name, saved in before.copies if isinstance(saved, SavedTensor))
+    return [(name, saved) for name, saved in copies if saved.content.nbytes <= SMALL_BYTES]
 
 
 def _are_trained(before: Before) -> list[bool]:

@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 from operator import is_
 from typing import Any
 
-from plimsoll.run.reachable import Place, is_same
+from plimsoll.run.reachable import Place, is_of_pass, is_same
 
 
 class Places:
@@ -68,6 +68,19 @@ class Contents:
     def replace(self, number: int, content: Any) -> None:
         """Let a place have held something else."""
         self._replaced[number] = content
+
+    def extend(self, other: Contents) -> None:
+        """Add what other places held, which have the numbers after these."""
+        self._are_dicts = self._are_dicts + other._are_dicts
+        self._num_items, self._num_values = self._num_items + other._num_items, self._num_values + other._num_values
+        self._items, self._values, self._begins = self._items + other._items, self._values + other._values, None
+
+    def let_go(self) -> None:
+        """Hold nothing that a pass has computed; places that had it are then always differing."""
+        nothing = object()
+        self._items, self._values = (
+            [nothing if is_of_pass(one) else one for one in part] for part in (self._items, self._values)
+        )
 
     def differing(self, other: Contents) -> list[int]:
         """The numbers of the places that have held other things, or in another order."""

@@ -20,7 +20,7 @@ import sys
 import sysconfig
 from abc import ABC, abstractmethod
 from array import array
-from collections import OrderedDict, UserDict, UserList, deque
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -33,6 +33,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from plimsoll.run import hooks
 
 _LIBRARIES = frozenset(
     {"accelerate", "datasets", "lightning", "lightning_fabric", "lightning_utilities", "numpy", "peft", "plimsoll",
@@ -54,11 +56,8 @@ _NEVER = (
 )  # fmt: skip
 _POSITIONS_OF_NO_STEP = (io.IOBase, _BaseDataLoaderIter)
 _GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
-_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_NAMES = ("_parameters", "_buffers", "_modules")
 """Dicts of every module whose items are named as its attributes."""
-_HOOKS_OF_MODULES = frozenset(vars(nn.Module())) - {*_OF_NAMES, "training"}
-"""The others: what is in them is looked through, and they are not put back."""
 SMALL_BYTES = 1 << 20
 """Arrays and tensors up to this size may be copied in each step without anybody having seen them change."""
 _MOST_ITEMS = 10_000
@@ -174,7 +173,13 @@ class Slots(Place):
 
     def content(self) -> dict[str, Any]:
         """Copy the attributes that are set."""
-        return {name: getattr(self.owner, name) for name in self.names if hasattr(self.owner, name)}
+        found = {}
+        for name in self.names:
+            try:
+                found[name] = object.__getattribute__(self.owner, name)
+            except AttributeError:  # not set
+                continue
+        return found
 
     def fill(self, content: dict[str, Any]) -> None:
         """Have these attributes again."""
@@ -247,15 +252,39 @@ class Reached:
     iterators: list[tuple[str, Iterator[Any]]] = field(default_factory=list)
     seen: MutableMapping[int, Any] = field(default_factory=dict)
 
+    def add(self, other: Reached) -> None:
+        """Take what was reached besides."""
+        self.places += other.places
+        self.tensors.update(other.tensors)
+        self.arrays += other.arrays
+        self.modules += other.modules
+        self.generators += other.generators
+        self.iterators += other.iterators
+        self.seen.update(other.seen)
+
 
 def reached_from(roots: Iterable[tuple[str, Any]], before: Reached | None = None) -> Reached:
     """Follow what is kept in the roots, a model and a loss function for example, but for what was reached before."""
     return _Walk({} if before is None else before.seen).follow(roots)
 
 
+def name_of_item(name: str, key: Any) -> str:
+    """Name an item or an attribute as a program would."""
+    return f"{name}.{key}" if isinstance(key, str) else f"{name}[{key if isinstance(key, int) else '...'}]"
+
+
 def may_hold_state(value: Any) -> bool:
     """Whether a value can be changed in place, or have something in it that can."""
-    return not isinstance(value, (*_NEVER, type, FunctionType, BuiltinFunctionType))
+    return not isinstance(value, (*_NEVER, type, FunctionType, BuiltinFunctionType)) and not is_of_pass(value)
+
+
+def is_of_pass(value: Any) -> bool:
+    """Whether a value is what a pass has computed, with its graph, and would hold much memory if it were held."""
+    if isinstance(value, Tensor):
+        return value.grad_fn is not None
+    if isinstance(value, dict) and type(value) not in {dict, OrderedDict, defaultdict}:  # what a model returns
+        return any(map(is_of_pass, value.values()))
+    return isinstance(value, tuple) and len(value) <= _MOST_ITEMS and any(map(is_of_pass, value))
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -282,7 +311,7 @@ class _Walk:
         seen = self.reached.seen
         while self._waiting:
             name, value = self._waiting.popleft()
-            if isinstance(value, _NEVER) or id(value) in seen or id(value) in self._before:
+            if isinstance(value, _NEVER) or id(value) in seen or id(value) in self._before or is_of_pass(value):
                 continue
             if len(self.reached.places) >= _MOST_PLACES:
                 break
@@ -294,10 +323,9 @@ class _Walk:
         if isinstance(value, Tensor):
             self.reached.tensors[id(value)] = name, value
             self._put(name, Attributes(value))
-            for hooks in _HOOKS_OF_TENSORS:
-                self._waiting.extend(
-                    (f"a hook of {name}", hook) for hook in (getattr(value, hooks, None) or {}).values()
-                )
+            for kind in hooks.OF_TENSORS:
+                kept = getattr(value, kind, None) or {}
+                self._waiting.extend((f"a hook of {name}", hook) for hook in kept.values())
         elif isinstance(value, numpy.ndarray):
             self.reached.arrays.append((name, value))
         elif isinstance(value, bytearray | array):
@@ -362,7 +390,7 @@ class _Walk:
         self._waiting.append((kind.__name__, kind))
         if isinstance(value, nn.Module):
             self._look_into_module(name, value)
-        elif isinstance(getattr(value, "__dict__", None), dict):
+        elif _has_attributes(value):
             self._put(name, Attributes(value))
         if names := [one for base in kind.__mro__ for one in _slots_of(base)]:
             self._put(name, Slots(value, tuple(names)))
@@ -373,10 +401,10 @@ class _Walk:
         for kinds in _OF_NAMES:
             self.reached.seen[id(own[kinds])] = own[kinds]
             self._put(name, Items(own[kinds]))
-        self._put(name, Attributes(module, _HOOKS_OF_MODULES))
-        kept = [own[hooks] for hooks in _HOOKS_OF_MODULES & own.keys() if isinstance(own[hooks], dict)]
-        self.reached.seen.update((id(own[left_out]), own[left_out]) for left_out in _HOOKS_OF_MODULES & own.keys())
-        self._waiting.extend((f"a hook of {name}", hook) for hooks in kept for hook in hooks.values())
+        self._put(name, Attributes(module, hooks.OF_MODULES))
+        kept = [own[kind] for kind in hooks.OF_MODULES & own.keys() if isinstance(own[kind], dict)]
+        self.reached.seen.update((id(own[left_out]), own[left_out]) for left_out in hooks.OF_MODULES & own.keys())
+        self._waiting.extend((f"a hook of {name}", hook) for of_kind in kept for hook in of_kind.values())
 
     def _put(self, name: str, place: Place, own_name: str = "") -> None:
         """Note a place, and look into what is in it, each by its name after ``name``."""
@@ -390,9 +418,17 @@ class _Walk:
         self._waiting.extend((f"{name}.{key}" if name else key, value) for key, value in content.items())
 
 
+def _has_attributes(value: Any) -> bool:
+    """Whether a value has a dict of attributes, without asking a ``__getattr__`` that may raise anything."""
+    try:
+        return isinstance(object.__getattribute__(value, "__dict__"), dict)
+    except AttributeError:
+        return False
+
+
 def _is_opaque_iterator(value: Any) -> bool:
     """Whether a value has a position that nobody can put back: one of a class in Python has it in its attributes."""
-    is_opaque = isinstance(value, Iterator) and not hasattr(value, "__dict__")
+    is_opaque = isinstance(value, Iterator) and not _has_attributes(value)
     return is_opaque and not isinstance(value, _POSITIONS_OF_NO_STEP)
 
 

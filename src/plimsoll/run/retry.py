@@ -30,6 +30,7 @@ from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning, TornS
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt, attempt_twice, without_fail
+from plimsoll.run.saved import is_same_state
 from plimsoll.run.undo import Stateful, Undo
 from plimsoll.run.unreached import is_compiled
 from plimsoll.workload import batch_size_of, pick_samples
@@ -43,6 +44,10 @@ _NUM_SAMPLES = 2
 _MOST_NAMES = 3
 _NO_NUMBER = -1.0  # in place of NaN, which is not equal to itself
 
+_OTHER_NUMBERS = (
+    "the first of two passes of the same samples draws other random numbers than the second, so there is a cache that "
+    "is filled once and is not put back; the numbers of this training are not those of a loop of plain PyTorch"
+)
 _WHAT_TO_GIVE = (
     "objects with state_dict and load_state_dict, or allow retries all the same with allow_hidden_state=True"
 )
@@ -68,11 +73,12 @@ class _Print(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """Prints of the loss, of the gradients, and of what was written."""
+    """Prints of the loss, of the gradients, and of what was written; and the state of random numbers afterwards."""
 
     loss: _Print
     gradients: list[_Print]
     written: list[_Print]
+    random_state: Any
 
     def is_near(self, other: _Pass) -> bool:
         """Whether the other differs by no more than rounding; a gradient may be nothing but that (before BatchNorm)."""
@@ -93,7 +99,7 @@ class Retry:
         roots: where training code can keep something, by name; ``"model"`` and ``"loss"`` among them.
         backend: of the device.
         position: where the training is.
-        apart: objects that others undo: the optimizer.
+        optimizer: what the model is trained with.
         extra_state: objects of the user's whose state is put back, too.
         allow_hidden_state: whether to retry although state was found that is not put back.
         observes: whether passes are real; those of a dry run are not.
@@ -106,11 +112,12 @@ class Retry:
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], backend: Backend, position: Position, *, apart: Sequence[Any] = (),
+        self, roots: Mapping[str, Any], backend: Backend, position: Position, *,
+        optimizer: torch.optim.Optimizer | None = None,
         extra_state: Sequence[Stateful] = (), allow_hidden_state: bool = False, observes: bool = True,
     ) -> None:  # fmt: skip
         self.extra_state = tuple(extra_state)
-        self.undo = Undo(roots, backend, self.extra_state, apart, observes)
+        self.undo = Undo(roots, backend, self.extra_state, optimizer, observes)
         self.hidden: str | None = None
         self.is_exact: bool | None = None
         self._is_unproven = False
@@ -228,12 +235,14 @@ class Retry:
 
     # -- the proof -----------------------------------------------------------------------------------------------------
 
-    def _compare(self, one_pass: Callable[[], _Pass | None]) -> str | None:
-        """Why two passes differ, if they do."""
+    def _compare(self, one_pass: Callable[[], _Pass | OomEvent | None]) -> str | OomEvent | None:
+        """Why two passes differ, if they do; or that there is no memory for them."""
         first, second = one_pass(), one_pass()
-        if first is None or second is None:
-            return None
-        self.is_exact = first == second
+        if not isinstance(first, _Pass) or not isinstance(second, _Pass):
+            return first if isinstance(first, OomEvent) else second if isinstance(second, OomEvent) else None
+        self.is_exact = first[:-1] == second[:-1]
+        if not is_same_state(first.random_state, second.random_state):
+            return _OTHER_NUMBERS
         if first.is_near(second):
             return None
         outputs: list[list[tuple[str, list[_Print]]]] = []
@@ -245,7 +254,7 @@ class Retry:
 
     def _pass(
         self, loss_of: LossOf, parameters: Sequence[nn.Parameter] | None, go_back: Callable[[], None]
-    ) -> _Pass | None:
+    ) -> _Pass | OomEvent | None:
         """One pass from the remembered state; ``None`` where so few samples fail, as the whole batch need not."""
         go_back()
         loss: Tensor | None = None
@@ -260,11 +269,12 @@ class Retry:
             self.undo.passed()
 
         with self.undo.observing():
-            failure = without_fail(forward_backward)
+            failure = without_fail(lambda: attempt(forward_backward, self._backend, self._position))
         if failure is not None or loss is None:
-            return None
+            return failure if isinstance(failure, OomEvent) else None
         gradients = [one.grad for one in parameters or () if one.grad is not None]
-        return _Pass(_print_of(loss), [*map(_print_of, gradients)], [*map(_print_of, self.undo.written())])
+        written = [*map(_print_of, self.undo.written())]
+        return _Pass(_print_of(loss), [*map(_print_of, gradients)], written, self._backend.random_state())
 
     def _go_back(self, parameters: Sequence[nn.Parameter] | None, others: Callable[[], None]) -> None:
         for parameter in parameters or ():

@@ -173,3 +173,15 @@ def _is_equal(one: Any, other: Any) -> bool:
 def place_of(tensor: Tensor) -> tuple[Any, ...]:
     """Where the values of a tensor are."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def is_same_state(state: Any, other: Any) -> bool:
+    """Whether two states of random number generators are one."""
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
+    if isinstance(state, dict):
+        return all(is_same_state(value, other[name]) for name, value in state.items())
+    if isinstance(state, list | tuple):
+        pairs = zip(state, other, strict=True)
+        return all(torch.equal(*pair) if isinstance(pair[0], Tensor) else pair[0] == pair[1] for pair in pairs)
+    return bool(state == other)

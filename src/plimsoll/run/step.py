@@ -134,7 +134,7 @@ class TrainStep:
         self.backend: Backend = backend or backend_for(str(device))
         self.ladder: Ladder | None = None
         told = self.workload, self.backend, self.position
-        self.additivity = Additivity(*told, recut_loss, never_cut)
+        self.additivity = Additivity(*told, recut_loss, never_cut, extra_state=extra_state)
         self._rungs = Rungs(self.workload, rungs or ())
         model, optimizer, precision = self.workload.model, self.workload.optimizer, self.workload.precision
         self._learned: dict[str, Any] | None = None
@@ -143,7 +143,7 @@ class TrainStep:
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._retry = Retry(
             {"model": model, "loss": loss, "units": units}, self.backend, self.position,
-            apart=[optimizer], extra_state=extra_state,
+            optimizer=optimizer, extra_state=extra_state,
             allow_hidden_state=allow_hidden_state, observes=backend is None and self.workload.sharded is None,
         )  # fmt: skip
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)

@@ -21,7 +21,7 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -35,14 +35,16 @@ from plimsoll.outside import is_marked
 from plimsoll.run.before import Before, Watched
 from plimsoll.run.between import Between, Moment
 from plimsoll.run.boundary import fitting
-from plimsoll.run.contents import Places
-from plimsoll.run.reachable import SMALL_BYTES, Place, Reached, may_hold_state, reached_from
+from plimsoll.run.contents import Contents, Places
+from plimsoll.run.hooks import SavedHooks, containers_of
+from plimsoll.run.reachable import SMALL_BYTES, Place, Reached, may_hold_state, name_of_item, reached_from
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedIterator, SavedPlace, SavedTensor
 from plimsoll.run.written import Writes, bytes_in, has_storage, key_of
 
 _MOST_ARRAY_BYTES = 64 << 20
 """Larger ones are not copied in the steps that are observed, in which it is seen whether they were written."""
 _LONGEST_PAUSE_STEPS = 200
+_OPTIMIZER = "optimizer"
 
 
 class Stateful(Protocol):
@@ -62,7 +64,7 @@ class Undo:
         roots: where training code can keep something, by name: the model, the loss, hooks.
         backend: of the device, whose random numbers are remembered too.
         extra_state: objects of the user's, remembered by their ``state_dict``.
-        apart: objects that others undo, such as the optimizer.
+        optimizer: what the model is trained with: its update is undone by others, and what passes change of it here.
         observes: whether passes are to be observed, and what Python keeps put back: not in a dry run, and not where
             ranks share out parameters.
 
@@ -73,18 +75,19 @@ class Undo:
 
     def __init__(
         self, roots: Mapping[str, Any], backend: Backend, extra_state: Sequence[Stateful] = (),
-        apart: Sequence[Any] = (), observes: bool = True,
+        optimizer: torch.optim.Optimizer | None = None, observes: bool = True,
     ) -> None:  # fmt: skip
         self.lost: tuple[str, ...] = ()
         self._moments: list[Moment] = []  # after the last passes of an update of several batches
         self._between: list[Between] = []  # what the loop has changed after each of the batches
-        self._roots, self._backend, self._extra_state, self._apart = dict(roots), backend, extra_state, apart
+        self._roots, self._backend, self._extra_state, self._optimizer = dict(roots), backend, extra_state, optimizer
         self._reached: Reached | None = None
-        self._walked = Places([]).contents()  # what was in its places when it was found, or when that was still all
+        self._walked = _held_by(Reached())  # what was in its places when it was found, or when that was still all
         self._watched: Watched | None = None  # of it ...
         self._watched_for: tuple[Any, ...] = ()  # ... as long as this is so
         self.is_updating = False
-        self._is_stale = False  # whether the loop has brought something that was not looked at
+        self._new_ids: set[int] = set()  # of what had come into places at the last look since everything was looked for
+        self._stays: list[tuple[str, Any]] = []  # what was there at this one, too
         self._has_looked = False  # since the last pass
         self._before: list[Before] = []  # of what the roots reach, and of each batch
         self._moving: set[str] = set()  # names of places that passes have changed
@@ -111,12 +114,8 @@ class Undo:
         self._let_go()
         self._random_state = self._backend.random_state()
         if self._reached is None:
-            theirs = Reached(seen={id(one): one for one in (*self._extra_state, *self._apart)})
-            self._reached = reached_from(self._roots.items(), theirs)
-            self._reached.seen.update(theirs.seen)
-            if not self._observes:  # FSDP exchanges the parameters of modules, and keeps account of it
-                self._reached.places.clear()
-            self._walked = Places([place for _, place in self._reached.places]).contents()
+            self._reached = self._walk()
+            self._walked = _held_by(self._reached)
         self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
         before = self._remembered(self._reached, is_new=False)
         roots = [("batch", batch), *self._news(before), *(news for one in self._between for news in one.news)]
@@ -191,8 +190,9 @@ class Undo:
         if self._writes is not None or self._num_steps >= self._next_look:
             self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
             self._moving.update(name for before in self._before for name, *_ in before.changed())
-            self._is_stale = any(True for _ in chain(self._new_places(), self._news(self._before[0])))
-            self._walked = self._before[0].contents
+            news = [*self._news(self._before[0])]
+            self._stays = [one for one in news if id(one[1]) in self._new_ids]
+            self._new_ids = {id(value) for _, value in news}
 
     def observed(self, *, is_all: bool = True) -> None:
         """Take the passes since `remember` for those of a step; ``is_all``: no more of their kind need be observed."""
@@ -205,15 +205,17 @@ class Undo:
         """Let go of the state of before the step."""
         self._let_go()
         self._extra, self._failed, self._left, self._between = [], [], [], []
-        if self._is_stale:
-            self._reached, self._watched, self._is_stale = None, None, False
+        if self._stays and self._reached is not None:  # what comes and goes is not held
+            more = reached_from(self._stays, self._reached)
+            self._reached.add(more)
+            self._walked.extend(_held_by(more))
+            self._watched, self._stays = None, []
 
     def leave(self) -> bool:
         """Leave what only failed tries change as the last one left it; returns whether there is any, once in a step."""
         if self._left or not self._failed:
             return False
-        for _, place, _, content in self._failed:
-            place.fill(content)
+        self._begin_with([(place, content) for _, place, _, content in self._failed])
         self._left, self._failed = [(name, place, before) for name, place, before, _ in self._failed], []
         return True
 
@@ -251,15 +253,18 @@ class Undo:
 
     def settle(self, *, all_of_it: bool = False) -> None:
         """Put back what was left but is changed by passes that go through, too, or all."""
-        settled = [(place, content) for name, place, content in self._left if all_of_it or name in self._moving]
-        for place, content in settled:
+        self._begin_with([(place, content) for name, place, content in self._left if all_of_it or name in self._moving])
+        self._left = [] if all_of_it else [one for one in self._left if one[0] not in self._moving]
+
+    def _begin_with(self, contents: Sequence[tuple[Place, Any]]) -> None:
+        """Let places have, and have had before the step, other contents."""
+        for place, content in contents:
             place.fill(content)
         for before in self._before:
             numbers = {id(place): number for number, (_, place) in enumerate(before.reached.places)}
-            for place, content in settled:
+            for place, content in contents:
                 if id(place) in numbers:
                     before.contents.replace(numbers[id(place)], content)
-        self._left = [] if all_of_it else [one for one in self._left if one[0] not in self._moving]
 
     def look(self) -> None:
         """See what passes have changed, and name in ``lost`` what of it cannot be put back.
@@ -274,7 +279,7 @@ class Undo:
             written = (name for name in self._newly_written() if name not in copied)
             unrepeated = (name for one in self._between for name in one.lost)
             moved = (f"the position of {name}" for name in self.moved_iterators())
-            self.lost = self.lost or (*written, *self._new_places(), *unrepeated, *moved)
+            self.lost = self.lost or (*written, *unrepeated, *moved)
         self._has_looked = True
 
     @torch.no_grad()
@@ -294,6 +299,8 @@ class Undo:
                 tensor.grad = gradient if gradient is None or content is None else gradient.copy_(content)
             for generator in before.generators:
                 generator.restore()
+            if before.hooks is not None:
+                before.hooks.restore()
         for one, state in zip(self._extra_state, self._extra, strict=bool(self._extra)):
             one.load_state_dict(copy.deepcopy(state))
         if self._random_state:
@@ -303,6 +310,18 @@ class Undo:
         self._has_looked = False
 
     # -- before a step -------------------------------------------------------------------------------------------------
+
+    def _walk(self) -> Reached:
+        """Look for everything; what is the model's, too, has its name from there and not from the optimizer."""
+        theirs = Reached(seen={id(one): one for one in self._extra_state})
+        found = reached_from(self._roots.items(), theirs)
+        found.seen.update(theirs.seen)
+        if self._observes:
+            found.add(reached_from([(_OPTIMIZER, self._optimizer)], found))
+            self._moving.update(name for name, _ in found.places if name.startswith(_OPTIMIZER))  # by updates
+        else:  # FSDP exchanges the parameters of modules, and keeps account of it
+            found.places.clear()
+        return found
 
     def _let_go(self) -> None:
         """Forget the state of before, but keep the memory of copies that the next step will need again."""
@@ -327,6 +346,7 @@ class Undo:
             if array.flags.writeable and (array.nbytes <= most_bytes or name in self._written):
                 before.copies.append((name, SavedArray(array, array.copy())))
         before.generators = [SavedGenerator.of(generator) for _, generator in reached.generators]
+        before.hooks = SavedHooks(watched.hooks, watched.leaves) if self._observes else None
         before.iterators = [SavedIterator.of(name, iterator) for name, iterator in reached.iterators]
         return before
 
@@ -334,7 +354,7 @@ class Undo:
         known = is_due, self._has_observed, len(self._written), len(self._placed)
         if reached is self._reached and self._watched is not None and self._watched_for == known:
             return self._watched
-        watched = Watched(Places([place for _, place in reached.places]))
+        watched = Watched(Places([place for _, place in reached.places]), hooks=containers_of(reached.modules))
         buffers = {id(one): module for module in reached.modules for one in module._buffers.values()}
         for name, tensor in reached.tensors.values():
             is_seen = self._has_observed and not is_due and has_storage(tensor)
@@ -345,7 +365,7 @@ class Undo:
                 continue  # FSDP writes what it gathers, and frees it: nothing of that can be copied
             if has_storage(tensor):
                 watched.stored.append((name, tensor))
-                if (is_due or name in self._placed) and not is_marked(tensor):
+                if name in self._placed or (is_due and not is_marked(tensor) and not name.startswith(_OPTIMIZER)):
                     watched.placed.append((name, tensor))
             if tensor.is_leaf:
                 watched.leaves.append(tensor)
@@ -359,17 +379,20 @@ class Undo:
         """Whether a tensor, a buffer if it has an owner, is copied before the step: one that some step has written is.
 
         Others are as long as nothing was seen of them, if they are small, or buffers of floats (BatchNorm's, whose
-        kernels count no versions), but for parameters and the batch: in a step that is observed (what numpy writes is
-        seen by comparing), if they have come since, and if they cannot be observed. Where no step is observed, what
-        BatchNorm keeps is.
+        kernels count no versions), but for parameters, the batch and the optimizer's: in a step that is observed (what
+        numpy writes is seen by comparing), if they have come since, and if they cannot be observed. Where no step is
+        observed, what BatchNorm keeps is.
         """
         if name in self._written:
             return True
         if not self._observes:
             return isinstance(owner, _NormBase)
-        if is_seen or isinstance(tensor, nn.Parameter) or tensor.requires_grad or name.startswith("batch"):
+        if isinstance(tensor, nn.Parameter) or name.startswith(("batch", _OPTIMIZER)):
             return False
-        return tensor.nbytes <= SMALL_BYTES or (owner is not None and tensor.is_floating_point())
+        if tensor.requires_grad:  # whose owner moves it by its gradient, in a step of its own
+            return tensor.is_leaf and tensor.nbytes <= SMALL_BYTES
+        is_small = tensor.nbytes <= SMALL_BYTES
+        return not is_seen and (is_small or (owner is not None and tensor.is_floating_point()))
 
     def _copied(self, name: str, tensor: Tensor) -> SavedTensor:
         """Copy it, into the memory of the last copy if there is one."""
@@ -385,21 +408,18 @@ class Undo:
                 yield SavedTensor(storage, bytes_in(storage).clone())
 
     def _news(self, before: Before) -> Iterator[tuple[str, Any]]:
-        """What has come, since everything was looked for, into places that change, and to the end of lists."""
-
-        for name, content in self._others_than_walked(before):
-            if name in self._moving:
+        """What has come into places since everything was looked for; of lists that only a loop adds to, their end."""
+        for number in self._walked.differing(before.contents):
+            name, content = before.reached.places[number][0], before.contents[number]
+            if isinstance(content, dict) or name in self._moving:
                 pairs = content.items() if isinstance(content, dict) else enumerate(content)
-                for key, value in pairs:
-                    if self._is_new(value):
-                        yield (f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]"), value
-            elif not isinstance(content, dict):
+                yield from ((name_of_item(name, key), value) for key, value in pairs if self._is_new(value))
+            else:
                 yield from ((name, value) for value in takewhile(self._is_new, reversed(content)))
 
-    def _others_than_walked(self, before: Before) -> Iterator[tuple[str, Any]]:
-        """The places that were others before the step than when everything was looked for, and what was in them."""
-        for number in self._walked.differing(before.contents):
-            yield before.reached.places[number][0], before.contents[number]
+    def _is_new(self, value: Any) -> bool:
+        assert self._reached is not None
+        return may_hold_state(value) and id(value) not in self._reached.seen
 
     # -- after a pass --------------------------------------------------------------------------------------------------
 
@@ -418,17 +438,6 @@ class Undo:
                 self._strangers[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._writes.written.clear()
 
-    def _new_places(self) -> Iterator[str]:
-        """Places, but for lists, into which the loop has brought something since everything was looked for."""
-        for before in self._before[:1]:
-            for name, content in self._others_than_walked(before):
-                if name not in self._moving and isinstance(content, dict) and any(map(self._is_new, content.values())):
-                    yield name
-
-    def _is_new(self, value: Any) -> bool:
-        assert self._reached is not None
-        return may_hold_state(value) and id(value) not in self._reached.seen
-
     def _newly_written(self) -> list[str]:
         """What was written, or put into another storage, and is not among what is put back."""
         found: list[str] = []
@@ -445,16 +454,24 @@ class Undo:
 
 @contextmanager
 def left_alone(
-    roots: Mapping[str, Any], backend: Backend, batch: Any = None, *, apart: Sequence[Any] = (), observes: bool = True
-) -> Iterator[Undo]:
+    roots: Mapping[str, Any], backend: Backend, batch: Any = None, *, extra_state: Sequence[Stateful] = (),
+    optimizer: torch.optim.Optimizer | None = None, observes: bool = True,
+) -> Iterator[Undo]:  # fmt: skip
     """Put back what a block changes of some roots and a batch, the random numbers included."""
-    undo = Undo(roots, backend, apart=apart, observes=observes)
+    undo = Undo(roots, backend, extra_state, optimizer, observes)
     undo.remember(batch)
     with undo.observing() if observes else nullcontext():
         try:
             yield undo
         finally:
             undo.restore()
+
+
+def _held_by(reached: Reached) -> Contents:
+    """What its places hold, but for what passes have computed."""
+    contents = Places([place for _, place in reached.places]).contents()
+    contents.let_go()
+    return contents
 
 
 def _kind_of(batch: Any) -> Any:
