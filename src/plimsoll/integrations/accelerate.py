@@ -38,7 +38,7 @@ from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.outcome import at_least_fp32
 from plimsoll.run.pieces import shape_of
 from plimsoll.run.rungs import samples_of
-from plimsoll.run.undo import Stateful
+from plimsoll.run.saved import Stateful
 from plimsoll.workload import LossFunction, Units, Workload, model_loss, move_batch
 
 if TYPE_CHECKING:

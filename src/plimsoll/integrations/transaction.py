@@ -41,7 +41,7 @@ from plimsoll.run.pieces import Piece, Shape, equal_pieces, no_way_out, shape_of
 from plimsoll.run.recover import Ladder, Size
 from plimsoll.run.retry import Retry, first_samples
 from plimsoll.run.rungs import Rungs, after_oom, choices_of, ladder_of, measured
-from plimsoll.run.undo import Stateful
+from plimsoll.run.saved import Stateful
 from plimsoll.run.unreached import UnreachedWatch
 from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import LossFunction, Units, Workload, model_loss
@@ -174,14 +174,15 @@ class Transaction:
         """
         shape = self._shape_of(batch)
         self._come_back(batch)
-        ladder = self._ladder_for(shape.num_samples)
-        self._rung = ladder.choose(shape.elements_per_sample)
-        if ladder.sizes[self._rung].samples < shape.num_samples:
-            # For there to be room to find out whether it may be cut.
-            attempt(partial(self._use, ladder.sizes[self._rung].level), self.backend, self.position)
-            self._is_asked = self._keep_whole(ladder, batch, loss_of, shape)
+        with self._retry.undo.taken_back_on_error():
+            ladder = self._ladder_for(shape.num_samples)
             self._rung = ladder.choose(shape.elements_per_sample)
-        refuse_recut(self._whole.reason(), ladder.sizes[self._rung].samples, shape, Ranks())
+            if ladder.sizes[self._rung].samples < shape.num_samples:
+                # For there to be room to find out whether it may be cut.
+                attempt(partial(self._use, ladder.sizes[self._rung].level), self.backend, self.position)
+                self._is_asked = self._keep_whole(ladder, batch, loss_of, shape)
+                self._rung = ladder.choose(shape.elements_per_sample)
+            refuse_recut(self._whole.reason(), ladder.sizes[self._rung].samples, shape, Ranks())
         if not self._window:
             self._begin()
         self._window.append(_Batch(batch, shape, one_pass, loss_of))
@@ -236,8 +237,7 @@ class Transaction:
     def forget(self) -> None:
         """Give up the batches whose update has not come; a loop that begins anew has none."""
         if self._window:
-            self._window = []
-            self._retry.undo.done()
+            self._let_go()
             self._drop_gradients()
 
     def close(self) -> None:
@@ -284,9 +284,8 @@ class Transaction:
         return loss
 
     def _use(self, level: int) -> None:
-        if not self._rungs.is_in_force(level):
-            if self._num_done:
-                self._put_back()  # to where all batches of the window can be done alike
+        # Not in the middle of a window, for its state could not be gone back to any more.
+        if not self._num_done and not self._rungs.is_in_force(level):
             self.position.phase = "copy"
             self._commit.forget()
             self._retry.undo.forget()
@@ -393,17 +392,18 @@ class Transaction:
         """Put everything back as it was before the window."""
         self._put_back()
         self._retry.undo.settle(all_of_it=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._retry.undo.done()
-        self._window = []
+        self._window, self._num_done = [], 0
 
     def _begin(self) -> None:
-        self._num_done = 0
         self._put_back_of_caller = self._remember()
         self._drop_gradients()
 
     def _end(self) -> None:
-        self._window = []
-        self._retry.undo.done()
+        self._let_go()
         self._put_back_of_caller = _nothing
         self.position.step += 1
         self._unreached.look(self.position.step)

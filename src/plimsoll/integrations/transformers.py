@@ -68,7 +68,7 @@ from plimsoll.records.units import parse_bytes
 from plimsoll.run.known_losses import known_units
 from plimsoll.run.pieces import shape_of_any
 from plimsoll.run.rungs import samples_of
-from plimsoll.run.undo import Stateful
+from plimsoll.run.saved import Stateful
 from plimsoll.workload import Precision, Units, count_units
 
 _NEEDED = (

@@ -39,10 +39,10 @@ from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt_twice, without_fail
 from plimsoll.run.known_losses import is_usual, known_additive, known_reason
 from plimsoll.run.pieces import mean_loss, shape_of, weighted_pieces
-from plimsoll.run.saved import is_same_state
+from plimsoll.run.saved import Stateful, is_same_state
 from plimsoll.run.telling_rows import Kinds, first_rows, joined_samples, telling_rows
 from plimsoll.run.together import attempt_together
-from plimsoll.run.undo import Stateful, Undo, left_alone
+from plimsoll.run.undo import Undo, left_alone
 from plimsoll.run.undropped import undropped
 from plimsoll.techniques._over_time import has_hook
 from plimsoll.workload import Reason, Workload, batch_size_of, count_units, move_batch, pick_samples

@@ -57,6 +57,7 @@ class Before:
     generators: list[SavedGenerator] = field(default_factory=list)
     iterators: list[SavedIterator] = field(default_factory=list)
     hooks: SavedHooks | None = None
+    is_batch: bool = False  # one of several, with which a loop has finished
     versions: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     have_gradients: list[bool] = field(default_factory=list)

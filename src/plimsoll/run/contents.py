@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 from operator import is_
 from typing import Any
 
-from plimsoll.run.reachable import Place, is_of_pass, is_same
+from plimsoll.run.reachable import Place, Reached, is_of_pass, is_same
 
 
 class Places:
@@ -50,8 +50,13 @@ class Contents:
 
     def __init__(self, are_dicts: list[bool], containers: Sequence[Any], values: Sequence[Collection[Any]]) -> None:
         self._are_dicts = are_dicts
-        self._num_items, self._num_values = [*map(len, containers)], [*map(len, values)]
-        self._items, self._values = [*chain.from_iterable(containers)], [*chain.from_iterable(values)]
+        self._num_items: list[int] = []
+        self._num_values: list[int] = []
+        self._items: list[Any] = []
+        self._values: list[Any] = []
+        while self._num_items != (lengths := [*map(len, containers)]):  # another thread may change them meanwhile
+            self._num_items, self._num_values = lengths, [*map(len, values)]
+            self._items, self._values = [*chain.from_iterable(containers)], [*chain.from_iterable(values)]
         self._begins: tuple[list[int], list[int]] | None = None
         self._replaced: dict[int, Any] = {}
 
@@ -111,3 +116,10 @@ class Contents:
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
+
+
+def held_by(reached: Reached) -> Contents:
+    """Return what all that was reached holds, but for what passes have computed."""
+    contents = Places([place for _, place in reached.places]).contents()
+    contents.let_go()
+    return contents

@@ -4,10 +4,10 @@ Followed are attributes, lists, dicts, sets and deques, variables that a functio
 the modules that it names, too), what methods and partials are bound to, hooks of modules, tensors and optimizers, and
 class attributes. Each of these is a `Place`, whose content can be copied (one level, not what is in it) and put back.
 
-Not followed: objects of libraries (`_LIBRARIES`) other than modules, optimizers and schedules (of a trainer its
-own attributes are, and the containers in them), data loaders and data sets, whose position is not a step's, and what
-only C code, an iterator or a running function holds; iterators are noted. A container of more than `_MOST_ITEMS` items
-is copied but not looked through, and after `_MOST_PLACES` places nothing more is.
+Not followed: objects of libraries (`_LIBRARIES`) other than modules, optimizers and schedules (of one's own subclass of
+a trainer its attributes are), data loaders and data sets, whose position is not a step's, and what only C code, an
+iterator or a running function holds; iterators are noted. A container of more than `_MOST_ITEMS` items is copied but
+not looked through, and after `_MOST_PLACES` places nothing more is.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import random
 import sys
 import sysconfig
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from array import array
-from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -46,7 +47,8 @@ FOLDERS_OF_LIBRARIES = (
     *(f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in {"stdlib", "purelib", "platlib"}),
 )
 _FOLLOWED = (
-    nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, SimpleNamespace, UserDict, UserList, Queue
+    nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, SimpleNamespace, Namespace, UserDict,
+    UserList, ChainMap, Queue,
 )  # fmt: skip
 _CONFIGS = frozenset({"PreTrainedConfig", "PretrainedConfig"})
 """Of transformers, which is not imported for it: BERT's first pass sets ``problem_type``."""
@@ -400,7 +402,7 @@ class _Walk:
         self.reached.modules.append(module)
         for kinds in _OF_NAMES:
             self.reached.seen[id(own[kinds])] = own[kinds]
-            self._put(name, Items(own[kinds]))
+            self._put(name, Items(own[kinds]), f"{name}.{kinds}")
         self._put(name, Attributes(module, hooks.OF_MODULES))
         kept = [own[kind] for kind in hooks.OF_MODULES & own.keys() if isinstance(own[kind], dict)]
         self.reached.seen.update((id(own[left_out]), own[left_out]) for left_out in hooks.OF_MODULES & own.keys())
@@ -455,7 +457,10 @@ def _names_in(code: CodeType) -> list[str]:
 
 def _slots_of(kind: type) -> Iterable[str]:
     slots = vars(kind).get("__slots__", ())
-    return (slot for slot in ((slots,) if isinstance(slots, str) else slots) if slot not in {"__dict__", "__weakref__"})
+    for slot in (slots,) if isinstance(slots, str) else slots:
+        if slot not in {"__dict__", "__weakref__"}:
+            is_private = slot.startswith("__") and not slot.endswith("__")
+            yield f"_{kind.__name__.lstrip('_')}{slot}" if is_private else slot
 
 
 def _is_of_class(name: str, value: Any) -> bool:

@@ -30,8 +30,8 @@ from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning, TornS
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt, attempt_twice, without_fail
-from plimsoll.run.saved import is_same_state
-from plimsoll.run.undo import Stateful, Undo
+from plimsoll.run.saved import Stateful, is_same_state
+from plimsoll.run.undo import Undo
 from plimsoll.run.unreached import is_compiled
 from plimsoll.workload import batch_size_of, pick_samples
 

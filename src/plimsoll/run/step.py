@@ -55,9 +55,9 @@ from plimsoll.run.recover import Ladder, Size, state_after_death
 from plimsoll.run.reduction import Reduction
 from plimsoll.run.retry import Retry, first_samples, scaler_as_now
 from plimsoll.run.rungs import Rungs, after_oom, ladder_of, measured, take_back
+from plimsoll.run.saved import Stateful
 from plimsoll.run.sparse import clip
 from plimsoll.run.together import attempt_together, told_by_all
-from plimsoll.run.undo import Stateful
 from plimsoll.run.unreached import UnreachedWatch
 from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import LossFunction, Precision, Units, Workload, model_loss, move_batch

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,26 +35,16 @@ from plimsoll.outside import is_marked
 from plimsoll.run.before import Before, Watched
 from plimsoll.run.between import Between, Moment
 from plimsoll.run.boundary import fitting
-from plimsoll.run.contents import Contents, Places
+from plimsoll.run.contents import Places, held_by
 from plimsoll.run.hooks import SavedHooks, containers_of
 from plimsoll.run.reachable import SMALL_BYTES, Place, Reached, may_hold_state, name_of_item, reached_from
-from plimsoll.run.saved import SavedArray, SavedGenerator, SavedIterator, SavedPlace, SavedTensor
+from plimsoll.run.saved import SavedArray, SavedGenerator, SavedIterator, SavedPlace, SavedTensor, Stateful
 from plimsoll.run.written import Writes, bytes_in, has_storage, key_of
 
 _MOST_ARRAY_BYTES = 64 << 20
 """Larger ones are not copied in the steps that are observed, in which it is seen whether they were written."""
 _LONGEST_PAUSE_STEPS = 200
 _OPTIMIZER = "optimizer"
-
-
-class Stateful(Protocol):
-    """What can say its state and take it back, as torch's and accelerate's checkpoints have it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take a state back."""
 
 
 class Undo:
@@ -78,11 +68,12 @@ class Undo:
         optimizer: torch.optim.Optimizer | None = None, observes: bool = True,
     ) -> None:  # fmt: skip
         self.lost: tuple[str, ...] = ()
-        self._moments: list[Moment] = []  # after the last passes of an update of several batches
+        self._moments: list[tuple[Before, Moment]] = []  # after the last passes of an update of several batches
+        self._resumed: Any = ()  # how it was before a batch was taken
         self._between: list[Between] = []  # what the loop has changed after each of the batches
         self._roots, self._backend, self._extra_state, self._optimizer = dict(roots), backend, extra_state, optimizer
         self._reached: Reached | None = None
-        self._walked = _held_by(Reached())  # what was in its places when it was found, or when that was still all
+        self._walked = held_by(Reached())  # what was in its places when it was found, or when that was still all
         self._watched: Watched | None = None  # of it ...
         self._watched_for: tuple[Any, ...] = ()  # ... as long as this is so
         self.is_updating = False
@@ -95,11 +86,11 @@ class Undo:
         self._left: list[tuple[str, Place, Any]] = []  # those of them that were left as they were after it
         self._written: set[str] = set()  # names of tensors and arrays that passes have written
         self._placed: set[str] = set()  # names of tensors that passes have put into another storage
-        self._spare: dict[tuple[str, int], Tensor] = {}  # copies of earlier steps, to be filled again
+        self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
         self._writes: Writes | None = None
         self._observes, self._has_observed = observes, False
         self._kinds: set[Any] = set()  # modes of the modules and kinds of batches that were observed
-        self._kind: Any = None
+        self._kinds_in_hand: list[Any] = []  # those of this update
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
         self._strangers: dict[int, StorageWeakRef] = {}  # written by passes, and reached from nowhere
@@ -115,8 +106,8 @@ class Undo:
         self._random_state = self._backend.random_state()
         if self._reached is None:
             self._reached = self._walk()
-            self._walked = _held_by(self._reached)
-        self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
+            self._walked = held_by(self._reached)
+        self._kinds_in_hand = [self._kind_with_modes(batch)]
         before = self._remembered(self._reached, is_new=False)
         roots = [("batch", batch), *self._news(before), *(news for one in self._between for news in one.news)]
         before.copies += [("", copied) for copied in self._copied_strangers()]
@@ -126,7 +117,7 @@ class Undo:
 
     def pause(self) -> None:
         """Note how everything is after the passes of one of several batches: what follows is not theirs."""
-        self._moments = [Moment(before) for before in self._before]
+        self._moments = [(before, Moment(before)) for before in self._before if not before.is_batch]
 
     @property
     def has_remembered(self) -> bool:
@@ -138,17 +129,36 @@ class Undo:
 
         The state to go back to stays that of before the first batch.
         """
-        between = Between(self._before, self._moments, self._extra_state, self._backend, is_end=batch is None)
+        between = Between(self._moments, self._extra_state, self._backend, is_end=batch is None)
+        if self._between:
+            between.share(self._between[-1])
+        seen = ChainMap(*(before.reached.seen for before, _ in self._moments))
+        comes = [reached_from([("batch", batch)], Reached(seen=seen)), reached_from(between.news, Reached(seen=seen))]
+        kinds = self._kinds_in_hand
+        self._kinds_in_hand = kinds if batch is None else [*kinds, self._kind_with_modes([batch])]
+        news = [self._remembered(reached, is_new=True) for reached in comes]
+        news[0].is_batch = True
         self._moving |= between.places
         self._written |= between.written
         self._placed |= between.moved
-        seen = ChainMap(*(before.reached.seen for before in self._before))
-        reached = reached_from([("batch", batch), *between.news], Reached(seen=seen))
-        news = self._remembered(reached, is_new=True)
-        for before, moment in zip(self._before, self._moments, strict=True):
+        self._resumed = len(self._before), kinds, [(one.versions, one.addresses) for one, _ in self._moments]
+        for before, moment in self._moments:
             before.skip(moment.versions, moment.addresses)
-        self._before.append(news)
+        self._before += news
         self._between.append(between)
+
+    @contextmanager
+    def taken_back_on_error(self) -> Iterator[None]:
+        """Where the block fails, be as before the last `resume`, for the batch is not taken."""
+        try:
+            yield
+        except BaseException:
+            if self._between:
+                num_before, self._kinds_in_hand, counted = self._resumed
+                del self._before[num_before:], self._between[-1]
+                for (before, _), (versions, addresses) in zip(self._moments, counted, strict=True):
+                    before.versions, before.addresses = versions, addresses
+            raise
 
     def again(self, number: int) -> None:
         """Change what the loop changed after batch ``number``, counted from 1."""
@@ -163,7 +173,7 @@ class Undo:
     @property
     def is_due(self) -> bool:
         """Whether passes like those that were remembered for have not been observed yet."""
-        return self._observes and self._kind not in self._kinds
+        return self._observes and not self._kinds.issuperset(self._kinds_in_hand)
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -198,17 +208,17 @@ class Undo:
         """Take the passes since `remember` for those of a step; ``is_all``: no more of their kind need be observed."""
         if self.is_due and is_all:
             self._has_observed = True
-            self._kinds.add(self._kind)
+            self._kinds.update(self._kinds_in_hand)
         self.is_updating = True
 
     def done(self) -> None:
         """Let go of the state of before the step."""
         self._let_go()
-        self._extra, self._failed, self._left, self._between = [], [], [], []
+        self._extra, self._failed, self._left, self._between, self._random_state = [], [], [], [], {}
         if self._stays and self._reached is not None:  # what comes and goes is not held
             more = reached_from(self._stays, self._reached)
             self._reached.add(more)
-            self._walked.extend(_held_by(more))
+            self._walked.extend(held_by(more))
             self._watched, self._stays = None, []
 
     def leave(self) -> bool:
@@ -241,7 +251,7 @@ class Undo:
     def written(self) -> list[Tensor]:
         """The tensors of before that passes were seen to write."""
         reached = (one for before in self._before for one in before.reached.tensors.values())
-        return [tensor for name, tensor in reached if name in self._written]
+        return [tensor for name, tensor in reached if name in self._written and not tensor.is_meta]
 
     def iterators(self) -> set[str]:
         """Names of iterators that are kept where training code may go on with them."""
@@ -327,8 +337,12 @@ class Undo:
         """Forget the state of before, but keep the memory of copies that the next step will need again."""
         for name, saved in (one for before in self._before for one in before.copies if one[0] in self._written):
             if isinstance(saved, SavedTensor):
-                self._spare[name, saved.content.nbytes] = saved.content
+                self._spare[name] = saved.content
         self._before = []
+
+    def _kind_with_modes(self, batch: Any) -> Any:
+        assert self._reached is not None
+        return tuple(module.training for module in self._reached.modules), _kind_of(batch)
 
     @torch.no_grad()
     def _remembered(self, reached: Reached, *, is_new: bool) -> Before:
@@ -387,7 +401,9 @@ class Undo:
             return True
         if not self._observes:
             return isinstance(owner, _NormBase)
-        if isinstance(tensor, nn.Parameter) or name.startswith(("batch", _OPTIMIZER)):
+        # Others are watched by their versions alone.
+        is_plain = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_nested)
+        if isinstance(tensor, nn.Parameter) or name.startswith(("batch", _OPTIMIZER)) or not is_plain:
             return False
         if tensor.requires_grad:  # whose owner moves it by its gradient, in a step of its own
             return tensor.is_leaf and tensor.nbytes <= SMALL_BYTES
@@ -396,8 +412,7 @@ class Undo:
 
     def _copied(self, name: str, tensor: Tensor) -> SavedTensor:
         """Copy it, into the memory of the last copy if there is one."""
-        num_bytes = tensor.untyped_storage().nbytes() if has_storage(tensor) else tensor.nbytes
-        return SavedTensor.of(tensor, self._spare.pop((name, num_bytes), None), as_bytes=self._observes)
+        return SavedTensor.of(tensor, self._spare.pop(name, None), as_bytes=self._observes)
 
     def _copied_strangers(self) -> Iterator[SavedTensor]:
         for key, reference in [*self._strangers.items()]:
@@ -465,13 +480,6 @@ def left_alone(
             yield undo
         finally:
             undo.restore()
-
-
-def _held_by(reached: Reached) -> Contents:
-    """What its places hold, but for what passes have computed."""
-    contents = Places([place for _, place in reached.places]).contents()
-    contents.let_go()
-    return contents
 
 
 def _kind_of(batch: Any) -> Any:
