@@ -127,6 +127,7 @@ def found_of(name: str, most: int) -> Found:
     found, faults = Found(kind.group, kind.name), {}
     unfailed = Plan(max(STEPS), how=NEVER)
     trial = tried(kind, unfailed, references)
+    _freeze()  # what this kind has imported
     plans = plans_of(kind, most) if trial.outcome in (EQUAL, NAMED) else [unfailed]
     for plan in plans:
         trial = tried(kind, plan, references)
@@ -145,6 +146,12 @@ def prepare() -> None:
     warnings.simplefilter("ignore")
     first = next(iter(all_kinds().values()))
     tried(first, Plan(STEPS[0], 5), {})
+    _freeze()
+
+
+def _freeze() -> None:
+    """Spare later collections what is there: one follows each failure, and would take longer than all else."""
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 
