@@ -215,6 +215,10 @@ def seeded(_: Training, number: int) -> None:
     torch.manual_seed(number)
 
 
+def all_seeded(_: Training, number: int) -> None:
+    torch.manual_seed(number), random.seed(number), numpy.random.seed(number)
+
+
 def rates_set(training: Training, number: int) -> None:
     training.optimizer.param_groups[0]["lr"] = 0.01 / (number + 1)
 
@@ -425,8 +429,18 @@ OTHERS = (_storm_states, _storm_kept, _storm_losses, _storm_recipes)
 
 
 def in_windows(kind: Kind) -> Kind:
-    """A training of another group, two batches an update."""
-    return Kind("windows", f"{kind.name}", lambda: kind.make().in_windows(WINDOW))
+    """A training of another group, two batches an update.
+
+    Each batch is seeded: where both are done again in smaller pieces, the second goes on from the random numbers that it
+    found, and not from those that the pieces of the first have left.
+    """
+
+    def make() -> Training:
+        training = kind.make().in_windows(WINDOW)
+        training.between = partial(all_seeded, training)
+        return training
+
+    return Kind("windows", kind.name, make)
 
 
 def kinds() -> list[Kind]:
@@ -437,4 +451,4 @@ def kinds() -> list[Kind]:
         found += [Kind(group, name, partial(make, window)) for name, make in LOOPS.items()]
     found.append(Kind("state of the loop", "adds a group of parameters", grouped_later))
     found += [Kind("several optimizers", name, make) for name, make in SEVERAL.items()]
-    return [*found, *(in_windows(kind) for module in OTHERS for kind in module.kinds()[::2])]
+    return [*found, *(in_windows(kind) for module in OTHERS for kind in module.kinds()[::2] if "vectors" not in kind.name)]
