@@ -1,4 +1,4 @@
-"""State of `storm.py` that libraries write, or that lies where few look: caches, weak dicts, globals, opaque objects."""
+"""State of `storm.py` that libraries write, or that lies where few look: caches, weak dicts, globals."""
 
 from __future__ import annotations
 
@@ -354,7 +354,9 @@ def quantized_in_training() -> Training:
     """Fake quantization with observers of moving averages."""
     from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
-    observed = FakeQuantize.with_args(observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255, dtype=torch.quint8)
+    observed = FakeQuantize.with_args(
+        observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255, dtype=torch.quint8
+    )
     return trained(mlp(observed(), nn.ReLU()))
 
 
@@ -468,7 +470,7 @@ SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "in
 LLAMA = {**SIZES, "num_key_value_heads": 1, "attention_dropout": 0.1}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 LIBRARIES: dict[str, Callable[[], Training]] = {
-    "orthogonal": lambda: with_layer(lambda layer: parametrizations.orthogonal(layer)),
+    "orthogonal": lambda: with_layer(parametrizations.orthogonal),
     "spectral_norm of an embedding": lambda: trained(_normalised_table()),
     "weight_norm by a hook": lambda: with_layer(nn.utils.weight_norm),
     "spectral_norm of a recurrent layer": lambda: trained(_normalised_recurrent()),
@@ -483,11 +485,20 @@ LIBRARIES: dict[str, Callable[[], Training]] = {
     "Llama, rotary positions that grow": lambda: transformer(
         "Llama", {**LLAMA, "max_position_embeddings": 4, "rope_parameters": DYNAMIC}
     ),
-    "BigBird, changes its attention": lambda: transformer("BigBird", {**SIZES, "attention_type": "block_sparse", "block_size": 2}),
-    "ESM, cache of positions": lambda: transformer("Esm", {**SIZES, "position_embedding_type": "rotary", "mask_token_id": 1}),
-    "DeBERTa, cached buckets": lambda: transformer("DebertaV2", {**SIZES, "relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"]}),
-    "Funnel": lambda: transformer("Funnel", {"d_model": 8, "n_head": 2, "d_head": 4, "d_inner": 16, "block_sizes": [1, 1], "num_decoder_layers": 1}),
-}  # fmt: skip
+    "BigBird, changes its attention": lambda: transformer(
+        "BigBird", {**SIZES, "attention_type": "block_sparse", "block_size": 2}
+    ),
+    "ESM, cache of positions": lambda: transformer(
+        "Esm", {**SIZES, "position_embedding_type": "rotary", "mask_token_id": 1}
+    ),
+    "DeBERTa, cached buckets": lambda: transformer(
+        "DebertaV2", {**SIZES, "relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"]}
+    ),
+    "Funnel": lambda: transformer(
+        "Funnel",
+        {"d_model": 8, "n_head": 2, "d_head": 4, "d_inner": 16, "block_sizes": [1, 1], "num_decoder_layers": 1},
+    ),
+}
 
 
 def _normalised_table() -> nn.Module:

@@ -148,7 +148,9 @@ TOLD: dict[str, Told] = {
         lambda: torch.zeros(WIDTH), set_kept(lambda n: torch.full((WIDTH,), n + 1.0)), written
     ),
     "writes a buffer": Told(lambda: torch.zeros(WIDTH), on_kept(lambda kept, n: kept.add_(n + 1)), the_mean),
-    "writes a buffer, as passes do": Told(lambda: torch.zeros(WIDTH), on_kept(lambda kept, n: kept.add_(n + 1)), written),
+    "writes a buffer, as passes do": Told(
+        lambda: torch.zeros(WIDTH), on_kept(lambda kept, n: kept.add_(n + 1)), written
+    ),
     "writes a buffer through .data": Told(
         lambda: torch.zeros(WIDTH), on_kept(lambda kept, n: kept.data.fill_(n + 1)), the_mean
     ),
@@ -161,17 +163,25 @@ TOLD: dict[str, Told] = {
     ),
     "grows a list": Told(list, on_kept(lambda kept, n: kept.append(n)), the_sum),
     "grows a list, as passes do": Told(list, on_kept(lambda kept, n: kept.append(n)), grown),
-    "brings tensors that passes write": Told(list, on_kept(lambda kept, n: kept.append(torch.full((3,), n + 1.0))), written_last),
+    "brings tensors that passes write": Told(
+        list, on_kept(lambda kept, n: kept.append(torch.full((3,), n + 1.0))), written_last
+    ),
     "brings large tensors that passes write": Told(
         list, on_kept(lambda kept, n: kept.append(torch.full((LARGE,), n + 1.0))), written_last
     ),
     "brings objects that passes count in": Told(list, on_kept(lambda kept, n: kept.append(Holder())), counted_last),
-    "fills a dict": Told(dict, on_kept(lambda kept, n: kept.update({n: n})), lambda model, _: float(sum(model.kept.values()))),
+    "fills a dict": Told(
+        dict, on_kept(lambda kept, n: kept.update({n: n})), lambda model, _: float(sum(model.kept.values()))
+    ),
     "fills a dict, as passes do": Told(dict, on_kept(lambda kept, n: kept.update({n: n})), grown_dict),
     "exchanges a dict that passes fill": Told(dict, set_kept(lambda n: {"sum": float(n)}), grown_dict),
-    "turns a deque": Told(lambda: deque([1.0, 2.0, 4.0]), on_kept(lambda kept, n: kept.rotate()), lambda model, _: model.kept[0]),
+    "turns a deque": Told(
+        lambda: deque([1.0, 2.0, 4.0]), on_kept(lambda kept, n: kept.rotate()), lambda model, _: model.kept[0]
+    ),
     "writes an array of numpy": Told(
-        lambda: numpy.zeros(WIDTH, numpy.float32), on_kept(lambda kept, n: kept.__iadd__(n + 1)), lambda model, _: float(model.kept.mean())
+        lambda: numpy.zeros(WIDTH, numpy.float32),
+        on_kept(lambda kept, n: kept.__iadd__(n + 1)),
+        lambda model, _: float(model.kept.mean()),
     ),
     "writes an array of numpy, as passes do": Told(
         lambda: numpy.zeros(WIDTH, numpy.float32), on_kept(lambda kept, n: kept.__iadd__(n + 1)), numpy_written
@@ -180,7 +190,9 @@ TOLD: dict[str, Told] = {
         lambda: numpy.zeros(LARGE, numpy.float32), on_kept(lambda kept, n: kept.__iadd__(n + 1)), numpy_written
     ),
     "exchanges an array of numpy that passes write": Told(
-        lambda: numpy.zeros(WIDTH, numpy.float32), set_kept(lambda n: numpy.full(WIDTH, n + 1, numpy.float32)), numpy_written
+        lambda: numpy.zeros(WIDTH, numpy.float32),
+        set_kept(lambda n: numpy.full(WIDTH, n + 1, numpy.float32)),
+        numpy_written,
     ),
     "seeds a torch.Generator": Told(torch.Generator, on_kept(lambda kept, n: kept.manual_seed(n)), noise),
     "draws from a torch.Generator": Told(
@@ -188,13 +200,17 @@ TOLD: dict[str, Told] = {
     ),
     "exchanges a torch.Generator": Told(torch.Generator, set_kept(lambda n: torch.Generator().manual_seed(n)), noise),
     "draws from numpy's Generator": Told(
-        lambda: numpy.random.default_rng(1), on_kept(lambda kept, n: kept.random(n + 1)), lambda model, _: model.kept.random()
+        lambda: numpy.random.default_rng(1),
+        on_kept(lambda kept, n: kept.random(n + 1)),
+        lambda model, _: model.kept.random(),
     ),
     "draws from random.Random": Told(
         lambda: random.Random(1), on_kept(lambda kept, n: kept.random()), lambda model, _: model.kept.random()
     ),
-    "changes an object that passes change": Told(Holder, on_kept(lambda kept, n: setattr(kept, "count", kept.count + 1)), counted_item),
-}  # fmt: skip
+    "changes an object that passes change": Told(
+        Holder, on_kept(lambda kept, n: setattr(kept, "count", kept.count + 1)), counted_item
+    ),
+}
 """What the loop does with something that the model has."""
 
 
@@ -204,7 +220,9 @@ def told(one: Told, window: int) -> Training:
     return training.in_windows(window)
 
 
-def with_loop(model: nn.Module, between: Callable[[Training, int], object], window: int = 0, **options: Any) -> Training:
+def with_loop(
+    model: nn.Module, between: Callable[[Training, int], object], window: int = 0, **options: Any
+) -> Training:
     training = trained(model, **options)
     training = training.in_windows(window)
     training.between = partial(between, training)
@@ -321,11 +339,13 @@ LOOPS: dict[str, Callable[[int], Training]] = {
     "switches modes": lambda window: with_loop(mlp(nn.BatchNorm1d(WIDTH)), modes_switched, window),
     "loads weights and states": lambda window: with_loop(Net(), weights_loaded, window),
     "moves weights in place": lambda window: with_loop(Net(), weights_moved, window),
-    "exchanges a module": lambda window: with_loop(mlp(nn.BatchNorm1d(WIDTH)), module_exchanged, window, recut_batch_norm=True),
+    "exchanges a module": lambda window: with_loop(
+        mlp(nn.BatchNorm1d(WIDTH)), module_exchanged, window, recut_batch_norm=True
+    ),
     "adds a module": lambda window: with_loop(mlp(), module_brought, window, recut_batch_norm=True),
     "averages the weights of a teacher": averaged_by_loop,
     "changes extra_state": extra_of_loop,
-}  # fmt: skip
+}
 
 
 # -- several updates ---------------------------------------------------------------------------------------------------
@@ -431,8 +451,8 @@ OTHERS = (_storm_states, _storm_kept, _storm_losses, _storm_recipes)
 def in_windows(kind: Kind) -> Kind:
     """A training of another group, two batches an update.
 
-    Each batch is seeded: where both are done again in smaller pieces, the second goes on from the random numbers that it
-    found, and not from those that the pieces of the first have left.
+    Each batch is seeded: where both are done again in smaller pieces, the second goes on from the random numbers that
+    it found, and not from those that the pieces of the first have left.
     """
 
     def make() -> Training:
@@ -451,4 +471,7 @@ def kinds() -> list[Kind]:
         found += [Kind(group, name, partial(make, window)) for name, make in LOOPS.items()]
     found.append(Kind("state of the loop", "adds a group of parameters", grouped_later))
     found += [Kind("several optimizers", name, make) for name, make in SEVERAL.items()]
-    return [*found, *(in_windows(kind) for module in OTHERS for kind in module.kinds()[::2] if "vectors" not in kind.name)]
+    return [
+        *found,
+        *(in_windows(kind) for module in OTHERS for kind in module.kinds()[::2] if "vectors" not in kind.name),
+    ]

@@ -205,7 +205,9 @@ def weights_in_dict() -> Training:
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         now = model.state_dict()
-        held["average"] = OrderedDict((name, 0.9 * held["average"].get(name, one) + 0.1 * one) for name, one in now.items())
+        held["average"] = OrderedDict(
+            (name, 0.9 * held["average"].get(name, one) + 0.1 * one) for name, one in now.items()
+        )
         out = torch.func.functional_call(model, dict(held["average"]), (batch["x"],))
         return classified(model, batch) + 0.1 * out.square().mean()
 
@@ -608,8 +610,12 @@ RECIPES: dict[str, Callable[[], Training]] = {
     "centre loss": centres,
     "BatchRenorm": lambda: trained(mlp(BatchRenorm()), recut_loss=True),
     "curriculum": lambda: closing({"step": 0, "hard": torch.zeros(CLASSES)}, curriculum),
-    "curriculum with a large tensor": lambda: closing({"step": 0, "hard": torch.zeros(CLASSES, 400_000)[:, 0]}, curriculum),
-    "curriculum with a large tensor, through .data": lambda: closing({"step": 0, "hard": torch.zeros(400_000)}, late_through_data),
+    "curriculum with a large tensor": lambda: closing(
+        {"step": 0, "hard": torch.zeros(CLASSES, 400_000)[:, 0]}, curriculum
+    ),
+    "curriculum with a large tensor, through .data": lambda: closing(
+        {"step": 0, "hard": torch.zeros(400_000)}, late_through_data
+    ),
     "counts of classes, numbers of numpy": lambda: closing({}, class_counts),
     "counts of classes, array of numpy": lambda: closing(numpy.zeros(CLASSES, numpy.int64), class_counts_in_array),
     "confusion matrix": lambda: closing(torch.zeros(CLASSES, CLASSES, dtype=torch.long), confusion),
@@ -625,7 +631,9 @@ RECIPES: dict[str, Callable[[], Training]] = {
     "dropout of its own": lambda: trained(mlp(OwnDropout())),
     "stochastic depth": lambda: trained(StochasticDepth()),
     "gradient reversal": lambda: trained(ReversedGradient()),
-    "evaluation for a moment": lambda: trained(mlp(nn.BatchNorm1d(WIDTH), nn.Dropout(0.1)), evaluated_for_a_moment, recut_batch_norm=True),
+    "evaluation for a moment": lambda: trained(
+        mlp(nn.BatchNorm1d(WIDTH), nn.Dropout(0.1)), evaluated_for_a_moment, recut_batch_norm=True
+    ),
     "frozen for a moment": lambda: trained(Net(), frozen_for_a_moment),
     "hook for a moment": lambda: trained(Net(), hooked_for_a_moment),
     "hook of a weight for a moment": lambda: trained(Net(), hooked_tensor_for_a_moment),
@@ -634,7 +642,7 @@ RECIPES: dict[str, Callable[[], Training]] = {
     "rate lowered in the loss": rate_in_loss,
     "schedule stepped in the loss": schedule_in_loss,
     "moments damped in the loss": moments_in_loss,
-}  # fmt: skip
+}
 
 
 def kinds() -> list[Kind]:

@@ -36,8 +36,8 @@ from typing import NamedTuple
 import torch
 
 import _storm_kept
-import _storm_loops
 import _storm_libraries
+import _storm_loops
 import _storm_losses
 import _storm_models
 import _storm_optimizers
@@ -112,8 +112,17 @@ class Found:
 @cache
 def all_kinds() -> dict[str, Kind]:
     """Every kind by its name, in the order of the table."""
-    modules = (_storm_models, _storm_states, _storm_kept, _storm_losses, _storm_optimizers, _storm_recipes, _storm_libraries, _storm_loops,
-        _storm_plans)
+    modules = (
+        _storm_models,
+        _storm_states,
+        _storm_kept,
+        _storm_losses,
+        _storm_optimizers,
+        _storm_recipes,
+        _storm_libraries,
+        _storm_loops,
+        _storm_plans,
+    )
     return {f"{kind.group}: {kind.name}": kind for module in modules for kind in module.kinds()}
 
 
