@@ -112,8 +112,8 @@ def free_adversarial() -> Training:
     return trained(Net(), loss, kept={"delta": delta})
 
 
-def vectors_given(zeroes: bool) -> Training:
-    """Vectors in the batch that have gradients, which the loop reads; from the second batch on they are the same."""
+def vectors_given(are_new: bool) -> Training:
+    """Vectors in the batch that have gradients; those that are not new in each batch add them up."""
 
     def loss(model: Any, batch: Any) -> Tensor:
         return functional.cross_entropy(model.b(batch["v"].mean(1)), batch["y"])
@@ -121,7 +121,7 @@ def vectors_given(zeroes: bool) -> Training:
     training = trained(Net(), loss)
     generator = torch.Generator().manual_seed(7)
     vectors = [torch.randn(NUM_SAMPLES, 6, WIDTH, generator=generator).requires_grad_() for _ in range(NUM_UPDATES)]
-    if not zeroes:
+    if not are_new:
         vectors = [vectors[0], *[vectors[1]] * (NUM_UPDATES - 1)]
     given = zip(training.batches, vectors, strict=True)
     training.batches = [{"v": vector, "y": batch["y"]} for batch, vector in given]

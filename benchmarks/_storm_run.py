@@ -292,7 +292,7 @@ class Run:
         self.kind, self.training = kind, kind.made()
         if is_cut:
             self.training.options["micro_batch"] = NUM_SAMPLES // 2
-        self.updates: Any = Windows(self.training) if self.training.window else Steps(self.training)
+        self.updates: Updates = Windows(self.training) if self.training.window else Steps(self.training)
         self.cuts: list[Cut] = []
         self.losses: list[float | None] = []
         self.num_allocations: list[int] = []

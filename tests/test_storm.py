@@ -14,7 +14,22 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import storm  # noqa: E402
-from _storm_run import CHANGED, DIFFERENT, EQUAL, NEVER, RAW, UNCHANGED, Cut, Failing, Kind, Plan, Run, plain, tried  # noqa: E402
+from _storm_run import (  # noqa: E402
+    CHANGED,
+    DIFFERENT,
+    EQUAL,
+    NAMED,
+    NEVER,
+    RAW,
+    UNCHANGED,
+    Cut,
+    Failing,
+    Kind,
+    Plan,
+    Run,
+    plain,
+    tried,
+)
 from _storm_state import differences, state_of  # noqa: E402
 from plimsoll.errors import OutOfMemoryError, TornStepError  # noqa: E402
 from plimsoll.run.commit import StepCommit  # noqa: E402
@@ -107,6 +122,14 @@ def test_updates_in_which_allocations_are_counted_go_in_pieces(monkeypatch):
     for number in (1, 2, 3):
         run.do(number)
     assert len(calls) == 3
+
+
+def test_after_an_update_what_the_error_names_is_called_and_the_training_goes_on():
+    kind = KINDS["schedules: rates from a tensor"]
+    last = storm.num_allocations(kind)[1]  # of a step, which is in its schedule
+    trial = tried(kind, Plan(step=1, allocation=last, how="from there on"), {})
+    assert trial.outcome == NAMED
+    assert "AfterUpdateError" in trial.said
 
 
 def test_what_the_loop_does_between_batches_is_done_once_and_is_not_undone():
