@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import PlimsollWarning
 from plimsoll.integrations._inputs import units_of
-from plimsoll.integrations.transaction import shape_of_any
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.run.additive import Additivity, LossOf, loss_check_of
 from plimsoll.run.boundary import Position, without_fail
 from plimsoll.run.known_losses import is_of_library, is_usual, known_units
+from plimsoll.run.pieces import shape_of_any
 from plimsoll.run.undo import Undo
 from plimsoll.workload import Reason, Units, Workload, model_loss, split_batch
 

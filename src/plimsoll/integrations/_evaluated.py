@@ -28,13 +28,12 @@ from plimsoll.errors import OutOfMemoryError
 from plimsoll.integrations._attributes import attributes
 from plimsoll.integrations._collected import Collected, off_device, pool_for
 from plimsoll.integrations._inputs import joined
-from plimsoll.integrations.transaction import shape_of_any
 from plimsoll.mapped import MappedPool
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import format_bytes
 from plimsoll.run.additive import LossOf
 from plimsoll.run.boundary import Position, attempt, fitting
-from plimsoll.run.pieces import Shape, no_way_out
+from plimsoll.run.pieces import Shape, no_way_out, shape_of_any
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.rungs import after_oom
 from plimsoll.workload import Reason, batch_size_of, split_batch

@@ -27,11 +27,10 @@ from plimsoll.device.base import backend_for
 from plimsoll.errors import OutOfMemoryError
 from plimsoll.integrations._attributes import attributes
 from plimsoll.integrations._lightning_logs import joined_values, remember, state_of
-from plimsoll.integrations.transaction import shape_of_any
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.boundary import Position, attempt, fitting
-from plimsoll.run.pieces import Shape
+from plimsoll.run.pieces import Shape, shape_of_any
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.rungs import after_oom
 from plimsoll.run.telling_rows import Kinds, first_rows, telling_rows

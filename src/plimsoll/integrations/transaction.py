@@ -11,8 +11,7 @@ over (`plimsoll.run.pieces`), so that the sum of the gradients does not depend o
 
 Does NOT cover: fetching a batch and bringing it to the device where the caller's loop did that before; several
 processes; optimizers that call their closure more than once (LBFGS); what `plimsoll.run.undo` does not see and
-``remember`` does not cover; and, in a window of several batches, what the caller sets between two of them, which stays
-as it is when all are done again. Gradients are released by the update, so that what reads them after it finds none.
+``remember`` does not cover. Gradients are released by the update, so that what reads them after it finds none.
 """
 
 from __future__ import annotations
@@ -35,27 +34,18 @@ from plimsoll.records.plan import Choice, Rung
 from plimsoll.records.run import OomEvent
 from plimsoll.run.additive import Additivity, LossOf
 from plimsoll.run.after_update import AfterUpdate
-from plimsoll.run.boundary import Position, attempt
+from plimsoll.run.boundary import Position, attempt, attempt_twice
 from plimsoll.run.checks import device_of, refuse, refuse_no_target, refuse_recut, refuse_unclear_labels
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import failpoint
-from plimsoll.run.pieces import Piece, Shape, no_way_out, shape_of, weighted_pieces
+from plimsoll.run.pieces import Piece, Shape, equal_pieces, no_way_out, shape_of, shape_of_any, weighted_pieces
 from plimsoll.run.recover import Ladder, Size
 from plimsoll.run.retry import Retry, first_samples
 from plimsoll.run.rungs import Rungs, after_oom, choices_of, ladder_of, measured
 from plimsoll.run.undo import Stateful
 from plimsoll.run.unreached import UnreachedWatch
 from plimsoll.techniques._whole import WholeBatch
-from plimsoll.workload import (
-    LossFunction,
-    Units,
-    Workload,
-    batch_size_of,
-    count_elements,
-    count_units,
-    model_loss,
-    split_batch,
-)
+from plimsoll.workload import LossFunction, Units, Workload, model_loss
 
 OnePass = Callable[[Any, float], Tensor]
 """Forward and backward of one piece, whose loss is multiplied by a share; returns its mean loss without a graph."""
@@ -84,7 +74,6 @@ class _Batch(NamedTuple):
     batch: Any
     shape: Shape
     one_pass: OnePass
-    random_state: dict[str, Any] | None
     loss_of: LossOf
 
 
@@ -165,10 +154,9 @@ class Transaction:
         self.following = AfterUpdate(optimizer, self.backend, self.position)
         self._remember = remember
         self._put_back_of_caller: PutBack = _nothing
-        self._num_remembered = 0  # batches of the window
         self._groups: list[dict[str, Any]] = []
         self._window: list[_Batch] = []
-        self._num_done = self._num_remembered = 0
+        self._num_done = 0
         self.is_again = False
         self._is_asked = True  # whether the batches of the window may be cut, if they are
 
@@ -184,6 +172,7 @@ class Transaction:
             DataError: if nothing is to be learned from it.
         """
         shape = self._shape_of(batch)
+        self._come_back(batch)
         ladder = self._ladder_for(shape.num_samples)
         self._rung = ladder.choose(shape.elements_per_sample)
         if ladder.sizes[self._rung].samples < shape.num_samples:
@@ -194,8 +183,7 @@ class Transaction:
         refuse_recut(self._whole.reason(), ladder.sizes[self._rung].samples, shape, Ranks())
         if not self._window:
             self._begin()
-        random_state = self.backend.random_state() if self._window else None  # that of the first is the step's
-        self._window.append(_Batch(batch, shape, one_pass, random_state, loss_of))
+        self._window.append(_Batch(batch, shape, one_pass, loss_of))
         self._until_done(ladder, finish)
         samples = min(ladder.sizes[self._rung].samples, shape.num_samples)
         memory = measured(ladder, self.backend, Ranks())
@@ -212,15 +200,13 @@ class Transaction:
             OutOfMemoryError: if memory ran out and nothing is left to try; all batches of the step are undone.
         """
         assert self._ladder is not None, "an update without a batch"
+        self._come_back()
         self._until_done(self._ladder, finish)
         self._end()
 
     def _until_done(self, ladder: Ladder, finish: Finish | None) -> None:
         """Try, and undo and try further rungs until what is waiting is done."""
-        # As they are now, not at the first batch: a schedule may have set the rate since, and updates come at the end.
-        self._groups = settings_of(self.workload.optimizer)
-        self.events = []
-        self.is_again = is_done = False
+        self.events, is_done = [], False
         known, self._second_rung = ladder.state_dict(), None
         try:
             while not is_done:
@@ -234,10 +220,7 @@ class Transaction:
                     self._rung = self._after_oom(event, self._rung, known)
         finally:
             if not is_done:
-                self._put_back()
-                self._retry.undo.settle(all_of_it=True)
-                self._retry.undo.done()
-                self._window = []
+                self._give_up()
 
     def metrics(self) -> dict[str, float]:
         """What a log should have of the memory: bytes at the peak and now, samples of a pass, and errors survived."""
@@ -253,6 +236,7 @@ class Transaction:
         """Give up the batches whose update has not come; a loop that begins anew has none."""
         if self._window:
             self._window = []
+            self._retry.undo.done()
             self._drop_gradients()
 
     def close(self) -> None:
@@ -274,7 +258,8 @@ class Transaction:
     def _try(self, size: Size, finish: Finish | None) -> None:
         self._use(size.level)
         self._ask_before_cut(size.samples)  # which changes parameters for a moment
-        self._remember_batches(size.samples)
+        if not self._retry.undo.has_remembered:
+            self._remember_window(size.samples)
         if finish is None:
             self._gradients(size.samples)
             self._retry.undo.pause()
@@ -282,16 +267,14 @@ class Transaction:
         with self._updating():
             finish(partial(self._all_gradients, size.samples))
 
-    def _remember_batches(self, samples: int) -> None:
-        """Remember the state before the window, and each batch as it comes."""
-        batches, undo = [one.batch for one in self._window], self._retry.undo
-        if not undo.has_remembered:
-            first, model = self._window[0], self.workload.model
-            loss_of = None if self._num_done else lambda: first.loss_of(first_samples(first.batch, samples, model), 1.0)
-            self._retry.remember(batches, loss_of, self._parameters, self._put_back_of_caller)
-        elif self._num_remembered < len(batches):
-            undo.remember_also(batches[-1])
-        self._num_remembered = len(batches)
+    def _remember_window(self, samples: int) -> None:
+        first, model = self._window[0], self.workload.model
+        self._retry.remember(
+            [one.batch for one in self._window],
+            lambda: first.loss_of(first_samples(first.batch, samples, model), 1.0),
+            self._parameters,
+            self._put_back_of_caller,
+        )
 
     def _all_gradients(self, samples: int) -> Tensor:
         """Run the last batches of an update."""
@@ -301,6 +284,8 @@ class Transaction:
 
     def _use(self, level: int) -> None:
         if not self._rungs.is_in_force(level):
+            if self._num_done:
+                self._put_back()  # to where all batches of the window can be done alike
             self.position.phase = "copy"
             self._commit.forget()
             self._retry.undo.forget()
@@ -311,7 +296,9 @@ class Transaction:
         waiting = [] if self._is_asked else self._window[self._num_done :]
         for one in waiting:
             if samples < one.shape.num_samples and _can_differ(one.shape):
-                refuse_recut(self.additivity.before_cut(one.batch, one.loss_of), samples, one.shape, Ranks())
+                with self._retry.undo.as_failed():
+                    reason = self.additivity.before_cut(one.batch, one.loss_of)
+                refuse_recut(reason, samples, one.shape, Ranks())
         self._is_asked = True
 
     def _gradients(self, samples: int) -> Tensor:
@@ -329,13 +316,12 @@ class Transaction:
             for number in range(self._num_done, len(self._window)):
                 total = self._passes_of(self._window[number], samples)
                 self._num_done = number + 1
+                if self.is_again:
+                    self._retry.undo.again(self._num_done)
             self._retry.undo.passed()
         return total
 
     def _passes_of(self, one: _Batch, samples: int) -> Tensor:
-        if self.is_again and one.random_state is not None:
-            # Between two batches the caller may have drawn numbers, such as the next batch.
-            self.backend.restore_random_state(one.random_state)
         self.micro_batch = self.position.micro_batch = min(samples, one.shape.num_samples)
         total = torch.zeros((), device=self.workload.device)
         for piece, share, _ in self._pieces(one.batch, samples, one.shape):
@@ -348,7 +334,7 @@ class Transaction:
     def _pieces(self, batch: Any, samples: int, shape: Shape) -> Iterator[Piece]:
         if shape.num_units:
             return weighted_pieces(batch, samples, shape, self.workload)
-        return _by_samples(batch, samples, shape.num_samples)  # nothing has more of what is to be learned than another
+        return equal_pieces(batch, samples, shape.num_samples)  # nothing has more of what is to be learned than another
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
@@ -384,6 +370,31 @@ class Transaction:
                 optimizer.__dict__["step"] = own
 
     # -- before and after ----------------------------------------------------------------------------------------------
+
+    def _come_back(self, batch: Any = None) -> None:
+        """Note what the caller's loop has done since the batch before, and take one more, if there is one.
+
+        Raises:
+            OutOfMemoryError: if there is no memory for that; all batches of the step are undone.
+        """
+        # As they are now, not at the first batch: a schedule may have set the rate since, and updates come at the end.
+        self._groups, self.is_again = settings_of(self.workload.optimizer), False
+        if not self._window:
+            return
+        event = attempt_twice(partial(self._retry.undo.resume, batch), self.backend, self.position)
+        if isinstance(event, OomEvent):
+            self._give_up()
+            raise OutOfMemoryError(
+                f"memory ran out before a batch of step {event.step} was taken ({event.shortage}), twice; the batches "
+                "before it are undone: give a larger budget"
+            )
+
+    def _give_up(self) -> None:
+        """Put everything back as it was before the window."""
+        self._put_back()
+        self._retry.undo.settle(all_of_it=True)
+        self._retry.undo.done()
+        self._window = []
 
     def _begin(self) -> None:
         self._num_done = 0
@@ -458,24 +469,9 @@ class Transaction:
         return following
 
 
-def shape_of_any(batch: Any, units: Units) -> Shape:
-    """Return the shape of any batch; one that cannot be cut is like a single sample."""
-    try:
-        num_samples = batch_size_of(batch)
-    except InputError:
-        return Shape(1, 1, count_elements(batch))
-    return Shape(num_samples, count_units(batch, units), count_elements(batch) / num_samples)
-
-
 def _can_differ(shape: Shape) -> bool:
     """Whether a batch may have another loss in parts; others are done whole, or have nothing to learn."""
     return shape.num_samples > 1 and bool(shape.num_units)
-
-
-def _by_samples(batch: Any, micro_batch: int, num_samples: int) -> Iterator[Piece]:
-    """The pieces of a batch without a target: each sample counts as much."""
-    for piece in split_batch(batch, micro_batch):
-        yield Piece(piece, batch_size_of(piece) / num_samples, ())
 
 
 def _refuse_techniques(

@@ -60,11 +60,12 @@ from plimsoll.integrations._inputs import units_of
 from plimsoll.integrations._planned import planned, refuse_both
 from plimsoll.integrations._trainer_loss import loss_of
 from plimsoll.integrations.training_arguments import to_training_arguments
-from plimsoll.integrations.transaction import Transaction, shape_of_any
+from plimsoll.integrations.transaction import Transaction
 from plimsoll.records.plan import Choice, Plan, Rung
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.known_losses import known_units
+from plimsoll.run.pieces import shape_of_any
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.undo import Stateful
 from plimsoll.workload import Precision, Units, count_units

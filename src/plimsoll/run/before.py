@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from plimsoll.run.reachable import Place, Reached, is_same, merged
-from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
+from plimsoll.run.contents import Contents, Places
+from plimsoll.run.reachable import Place, Reached
+from plimsoll.run.saved import SavedArray, SavedGenerator, SavedIterator, SavedPlace, SavedTensor
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class Watched:
     """What is looked after in each step of what was reached: found once, for a step must cost microseconds.
 
     Attributes:
-        copiers: what copies the content of each place.
+        places: what has a content.
         copied: tensors that are copied, by name.
         placed: tensors of which it is noted where they are.
         leaves: tensors that may be frozen and unfrozen.
@@ -26,7 +26,7 @@ class Watched:
         stored: tensors that have an address.
     """
 
-    copiers: list[Callable[[], Any]]
+    places: Places
     copied: list[tuple[str, Tensor]] = field(default_factory=list)
     placed: list[tuple[str, Tensor]] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
@@ -48,10 +48,11 @@ class Before:
 
     reached: Reached
     watched: Watched
-    contents: list[Any]
+    contents: Contents
     places: list[tuple[str, SavedPlace]] = field(default_factory=list)
     copies: list[tuple[str, SavedTensor | SavedArray]] = field(default_factory=list)
     generators: list[SavedGenerator] = field(default_factory=list)
+    iterators: list[SavedIterator] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     have_gradients: list[bool] = field(default_factory=list)
@@ -59,38 +60,13 @@ class Before:
 
     def changed(self) -> Iterator[tuple[str, Place, Any, Any]]:
         """The places that have other things in them now: name, place, what was in it, and what is."""
-        for (name, place), copier, content in zip(
-            self.reached.places, self.watched.copiers, self.contents, strict=True
-        ):
-            now = copier()
-            if not is_same(now, content):
-                yield name, place, content, now
+        now = self.watched.places.contents()
+        for number in self.contents.differing(now):
+            yield *self.reached.places[number], self.contents[number], now[number]
 
-    @torch.no_grad()
-    def rebase(self, contents: list[Any], versions: list[int]) -> list[str]:
-        """Take what others have changed for the state of before; names what passes had changed, too.
-
-        ``contents`` and ``versions`` are those that the passes left.
-        """
-        entangled = []
-        for number, ((name, _), copier, left) in enumerate(
-            zip(self.reached.places, self.watched.copiers, contents, strict=True)
-        ):
-            before, now = self.contents[number], copier()
-            if is_same(now, left):
-                continue
-            if is_same(before, left):
-                self.contents[number] = now
-            elif isinstance(now, dict):
-                self.contents[number] = merged(before, left, now)
-            else:
-                entangled.append(name)
-        written: set[str] = set()
-        for number, ((name, tensor), left) in enumerate(zip(self.watched.counted, versions, strict=True)):
-            if tensor._version != left:
-                (written.add if self.versions[number] == left else entangled.append)(name)
-                self.versions[number] = tensor._version
-        for name, saved in self.copies:
-            if name in written and isinstance(saved, SavedTensor):
-                saved.content.copy_(saved.value)
-        return entangled
+    def skip(self, versions: list[int], addresses: list[int]) -> None:
+        """Do not count what others have written, or moved, since tensors had these versions and addresses."""
+        counts = zip(self.versions, versions, self.watched.versions(), strict=True)
+        places = zip(self.addresses, addresses, self.watched.addresses(), strict=True)
+        self.versions = [first + now - then for first, then, now in counts]
+        self.addresses = [now if first == then else first for first, then, now in places]

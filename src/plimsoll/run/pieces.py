@@ -62,6 +62,15 @@ def shape_of(batch: Any, workload: Workload) -> Shape:
     return Shape(num_samples, num_units, count_elements(batch) / num_samples)
 
 
+def shape_of_any(batch: Any, units: Units) -> Shape:
+    """Return the shape of any batch; one that cannot be cut is like a single sample."""
+    try:
+        num_samples = batch_size_of(batch)
+    except InputError:
+        return Shape(1, 1, count_elements(batch))
+    return Shape(num_samples, count_units(batch, units), count_elements(batch) / num_samples)
+
+
 class Parts(NamedTuple):
     """The parts of a batch that all ranks have: what decides how they are cut, and their samples together.
 
@@ -109,6 +118,12 @@ def weighted_pieces(
         share = count_units(piece, units) / num_units
         if share:
             yield Piece(piece, share, range(start, min(start + micro_batch, shape.num_samples)))
+
+
+def equal_pieces(batch: Any, micro_batch: int, num_samples: int) -> Iterator[Piece]:
+    """Cut a batch without a target, of which each sample counts as much."""
+    for piece in split_batch(batch, micro_batch):
+        yield Piece(piece, batch_size_of(piece) / num_samples, ())
 
 
 class Spare:

@@ -6,7 +6,7 @@ class attributes. Each of these is a `Place`, whose content can be copied (one l
 
 Not followed: objects of libraries (`_LIBRARIES`) other than modules, optimizers and schedules (of a trainer its
 own attributes are, and the containers in them), data loaders and data sets, whose position is not a step's, and what
-only C code, an iterator or a running function holds; iterators are named. A container of more than `_MOST_ITEMS` items
+only C code, an iterator or a running function holds; iterators are noted. A container of more than `_MOST_ITEMS` items
 is copied but not looked through, and after `_MOST_PLACES` places nothing more is.
 """
 
@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import inspect
 import io
+import os
 import random
 import sys
+import sysconfig
 from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from queue import Queue
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -36,6 +39,10 @@ _LIBRARIES = frozenset(
      "pytorch_lightning", "sentence_transformers", "tokenizers", "torch", "torchao", "torchmetrics", "transformers",
      "trl", "tqdm", "rich"}
 ) | sys.stdlib_module_names  # fmt: skip
+FOLDERS_OF_LIBRARIES = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    *(f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in {"stdlib", "purelib", "platlib"}),
+)
 _FOLLOWED = (
     nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, SimpleNamespace, UserDict, UserList, Queue
 )  # fmt: skip
@@ -69,24 +76,24 @@ class Place(ABC):
     def fill(self, content: Any) -> None:
         """Have this content again."""
 
-    def copier(self) -> Callable[[], Any]:
-        """What copies the content most quickly, perhaps with more that `fill` takes; for every step."""
-        return self.content
+    def container(self) -> Any:
+        """Return what is the content, perhaps with more that `fill` takes; ``None`` where it has to be made."""
+        return None
 
 
 @dataclass(slots=True)
 class Items(Place):
     """A list, a deque, a set or a dict."""
 
-    container: Any
+    items: Any
 
     def content(self) -> Any:
         """Copy the items."""
-        return dict(self.container) if isinstance(self.container, dict) else list(self.container)
+        return dict(self.items) if isinstance(self.items, dict) else list(self.items)
 
     def fill(self, content: Any) -> None:
         """Have these items again."""
-        container = self.container
+        container = self.items
         kind: Any = next(one for one in (OrderedDict, dict, list, deque, set) if isinstance(container, one))
         kind.clear(container)  # a subclass may forbid it, or do more
         if isinstance(container, dict):
@@ -95,25 +102,32 @@ class Items(Place):
         else:
             (kind.update if isinstance(container, set) else kind.extend)(container, content)
 
-    def copier(self) -> Callable[[], Any]:
-        """Copy as Python does."""
-        copy: Callable[[], Any] = self.container.copy
-        return copy if type(self.container) in {dict, list, deque} else self.content
+    def container(self) -> Any:
+        """Return it, where iterating does what Python's own does."""
+        return self.items if type(self.items) in {dict, OrderedDict, list, deque, set} else None
 
 
 @dataclass(slots=True)
 class Numbers(Place):
     """A bytearray, or an array of Python's own."""
 
-    container: Any
+    numbers: bytearray | array[Any]
+    _last: bytes = b""
 
-    def content(self) -> Any:
-        """Copy the numbers."""
-        return self.container[:]
+    def content(self) -> list[bytes]:
+        """Copy the numbers as bytes, which are the same object as long as the numbers are the same."""
+        now = bytes(memoryview(self.numbers).cast("B")) if self.numbers else b""
+        self._last = self._last if now == self._last else now
+        return [self._last]
 
     def fill(self, content: Any) -> None:
         """Have these numbers again."""
-        self.container[:] = content
+        (self._last,) = content
+        del self.numbers[:]
+        if isinstance(self.numbers, bytearray):
+            self.numbers += self._last
+        else:
+            self.numbers.frombytes(self._last)
 
 
 @dataclass(slots=True)
@@ -145,10 +159,10 @@ class Attributes(Place):
                 del own[name]
             own.update(content)
 
-    def copier(self) -> Callable[[], Any]:
-        """Copy as Python does, what is left out as well."""
+    def container(self) -> Any:
+        """Return the attributes, with what is left out as well; those of a class are chosen from."""
         own = vars(self.owner)
-        return self.content if isinstance(own, MappingProxyType) else own.copy
+        return None if isinstance(own, MappingProxyType) else own
 
 
 @dataclass(slots=True)
@@ -221,8 +235,7 @@ class Reached:
         arrays: of numpy.
         modules: of torch.
         generators: of random numbers, but for torch's, Python's and numpy's global ones.
-        iterators: names of what has a position that cannot be put back.
-        is_whole: whether nothing was left out for its size.
+        iterators: what has a position that cannot be put back.
         seen: all that was looked at, by its id, and kept for the id to stay its own.
     """
 
@@ -231,9 +244,8 @@ class Reached:
     arrays: list[tuple[str, numpy.ndarray[Any, Any]]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
-    iterators: list[str] = field(default_factory=list)
-    is_whole: bool = True
-    seen: dict[int, Any] = field(default_factory=dict)
+    iterators: list[tuple[str, Iterator[Any]]] = field(default_factory=list)
+    seen: MutableMapping[int, Any] = field(default_factory=dict)
 
 
 def reached_from(roots: Iterable[tuple[str, Any]], before: Reached | None = None) -> Reached:
@@ -257,16 +269,10 @@ def is_same(one: Any, other: Any) -> bool:
     return all(value is kept for value, kept in zip(one, other, strict=True))
 
 
-def merged(before: dict[Any, Any], left: dict[Any, Any], now: dict[Any, Any]) -> dict[Any, Any]:
-    """What was before, with what has changed from what was left to now."""
-    new = {key: value for key, value in now.items() if key not in left or left[key] is not value}
-    return {key: value for key, value in (before | new).items() if key in now or key not in left}
-
-
 class _Walk:
     """One walk, first what is near: a name is then the shortest."""
 
-    def __init__(self, before: dict[int, Any]) -> None:
+    def __init__(self, before: Mapping[int, Any]) -> None:
         self.reached = Reached()
         self._before = before
         self._waiting: deque[tuple[str, Any]] = deque()
@@ -279,7 +285,6 @@ class _Walk:
             if isinstance(value, _NEVER) or id(value) in seen or id(value) in self._before:
                 continue
             if len(self.reached.places) >= _MOST_PLACES:
-                self.reached.is_whole = False
                 break
             seen[id(value)] = value
             self._look_into(name, value)
@@ -310,7 +315,7 @@ class _Walk:
         elif isinstance(value, type):
             self._look_into_class(name, value)
         elif _is_opaque_iterator(value):
-            self.reached.iterators.append(name)
+            self.reached.iterators.append((name, value))
         else:
             self._look_into_object(name, value)
 
@@ -318,7 +323,6 @@ class _Walk:
         if not isinstance(value, tuple | frozenset):
             self.reached.places.append((name, Items(value)))
         if len(value) > _MOST_ITEMS:
-            self.reached.is_whole = False
             return
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         self._waiting.extend(
@@ -394,7 +398,17 @@ def _is_opaque_iterator(value: Any) -> bool:
 
 def is_of_library(module: str | None) -> bool:
     """Whether a module is of a library whose objects are not looked into."""
-    return (module or "").partition(".")[0] in _LIBRARIES and module != "__main__"
+    name = (module or "").partition(".")[0]
+    return name in _LIBRARIES and module != "__main__" and not _is_of_program(name)
+
+
+@cache
+def _is_of_program(name: str) -> bool:
+    """Whether a module with the name of a library is the program's own, which lies beside it."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None or file.startswith(FOLDERS_OF_LIBRARIES):
+        return False
+    return Path(sys.path[0]).resolve() in Path(file).resolve().parents
 
 
 def _names_in(code: CodeType) -> list[str]:

@@ -5,7 +5,8 @@ overlook some. So before the first step goes on, two of its samples go forward a
 they go again: loss, gradients and what the pass has written must be the same. What differs by more than rounding comes
 from state that nobody sees: from then on an out-of-memory error is raised in place of a retry, and says where that
 state enters. Kernels that add in any order (atomics, on a GPU) give another rounding each time, which is let through.
-Where an iterator is kept, whose position cannot be put back, nothing is tried, and nothing retried.
+Where an iterator is kept, whose position cannot be put back, nothing is tried before a step has left it where it was;
+a step that moves it is not done again.
 
 Does NOT see state that makes no difference to two samples. Where these fail by themselves nothing is compared.
 """
@@ -113,6 +114,8 @@ class Retry:
         self.hidden: str | None = None
         self.is_exact: bool | None = None
         self._is_unproven = False
+        self._idle_iterators: set[str] = set()  # names of those that a step has left where they were ...
+        self._unseen_iterators: list[str] = []  # ... and of those of which that is not known yet
         self._model: nn.Module = roots["model"]
         self._backend, self._position, self._allows = backend, position, allow_hidden_state
 
@@ -145,9 +148,9 @@ class Retry:
         self.undo.remember(batch)
         if loss_of is None or not self.undo.is_due:
             return
-        if iterators := self.undo.iterators():
-            what = "is an iterator, whose position" if len(iterators) == 1 else "are iterators, whose positions"
-            self._note(f"{' and '.join(iterators[:_MOST_NAMES])} {what} cannot be put back")
+        self._unseen_iterators = sorted(self.undo.iterators() - self._idle_iterators)
+        if self._unseen_iterators:  # which a comparison may move
+            self._is_unproven = True
             return
         go_back = partial(self._go_back, parameters, others)
         one_pass = partial(self._pass, loss_of, parameters, go_back)
@@ -159,9 +162,18 @@ class Retry:
             self._backend.release()
         elif found is not None:
             self._note(found)
+        if moved := self.undo.moved_iterators():  # in a branch that no step has taken yet
+            self._note(_said_of_iterators(moved))
 
     def observed(self) -> None:
-        """Say that the passes of a step went through; what there was no memory to compare, the next step does."""
+        """Say that the passes of a step went through; what could not be compared yet, the next step does."""
+        if self.undo.is_due:
+            moved = self.undo.moved_iterators()
+            if moved:
+                self._note(_said_of_iterators(moved))
+                self._is_unproven = False
+            self._idle_iterators |= self.undo.iterators() - {*moved}
+            self._unseen_iterators = []
         self.undo.observed(is_all=not self._is_unproven)
 
     def observing(self) -> AbstractContextManager[None]:
@@ -203,8 +215,10 @@ class Retry:
             OutOfMemoryError: if that is known, and not allowed.
         """
         why = self.hidden
-        if self.undo.lost:
-            why = f"what it has written is not put back: {', '.join(dict.fromkeys(self.undo.lost))}"
+        if why is None and self._unseen_iterators:
+            why = _said_of_iterators(self._unseen_iterators)
+        elif why is None and self.undo.lost:
+            why = f"what it has changed is not put back: {', '.join(dict.fromkeys(self.undo.lost))}"
         if ranks.agree(why is not None and not self._allows):
             reason = why or "another rank has state that is not put back"
             raise OutOfMemoryError(
@@ -322,6 +336,11 @@ def _noting_outputs(model: nn.Module) -> Iterator[list[tuple[str, list[_Print]]]
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _said_of_iterators(names: Sequence[str]) -> str:
+    what = "is an iterator, whose position" if len(names) == 1 else "are iterators, whose positions"
+    return f"{' and '.join(names[:_MOST_NAMES])} {what} cannot be put back"
 
 
 def _said(

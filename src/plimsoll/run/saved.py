@@ -1,17 +1,26 @@
-"""What a tensor, an array of numpy or a generator of random numbers held before a step, and how it is put back."""
+"""What a tensor, an array of numpy or a generator of random numbers held before a step, and how it is put back.
+
+An iterator cannot be put back; whether it has moved can be told.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import GeneratorType
+from typing import Any, cast
 
 import numpy
 import torch
 from torch import Tensor
 
 from plimsoll.run.written import bytes_in, has_storage
+
+_MOST_ITERATORS, _MOST_PARTS = 8, 64  # in one another, and of a tuple
 
 
 @dataclass(slots=True)
@@ -117,6 +126,48 @@ class SavedGenerator:
             self.generator.setstate(self.state)
         else:
             self.generator.bit_generator.state = self.state
+
+
+@dataclass(slots=True)
+class SavedIterator:
+    """Where an iterator is: what it refers to, the line of a generator and the items on its stack included."""
+
+    name: str
+    iterator: Iterator[Any]
+    position: list[Any]
+
+    @classmethod
+    def of(cls, name: str, iterator: Iterator[Any]) -> SavedIterator:
+        """Note it, without moving it."""
+        return cls(name, iterator, _position_of(iterator))
+
+    def has_moved(self) -> bool:
+        """Whether it is somewhere else now."""
+        now = _position_of(self.iterator)
+        return len(now) != len(self.position) or not all(map(_is_equal, now, self.position))
+
+
+def _position_of(value: Any, depth: int = _MOST_ITERATORS) -> list[Any]:
+    if isinstance(value, tuple) and len(value) <= _MOST_PARTS:
+        parts: Iterable[Any] = value
+    elif not isinstance(value, Iterator) or not depth:
+        return [len(value)] if isinstance(value, list | tuple) else [value]
+    elif isinstance(value, GeneratorType):
+        parts = (value.gi_frame and value.gi_frame.f_lasti, *gc.get_referents(value))
+    elif hasattr(value, "__dict__"):
+        parts = tuple(vars(value).values())
+    else:
+        try:
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of itertools
+                parts = cast("tuple[Any, ...]", value.__reduce__())
+        except TypeError:
+            parts = gc.get_referents(value)
+    itself = [value] if isinstance(value, Iterator) else []
+    return itself + [one for part in parts for one in _position_of(part, depth - 1)]
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, int | float | str) and one == other)
 
 
 def place_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -14,19 +14,15 @@ import ast
 import inspect
 import os
 import sys
-import sysconfig
 import textwrap
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
 
-_LIBRARIES = (
-    f"{Path(__file__).parents[1]}{os.sep}",
-    *(f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in {"stdlib", "purelib", "platlib"}),
-)
+from plimsoll.run.reachable import FOLDERS_OF_LIBRARIES
+
 _ADDS = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 _CONTAINERS = {"list", "dict", "tuple", "deque", "defaultdict", "OrderedDict"}
@@ -65,7 +61,7 @@ def callers() -> list[CodeType]:
     """Return the user's code that is calling into this package, the innermost first."""
     found, frame = [], sys._getframe(1).f_back
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+        if not frame.f_code.co_filename.startswith(FOLDERS_OF_LIBRARIES):
             found.append(frame.f_code)
         frame = frame.f_back
     return found

@@ -17,9 +17,11 @@ Does NOT see a first write in a later step that counts no version (through ``.da
 from __future__ import annotations
 
 import copy
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain, takewhile
 from typing import Any, Protocol
 
 import torch
@@ -31,10 +33,12 @@ from plimsoll.device import cudnn_dropout, onednn
 from plimsoll.device.base import Backend
 from plimsoll.outside import is_marked
 from plimsoll.run.before import Before, Watched
+from plimsoll.run.between import Between, Moment
 from plimsoll.run.boundary import fitting
+from plimsoll.run.contents import Places
 from plimsoll.run.reachable import SMALL_BYTES, Place, Reached, may_hold_state, reached_from
-from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
-from plimsoll.run.written import Writes, has_storage, key_of
+from plimsoll.run.saved import SavedArray, SavedGenerator, SavedIterator, SavedPlace, SavedTensor
+from plimsoll.run.written import Writes, bytes_in, has_storage, key_of
 
 _MOST_ARRAY_BYTES = 64 << 20
 """Larger ones are not copied in the steps that are observed, in which it is seen whether they were written."""
@@ -64,7 +68,6 @@ class Undo:
 
     Attributes:
         lost: names of what the last `restore` could not put back.
-        entangled: names of what was changed by passes as well as between them.
         is_updating: whether what is trained is being written, which others undo.
     """
 
@@ -73,10 +76,11 @@ class Undo:
         apart: Sequence[Any] = (), observes: bool = True,
     ) -> None:  # fmt: skip
         self.lost: tuple[str, ...] = ()
-        self.entangled: list[str] = []
-        self._paused: list[tuple[list[Any], list[int]]] = []  # contents and versions
+        self._moments: list[Moment] = []  # after the last passes of an update of several batches
+        self._between: list[Between] = []  # what the loop has changed after each of the batches
         self._roots, self._backend, self._extra_state, self._apart = dict(roots), backend, extra_state, apart
         self._reached: Reached | None = None
+        self._walked = Places([]).contents()  # what was in its places when it was found, or when that was still all
         self._watched: Watched | None = None  # of it ...
         self._watched_for: tuple[Any, ...] = ()  # ... as long as this is so
         self.is_updating = False
@@ -95,8 +99,7 @@ class Undo:
         self._kind: Any = None
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
-        self._strangers: list[tuple[str, StorageWeakRef]] = []  # written by earlier steps, and reached from nowhere
-        self._new_strangers: list[tuple[str, StorageWeakRef]] = []  # by this one, which has copies of them
+        self._strangers: dict[int, StorageWeakRef] = {}  # written by passes, and reached from nowhere
         self._num_steps, self._next_look = 0, 1
         for model in (one for one in roots.values() if isinstance(one, nn.Module)):
             cudnn_dropout.find_for(model)
@@ -104,7 +107,7 @@ class Undo:
 
     def remember(self, batch: Any = None) -> None:
         """Take the state as it is now for the one to go back to; ``batch`` is a part of it."""
-        self.lost, self.entangled, self.is_updating, self._has_looked = (), [], False, False
+        self.lost, self.is_updating, self._has_looked = (), False, False
         self._let_go()
         self._random_state = self._backend.random_state()
         if self._reached is None:
@@ -113,33 +116,45 @@ class Undo:
             self._reached.seen.update(theirs.seen)
             if not self._observes:  # FSDP exchanges the parameters of modules, and keeps account of it
                 self._reached.places.clear()
+            self._walked = Places([place for _, place in self._reached.places]).contents()
         self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
         before = self._remembered(self._reached, is_new=False)
-        roots = [("batch", batch), *self._news(before)]
-        self._before = [before, self._remembered(reached_from(roots, self._reached), is_new=True)]
+        roots = [("batch", batch), *self._news(before), *(news for one in self._between for news in one.news)]
+        before.copies += [("", copied) for copied in self._copied_strangers()]
+        news = self._remembered(reached_from(roots, self._reached), is_new=True)
         self._extra = [copy.deepcopy(one.state_dict()) for one in self._extra_state]
+        self._before = [before, news]
 
     def pause(self) -> None:
         """Note how everything is after the passes of one of several batches: what follows is not theirs."""
-        self._paused = [
-            ([copier() for copier in before.watched.copiers], before.watched.versions()) for before in self._before
-        ]
+        self._moments = [Moment(before) for before in self._before]
 
     @property
     def has_remembered(self) -> bool:
         """Whether there is a state to go back to."""
         return bool(self._before)
 
-    def remember_also(self, batch: Any) -> None:
-        """Take one more batch as it is now; the rest is as it was when the first was remembered.
+    def resume(self, batch: Any = None) -> None:
+        """Note what the loop has changed since `pause`, and take one more batch as it is now, if there is one.
 
-        But for what has changed since `pause`: a loop that runs code of its own between two batches does not run it
-        again when both are done again.
+        The state to go back to stays that of before the first batch.
         """
-        for before, (contents, versions) in zip(self._before, self._paused, strict=True):
-            self.entangled += before.rebase(contents, versions)
-        self._paused = []
-        self._before.append(self._remembered(reached_from([("batch", batch)], self._reached), is_new=True))
+        between = Between(self._before, self._moments, self._extra_state, self._backend, is_end=batch is None)
+        self._moving |= between.places
+        self._written |= between.written
+        self._placed |= between.moved
+        seen = ChainMap(*(before.reached.seen for before in self._before))
+        reached = reached_from([("batch", batch), *between.news], Reached(seen=seen))
+        news = self._remembered(reached, is_new=True)
+        for before, moment in zip(self._before, self._moments, strict=True):
+            before.skip(moment.versions, moment.addresses)
+        self._before.append(news)
+        self._between.append(between)
+
+    def again(self, number: int) -> None:
+        """Change what the loop changed after batch ``number``, counted from 1."""
+        for between in self._between[number - 1 : number]:
+            between.again()
 
     def forget(self) -> None:
         """Let go of what was remembered, and look for everything anew: techniques are about to change the modules."""
@@ -176,7 +191,8 @@ class Undo:
         if self._writes is not None or self._num_steps >= self._next_look:
             self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
             self._moving.update(name for before in self._before for name, *_ in before.changed())
-            self._is_stale = any(self._new_places())
+            self._is_stale = any(True for _ in chain(self._new_places(), self._news(self._before[0])))
+            self._walked = self._before[0].contents
 
     def observed(self, *, is_all: bool = True) -> None:
         """Take the passes since `remember` for those of a step; ``is_all``: no more of their kind need be observed."""
@@ -188,9 +204,7 @@ class Undo:
     def done(self) -> None:
         """Let go of the state of before the step."""
         self._let_go()
-        self._extra, self._failed, self._left = [], [], []
-        self._strangers += self._new_strangers
-        self._new_strangers = []
+        self._extra, self._failed, self._left, self._between = [], [], [], []
         if self._is_stale:
             self._reached, self._watched, self._is_stale = None, None, False
 
@@ -206,6 +220,7 @@ class Undo:
     @contextmanager
     def as_failed(self) -> Iterator[None]:
         """For a block that puts back what it changes: what only failed tries change is as the last one left it."""
+        counted = [(before.watched.versions(), before.watched.addresses()) for before in self._before]
         for _, place, _, content in self._failed:
             place.fill(content)
         try:
@@ -213,7 +228,8 @@ class Undo:
         finally:
             for _, place, content, _ in self._failed:
                 place.fill(content)
-            self._begin_counting()
+            for before, (versions, addresses) in zip(self._before, counted, strict=True):
+                before.skip(versions, addresses)
 
     @property
     def has_left_state(self) -> bool:
@@ -225,9 +241,13 @@ class Undo:
         reached = (one for before in self._before for one in before.reached.tensors.values())
         return [tensor for name, tensor in reached if name in self._written]
 
-    def iterators(self) -> list[str]:
+    def iterators(self) -> set[str]:
         """Names of iterators that are kept where training code may go on with them."""
-        return [name for before in self._before for name in before.reached.iterators]
+        return {one.name for before in self._before for one in before.iterators}
+
+    def moved_iterators(self) -> list[str]:
+        """Names of those that have moved, and cannot be put back."""
+        return [one.name for before in self._before for one in before.iterators if one.has_moved()]
 
     def settle(self, *, all_of_it: bool = False) -> None:
         """Put back what was left but is changed by passes that go through, too, or all."""
@@ -235,10 +255,10 @@ class Undo:
         for place, content in settled:
             place.fill(content)
         for before in self._before:
-            for number, (_, one) in enumerate(before.reached.places):
-                before.contents[number] = next(
-                    (content for place, content in settled if place is one), before.contents[number]
-                )
+            numbers = {id(place): number for number, (_, place) in enumerate(before.reached.places)}
+            for place, content in settled:
+                if id(place) in numbers:
+                    before.contents.replace(numbers[id(place)], content)
         self._left = [] if all_of_it else [one for one in self._left if one[0] not in self._moving]
 
     def look(self) -> None:
@@ -252,7 +272,9 @@ class Undo:
             self._failed = [one for one in changed if one[0] not in self._moving] or self._failed
             copied = {name for before in self._before for name, _ in before.copies}
             written = (name for name in self._newly_written() if name not in copied)
-            self.lost = self.lost or (*written, *self._unknown(), *self.entangled)
+            unrepeated = (name for one in self._between for name in one.lost)
+            moved = (f"the position of {name}" for name in self.moved_iterators())
+            self.lost = self.lost or (*written, *self._new_places(), *unrepeated, *moved)
         self._has_looked = True
 
     @torch.no_grad()
@@ -276,13 +298,9 @@ class Undo:
             one.load_state_dict(copy.deepcopy(state))
         if self._random_state:
             self._backend.restore_random_state(self._random_state)
-        self._begin_counting()
-        self._has_looked = False
-
-    def _begin_counting(self) -> None:
-        """Take what tensors are now for unwritten."""
         for before in self._before:
             before.versions, before.addresses = before.watched.versions(), before.watched.addresses()
+        self._has_looked = False
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
@@ -297,7 +315,7 @@ class Undo:
     def _remembered(self, reached: Reached, *, is_new: bool) -> Before:
         is_due = self.is_due
         watched = self._watched_of(reached, is_new=is_new, is_due=is_due)
-        before = Before(reached, watched, [copier() for copier in watched.copiers])
+        before = Before(reached, watched, watched.places.contents())
         before.copies = [(name, self._copied(name, tensor)) for name, tensor in watched.copied]
         before.places = [(name, SavedPlace.of(tensor)) for name, tensor in watched.placed]
         before.versions, before.addresses = watched.versions(), watched.addresses()
@@ -309,13 +327,14 @@ class Undo:
             if array.flags.writeable and (array.nbytes <= most_bytes or name in self._written):
                 before.copies.append((name, SavedArray(array, array.copy())))
         before.generators = [SavedGenerator.of(generator) for _, generator in reached.generators]
+        before.iterators = [SavedIterator.of(name, iterator) for name, iterator in reached.iterators]
         return before
 
     def _watched_of(self, reached: Reached, *, is_new: bool, is_due: bool) -> Watched:
         known = is_due, self._has_observed, len(self._written), len(self._placed)
         if reached is self._reached and self._watched is not None and self._watched_for == known:
             return self._watched
-        watched = Watched([place.copier() for _, place in reached.places])
+        watched = Watched(Places([place for _, place in reached.places]))
         buffers = {id(one): module for module in reached.modules for one in module._buffers.values()}
         for name, tensor in reached.tensors.values():
             is_seen = self._has_observed and not is_due and has_storage(tensor)
@@ -357,15 +376,30 @@ class Undo:
         num_bytes = tensor.untyped_storage().nbytes() if has_storage(tensor) else tensor.nbytes
         return SavedTensor.of(tensor, self._spare.pop((name, num_bytes), None), as_bytes=self._observes)
 
+    def _copied_strangers(self) -> Iterator[SavedTensor]:
+        for key, reference in [*self._strangers.items()]:
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._strangers[key]
+            else:
+                yield SavedTensor(storage, bytes_in(storage).clone())
+
     def _news(self, before: Before) -> Iterator[tuple[str, Any]]:
-        """What has come, since everything was looked for, into places that change."""
-        places = zip(before.reached.places, before.contents, strict=True) if self._moving else ()
-        for (name, _), content in places:
+        """What has come, since everything was looked for, into places that change, and to the end of lists."""
+
+        for name, content in self._others_than_walked(before):
             if name in self._moving:
                 pairs = content.items() if isinstance(content, dict) else enumerate(content)
                 for key, value in pairs:
-                    if may_hold_state(value) and id(value) not in before.reached.seen:
+                    if self._is_new(value):
                         yield (f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]"), value
+            elif not isinstance(content, dict):
+                yield from ((name, value) for value in takewhile(self._is_new, reversed(content)))
+
+    def _others_than_walked(self, before: Before) -> Iterator[tuple[str, Any]]:
+        """The places that were others before the step than when everything was looked for, and what was in them."""
+        for number in self._walked.differing(before.contents):
+            yield before.reached.places[number][0], before.contents[number]
 
     # -- after a pass --------------------------------------------------------------------------------------------------
 
@@ -376,31 +410,24 @@ class Undo:
         reached = [one for before in self._before for one in before.reached.tensors.values()]
         reached += [(name, saved.before) for before in self._before for name, saved in before.places]
         names = {key_of(tensor): name for name, tensor in reversed(reached) if has_storage(tensor)}
-        for key, (storage, content, shape, line) in self._writes.written.items():
+        for key, (storage, content) in self._writes.written.items():
             self._before[0].copies.append((names.get(key, ""), SavedTensor(storage, content)))
             if key in names:
                 self._written.add(names[key])
-            elif line is not None:
-                name = f"a tensor of shape {shape} that {line} writes"
-                self._new_strangers.append((name, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
+            else:
+                self._strangers[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._writes.written.clear()
 
-    def _unknown(self) -> Iterator[str]:
-        """What may have been changed, and was not looked at before the step."""
-        yield from (name for name, storage in self._strangers if not storage.expired())  # type: ignore[no-untyped-call]
-        yield from self._new_places()
-
     def _new_places(self) -> Iterator[str]:
-        """Places into which the loop has brought something since everything was looked for."""
+        """Places, but for lists, into which the loop has brought something since everything was looked for."""
         for before in self._before[:1]:
-            places = zip(before.reached.places, before.contents, strict=True)
-            yield from (name for (name, _), content in places if name not in self._moving and self._is_new(content))
+            for name, content in self._others_than_walked(before):
+                if name not in self._moving and isinstance(content, dict) and any(map(self._is_new, content.values())):
+                    yield name
 
-    def _is_new(self, content: Any) -> bool:
-        """Whether something has come into a place since everything was looked for; lists are often grown by a loop."""
+    def _is_new(self, value: Any) -> bool:
         assert self._reached is not None
-        values = content.values() if isinstance(content, dict) else ()
-        return any(id(value) not in self._reached.seen and may_hold_state(value) for value in values)
+        return may_hold_state(value) and id(value) not in self._reached.seen
 
     def _newly_written(self) -> list[str]:
         """What was written, or put into another storage, and is not among what is put back."""

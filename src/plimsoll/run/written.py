@@ -13,7 +13,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable, Iterator
 from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -23,8 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from plimsoll.run.reachable import is_of_library
-
 _TECHNIQUES = ("plimsoll.techniques.", "plimsoll.outside", "plimsoll.mapped")
 """What these write is memory of their own, with which a pass begins anew."""
 _SKIPPED = ("torch.", "traceback", __name__)
@@ -33,12 +30,10 @@ _WRITTEN_IN_TRAINING = ("running_mean", "running_var")
 
 
 class Write(NamedTuple):
-    """A storage that was written, its bytes before that, the shape of a tensor in it, and the user's line, if any."""
+    """A storage that was written, and its bytes before that."""
 
     storage: torch.UntypedStorage
     content: Tensor
-    shape: tuple[int, ...]
-    line: str | None
 
 
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -79,7 +74,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             caller = _caller()
             if caller is None or not _module_of(caller).startswith(_TECHNIQUES):
                 storage = tensor.untyped_storage()
-                self.written[key] = Write(storage, bytes_in(storage).clone(), tuple(tensor.shape), _line_of(caller))
+                self.written[key] = Write(storage, bytes_in(storage).clone())
 
 
 def key_of(tensor: Tensor) -> int:
@@ -91,13 +86,6 @@ def _caller() -> FrameType | None:
     """What called torch."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
     return next((frame for frame in frames if not _module_of(frame).startswith(_SKIPPED)), None)
-
-
-def _line_of(caller: FrameType | None) -> str | None:
-    """A line of the user's, and not of a library."""
-    if caller is None or is_of_library(_module_of(caller)):
-        return None
-    return f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
 
 
 def _module_of(frame: FrameType) -> str:

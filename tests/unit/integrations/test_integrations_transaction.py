@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from plimsoll.errors import DataError, InputError, OutOfMemoryError
 from plimsoll.integrations.transaction import Transaction
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run.failpoints import armed, exhaust_memory
+from plimsoll.run.recover import Ladder
 from plimsoll.run.retry import scaler_as_now
 from plimsoll.techniques import TECHNIQUES
 
@@ -173,6 +175,17 @@ def test_a_window_given_up_leaves_no_gradient():
     assert all(parameter.grad is None for parameter in loop.model.parameters())
 
 
+def test_after_a_window_given_up_the_next_one_is_undone_to_its_own_beginning():
+    loops = [KeptLoop("buffer"), KeptLoop("buffer")]
+    for loop in loops:
+        loop.train(num_updates=1)
+        loop.one_batch(1)
+        loop.transaction.forget()
+    with armed("forward", 2):
+        failed = loops[1].train(num_updates=1)
+    assert torch.equal(failed, loops[0].train(num_updates=1))
+
+
 def test_a_scaler_made_anew_has_the_scale_and_knows_no_gradients():
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     weight = nn.Parameter(torch.ones(1))
@@ -258,3 +271,126 @@ def test_no_batch_is_cut_unasked_though_there_was_no_room_for_the_techniques(
         loop.train()
     assert loop.pieces == []
     assert all(map(torch.equal, before, loop.model.parameters()))
+
+
+class Kept(nn.Module):
+    """A model that reads what its loop sets between two batches: one way to keep something for each name."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(3, 1)
+        self.scale, self.log, self.settings = 1.0, [1.0], {"scale": 1.0}
+        self.register_buffer("steps", torch.ones(()))
+        self.large = torch.ones(100_000)
+        self.array = numpy.ones(2)
+        self.generator = torch.Generator().manual_seed(5)
+        self.memory = torch.ones(2)
+
+    def forward(self, x):
+        self.log.append(self.log[-1] * 0.9)  # by passes as well
+        self.steps.mul_(0.9)
+        self.memory.mul_(1.1)
+        self.array *= 0.9
+        self.scale *= 0.9
+        factors = {
+            "attribute": self.scale, "item": self.settings["scale"], "list": self.log[-1], "buffer": self.steps,
+            "large": self.large[0].clone(), "array": float(self.array[0]), "new": self.memory[0].clone(),
+            "generator": torch.rand((), generator=self.generator), "frozen": 1.0, "parameter": 1.0,
+        }  # fmt: skip
+        return self.linear(x) * factors.get(self.kind, 1.0)
+
+    def between(self, number):
+        """What the loop does before batch ``number``."""
+        value = 1.0 + number / 8
+        if self.kind in {"attribute", "random"}:
+            self.scale = value + (torch.rand(()).item() if self.kind == "random" else 0)
+        elif self.kind == "item":
+            self.settings = {"scale": value}
+        elif self.kind == "list":
+            self.log.append(value)
+        elif self.kind == "buffer":
+            self.steps.fill_(value)
+        elif self.kind == "large":
+            self.large.mul_(value)
+        elif self.kind == "array":
+            self.array[:] = value
+        elif self.kind == "new":
+            self.memory = torch.full((2,), value)  # which passes write in place
+        elif self.kind == "generator":
+            self.generator.manual_seed(number)
+        elif self.kind == "frozen":
+            self.linear.bias.requires_grad_(number % 2 == 0)
+        elif self.kind == "parameter":
+            with torch.no_grad():
+                self.linear.weight.clamp_(-value / 4, value / 4)
+
+
+class KeptLoop(Loop):
+    """A loop that sets something before each batch, and before an update of its own."""
+
+    def __init__(self, kind, **options):
+        super().__init__(3, **options)
+        self.model = Kept(kind)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.transaction = Transaction(self.model, self.optimizer, **{"units": "samples", **options})
+
+    def one_batch(self, number, finish=None):
+        self.model.between(number)
+        batch = {"x": torch.randn(4, 3), "y": torch.randn(4, 1)}
+        self.transaction.run(batch, self.one_pass, finish, self.loss_of)
+
+    def train(self, is_late=False, num_updates=3):
+        torch.manual_seed(1)
+        for number in range(1, num_updates * 3 + 1):
+            is_last = number % 3 == 0
+            self.one_batch(number, self.finish if is_last and not is_late else None)
+            if is_last and is_late:
+                self.model.between(number + 1)
+                self.transaction.finish(self.finish)
+        return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+
+
+KINDS = ["attribute", "random", "item", "list", "buffer", "large", "array", "new", "generator", "frozen", "parameter"]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_loop_sets_between_two_batches_is_set_again(kind, is_late):
+    """Each failure is in the third update: what a loop writes is known from the first on."""
+    undisturbed = KeptLoop(kind).train(is_late)
+    for point, hit in [("forward", 7), ("forward", 8), ("backward", 9), ("optimizer", 3)]:
+        disturbed = KeptLoop(kind)
+        hits = (hit, hit + 1) if point == "optimizer" else (hit,)
+        with armed(point, *hits):
+            assert torch.equal(disturbed.train(is_late), undisturbed), (point, hit)
+        assert disturbed.transaction.num_ooms > 0
+
+
+@pytest.mark.parametrize("hit", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_first_window_the_same_is_so_or_it_is_named_and_undone(kind, hit):
+    undisturbed, disturbed = KeptLoop(kind).train(num_updates=1), KeptLoop(kind)
+    before = [one.detach().clone() for one in disturbed.model.parameters()]
+    with armed("forward", hit):
+        try:
+            assert torch.equal(disturbed.train(num_updates=1), undisturbed)
+        except OutOfMemoryError as error:
+            names = {"large": "model.large", "parameter": "model.linear.weight"}
+            assert names[kind] in str(error)
+            if kind == "large":
+                assert all(map(torch.equal, before, disturbed.model.parameters()))
+
+
+@pytest.mark.parametrize("hits", [(), (6,), (9,)])
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "list", "new", "random"])
+def test_a_window_in_which_the_techniques_change_is_begun_again(kind, hits, monkeypatch):
+    """Longer texts may need other techniques: here the second batch of the second window does."""
+    undisturbed = KeptLoop(kind).train()
+    monkeypatch.setitem(TECHNIQUES, "cache", ShortOfRoom(0))
+    rungs = [[micro_batch_choice(4)], [Choice(technique="cache"), micro_batch_choice(4)]]
+    disturbed = KeptLoop(kind, rungs=rungs)
+    chosen = iter([0, 0, 0, 0, 1, 1, 1, 1, 1])
+    monkeypatch.setattr(Ladder, "choose", lambda ladder, elements: next(chosen))
+    with armed("forward", *hits):
+        assert torch.equal(disturbed.train(), undisturbed)
+    assert len(disturbed.pieces) - len(hits) > 9  # one was done twice

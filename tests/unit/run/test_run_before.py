@@ -1,51 +1,28 @@
-"""What others change between two batches is taken for the state of before; what passes changed, too, is named."""
+"""What was reached and is other than before a step is found; what others do in between does not count."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from plimsoll.run.before import Before, Watched
+from plimsoll.run.contents import Places
 from plimsoll.run.reachable import reached_from
 
 
 class Kept(nn.Module):
     def __init__(self):
         super().__init__()
-        self.items, self.number = [0], 0
+        self.items = [0]
         self.register_buffer("mean", torch.zeros(2))
 
 
 def before_of(model):
     reached = reached_from([("model", model)])
-    watched = Watched([place.copier() for _, place in reached.places])
-    watched.counted = [("model.mean", model.mean)]
-    return Before(reached, watched, [copier() for copier in watched.copiers], versions=watched.versions())
-
-
-def left_by(before):
-    return [copier() for copier in before.watched.copiers], before.watched.versions()
-
-
-@pytest.mark.parametrize(
-    ("passes", "others", "entangled"),
-    [
-        (lambda model: None, lambda model: model.items.append(1), set()),
-        (lambda model: setattr(model, "number", 1), lambda model: setattr(model, "name", "a"), set()),
-        (lambda model: model.items.append(1), lambda model: model.items.append(2), {"model.items"}),
-        (lambda model: model.mean.add_(1), lambda model: model.mean.add_(1), {"model.mean"}),
-        (lambda model: model.mean.add_(1), lambda model: None, set()),
-    ],
-    ids=["a list of theirs", "an attribute each", "a list of both", "a tensor of both", "a tensor of the passes"],
-)
-def test_what_others_change_stays(passes, others, entangled):
-    model = Kept()
-    before = before_of(model)
-    passes(model)
-    left = left_by(before)
-    others(model)
-    assert set(before.rebase(*left)) == entangled
+    watched = Watched(Places([place for _, place in reached.places]))
+    watched.counted = watched.stored = [("model.mean", model.mean)]
+    contents, versions, addresses = watched.places.contents(), watched.versions(), watched.addresses()
+    return Before(reached, watched, contents, versions=versions, addresses=addresses)
 
 
 def test_only_what_is_changed_is_named():
@@ -54,3 +31,17 @@ def test_only_what_is_changed_is_named():
     assert not list(before.changed())
     model.items.append(1)
     assert [(name, content, now) for name, _, content, now in before.changed()] == [("model.items", [0], [0, 1])]
+
+
+def test_what_others_write_or_move_is_not_counted_and_what_passes_wrote_before_is():
+    model = Kept()
+    before, moved = before_of(model), before_of(model)
+    model.mean += 1  # passes
+    moment = before.watched.versions(), before.watched.addresses()
+    model.mean += 1
+    before.skip(*moment)
+    assert before.watched.versions() == [before.versions[0] + 1]
+    moment = moved.watched.versions(), moved.watched.addresses()
+    model.mean.data = torch.ones(2)
+    moved.skip(*moment)
+    assert moved.watched.addresses() == moved.addresses

@@ -1,7 +1,9 @@
 """What training code can keep something in is found, whoever holds it, and its content can be put back."""
 
 import functools
+import importlib
 import random
+import sys
 import types
 from collections import deque
 
@@ -11,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from plimsoll.run.reachable import Attributes, reached_from
+from plimsoll.run.reachable import Attributes, _is_of_program, reached_from
 
 COUNT = [0]
 NUMBER = 0
@@ -108,7 +110,6 @@ def test_tensors_arrays_and_generators_are_found_with_their_names():
     assert {name for name, _ in reached.tensors.values()} == {"model.linear.weight", "model.linear.bias", "model.mean"}
     assert [name for name, _ in reached.arrays] == ["model.table"]
     assert {name for name, _ in reached.generators} == {"model.generator", "model.numpy_generator", "model.drawn"}
-    assert reached.is_whole
 
 
 def test_what_was_reached_before_is_not_looked_at_again():
@@ -120,7 +121,6 @@ def test_what_was_reached_before_is_not_looked_at_again():
 
 def test_a_container_with_very_many_items_is_not_looked_through():
     reached = reached_from([("table", [[]] * 10_001)])
-    assert not reached.is_whole
     assert len(reached.places) == 1
 
 
@@ -142,3 +142,17 @@ def test_what_a_model_of_transformers_writes_in_its_config_is_reached():
     model = transformers.BertForSequenceClassification(config)
     owners = [place.owner for _, place in reached_from([("model", model)]).places if isinstance(place, Attributes)]
     assert any(owner is model.config for owner in owners)
+
+
+def test_a_programs_own_module_may_have_the_name_of_a_library(tmp_path, monkeypatch):
+    (tmp_path / "trl.py").write_text("class Bank:\n    def __init__(self):\n        self.rows = []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trl", raising=False)
+    bank = importlib.import_module("trl").Bank()
+    _is_of_program.cache_clear()
+    assert "bank.rows" in {name for name, _ in reached_from([("bank", bank)]).places}
+    _is_of_program.cache_clear()
+    monkeypatch.setattr(sys, "path", sys.path[1:])
+    assert not reached_from([("bank", bank)]).places
+    _is_of_program.cache_clear()
+    monkeypatch.delitem(sys.modules, "trl")

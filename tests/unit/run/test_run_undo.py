@@ -2,6 +2,8 @@
 
 import functools
 import random
+import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -175,6 +177,35 @@ def test_what_was_seen_to_be_written_is_put_back_in_later_steps(training):
     assert not undo.lost
 
 
+def test_a_tensor_that_is_reached_from_nowhere_is_put_back_as_long_as_it_lives():
+    @functools.lru_cache(maxsize=1)
+    def table(number):
+        return torch.zeros(2)
+
+    model, written = nn.Linear(1, 1), []
+
+    def loss(number):
+        written.append(weakref.ref(table(number).add_(1)))
+
+    undo = undo_of(model)
+    table(1)
+    for expected in (1.0, 2.0):
+        undo.remember()
+        with undo.observing() if undo.is_due else nullcontext():
+            loss(1)
+            undo.restore()
+            assert table(1).tolist() == [expected - 1] * 2
+            loss(1)
+            undo.passed()
+        undo.observed()
+        undo.done()
+        assert table(1).tolist() == [expected] * 2
+    table(2)
+    undo.remember()
+    assert written[0]() is None
+    assert not undo._strangers
+
+
 def test_a_first_write_in_a_later_step_is_named_and_then_known(training):
     model, loss, _, undo = training
     undo.remember(batch := batch_of(1))
@@ -221,6 +252,38 @@ def test_passes_can_be_undone_in_the_middle_and_observed_on(training):
             loss(model, batch)
             undo.restore()
             assert same(state_of(model, batch, queue), before)
+
+
+@pytest.mark.parametrize("make", [lambda: {"sum": 0.0}, lambda: torch.zeros(2), lambda: nn.Linear(1, 1)])
+def test_what_a_loop_adds_to_a_list_is_put_back_too(make):
+    model = nn.Module()
+    model.states = [1.5]
+
+    def passes():
+        state = model.states[-1]
+        if isinstance(state, dict):
+            state["sum"] += 1
+        else:
+            with torch.no_grad():
+                (state if isinstance(state, torch.Tensor) else state.weight).add_(1)
+
+    def value():
+        state = model.states[-1]
+        return state["sum"] if isinstance(state, dict) else getattr(state, "weight", state).flatten()[0].item()
+
+    undo = undo_of(model)
+    undo.remember()
+    with undo.observing():
+        undo.passed()
+        undo.observed()
+    undo.done()
+    model.states.append(make())
+    before = value()
+    undo.remember()
+    passes()
+    undo.restore()
+    assert value() == (before if not isinstance(model.states[-1], nn.Module) else before + 1)
+    assert undo.lost == (("model.states.weight",) if isinstance(model.states[-1], nn.Module) else ())
 
 
 def test_what_came_into_a_place_that_changes_is_put_back_too():
