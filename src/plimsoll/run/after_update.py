@@ -105,8 +105,8 @@ class AfterUpdate:
         if event is not None and (lost := snapshot.lost):
             raise AfterUpdateError(
                 f"memory ran out in {part.name} after the update of step {self._position.step} ({event.shortage}), and "
-                f"{', '.join(lost)} may be half changed, which {part.name} had never changed before. The update is "
-                "done, do not repeat the step: reload the last checkpoint, and give a larger budget"
+                f"{', '.join(lost)} cannot be put back. The update is done, do not repeat the step: reload the last "
+                "checkpoint, and give a larger budget"
             )
         return event, snapshot.changes
 

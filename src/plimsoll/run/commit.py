@@ -348,8 +348,7 @@ class StepCommit:
             if copy.lost:
                 raise TornStepError(
                     f"memory ran out inside optimizer.step() of step {self._position.step + 1}, and "
-                    f"{', '.join(copy.lost)} cannot be put back, which it or a hook had never written before: reload "
-                    "the last checkpoint"
+                    f"{', '.join(copy.lost)} cannot be put back: reload the last checkpoint"
                 )
             # All ranks try as often; and where gradients are lost, what is to be done again is the whole step.
             is_further = piece.num_failures < 2 or copy.changes != piece.left

@@ -227,10 +227,11 @@ def _joined(one: Reached, other: Reached) -> Reached:
         tensors=one.tensors | other.tensors,
         arrays=one.arrays + other.arrays,
         generators=one.generators + other.generators,
+        iterators=one.iterators + other.iterators,
     )
 
 
 def _print_of(array: Array) -> int:
     """A sum of all bytes that tells what was written."""
     is_plain = array.flags.c_contiguous and not array.dtype.hasobject
-    return zlib.crc32(array.reshape(-1).view(numpy.uint8) if is_plain else array.tobytes())
+    return zlib.crc32(array.reshape(-1).view(numpy.uint8).data if is_plain else array.tobytes())

@@ -21,7 +21,7 @@ import torch
 
 from plimsoll.run.kept import Kept, Known
 from plimsoll.run.reachable import Place, is_same
-from plimsoll.run.saved import SavedArray, SavedGenerator
+from plimsoll.run.saved import SavedArray, SavedGenerator, SavedIterator
 from plimsoll.run.written import Writes, bytes_in
 
 MOST_TRIES = 8
@@ -93,12 +93,14 @@ class Snapshot:
         self._other_arrays = [(name, array) for name, array, copied in arrays if copied is None]
         self._saved: list[SavedArray | SavedGenerator] = [copied for _, _, copied in arrays if copied is not None]
         self._saved += [SavedGenerator.of(generator) for part in kept.parts for _, generator in part.generators]
+        self._iterators = [SavedIterator.of(*one) for part in kept.parts for one in part.iterators]
 
     @property
     def lost(self) -> list[str]:
         """Names of what was changed and not copied; it may have been changed before the work."""
         places = [one.name for one in self._others if one.change() is not None]
-        return [*places, *(name for name, array in self._other_arrays if self._kept.is_written(name, array))]
+        arrays = [name for name, array in self._other_arrays if self._kept.is_written(name, array)]
+        return [*places, *arrays, *(f"the position of {one.name}" for one in self._iterators if one.has_moved())]
 
     def run(
         self,

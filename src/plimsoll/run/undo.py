@@ -36,13 +36,13 @@ from plimsoll.run.before import Before, Watched
 from plimsoll.run.between import Between, Moment
 from plimsoll.run.boundary import fitting
 from plimsoll.run.contents import Places
+from plimsoll.run.looks import Looks
 from plimsoll.run.reachable import SMALL_BYTES, Place, Reached, may_hold_state, reached_from
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedIterator, SavedPlace, SavedTensor
 from plimsoll.run.written import Writes, bytes_in, has_storage, key_of
 
 _MOST_ARRAY_BYTES = 64 << 20
 """Larger ones are not copied in the steps that are observed, in which it is seen whether they were written."""
-_LONGEST_PAUSE_STEPS = 200
 
 
 class Stateful(Protocol):
@@ -100,7 +100,7 @@ class Undo:
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
         self._strangers: dict[int, StorageWeakRef] = {}  # written by passes, and reached from nowhere
-        self._num_steps, self._next_look = 0, 1
+        self._looks = Looks()
         for model in (one for one in roots.values() if isinstance(one, nn.Module)):
             cudnn_dropout.find_for(model)
             fitting(partial(onednn.prepare_for, model), backend, "oneDNN was prepared for an LSTM", " to a new process")
@@ -182,14 +182,14 @@ class Undo:
         """Learn, after passes that went through and before the update, what they wrote."""
         self._take_writes()
         self._written.update(self._newly_written())
-        self._num_steps += 1
+        is_looked_at = self._writes is not None or self._looks.is_due
+        self._looks.passed(looked=is_looked_at)
         if self._writes is not None:
             copies = [one for before in self._before for one in before.copies if one[0]]
             self._written.update(name for name, saved in copies if name not in self._written and saved.is_changed())
             places = [one for before in self._before for one in before.places]
             self._placed.update(name for name, saved in places if name not in self._placed and saved.is_changed())
-        if self._writes is not None or self._num_steps >= self._next_look:
-            self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
+        if is_looked_at:
             self._moving.update(name for before in self._before for name, *_ in before.changed())
             self._is_stale = any(True for _ in chain(self._new_places(), self._news(self._before[0])))
             self._walked = self._before[0].contents

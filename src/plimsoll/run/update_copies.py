@@ -210,7 +210,8 @@ class WholeCopy:
             elif not tensor.is_inference():  # which counts no versions
                 self._versions.append((name, tensor, tensor._version))
         self._remember_gradients(parameters)
-        plain, special = [], []
+        plain: list[Tensor] = []
+        special: list[Tensor] = []
         for tensor in tensors:
             (plain if _is_writable(tensor) else special).append(tensor)
         self._values = _Values(plain, memory)

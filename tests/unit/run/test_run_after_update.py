@@ -230,7 +230,7 @@ def test_what_is_changed_for_the_first_time_where_nobody_looks_is_named(what):
     steps(8)
     steps.trainer.failures.append(True)
     steps.trainer.value = 7
-    with pytest.raises(AfterUpdateError, match=rf"{what}\[\d+\] may be half changed, .*reload the last checkpoint"):
+    with pytest.raises(AfterUpdateError, match=rf"{what}\[\d+\] cannot be put back.*reload the last checkpoint"):
         steps(1)
 
 
