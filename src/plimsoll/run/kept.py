@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -156,18 +156,22 @@ class Kept:
         self._often, self._rarely, self._chosen_for = [], [], -1
 
     def _look_for_all(self, roots: Sequence[Sequence[Named]]) -> None:
-        self.forget()
         apart = {id(one): one for one in self._apart()}
-        self._walk(roots, apart, {})
-        values = [one for places in self._places for known in places for one in known.values()]
-        ids = {slot: id(value) for slot, value in values}
-        if self._ids is not None:
-            self._exchanged.update(slot for slot, number in ids.items() if self._ids.get(slot, number) != number)
-        self._ids = ids
         given = {id(value) for group in roots for _, value in group} | apart.keys()
-        passing = {id(value): value for slot, value in values if slot in self._exchanged and id(value) not in given}
-        if passing:
+        known_before = [known for places in self._exchanging for known in places]
+        passing = self._passing_of([one for known in known_before for one in known.values()], given)
+        self.forget()
+        while True:
             self._walk(roots, apart, passing)
+            values = [one for places in self._places for known in places for one in known.values()]
+            ids = {slot: id(value) for slot, value in values}
+            if self._ids is not None:
+                self._exchanged.update(slot for slot, number in ids.items() if self._ids.get(slot, number) != number)
+            found = self._passing_of(values, given)
+            if found.keys() <= passing.keys():
+                break
+            passing |= found  # which must not be held
+        self._ids = ids
         # What a walk leaves out is nothing new the next time.
         self._held.update((id(value), value) for _, value in values if id(value) not in passing)
         exchanging = {name for name, _ in self._exchanged}
@@ -175,6 +179,10 @@ class Kept:
         self._changing |= exchanging
         self._chosen_for = -1
         self._choose()
+
+    def _passing_of(self, values: Iterable[tuple[Slot, Any]], given: Set[int]) -> dict[int, Any]:
+        """Those of some values, but for what is given, that are exchanged again and again."""
+        return {id(value): value for slot, value in values if slot in self._exchanged and id(value) not in given}
 
     def _walk(self, roots: Sequence[Sequence[Named]], apart: dict[int, Any], passing: dict[int, Any]) -> None:
         lasting, held = [], {**apart}
