@@ -167,7 +167,7 @@ def _position_of(value: Any, depth: int = _MOST_ITERATORS) -> list[Any]:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, int | float | str) and one == other)
+    return one is other or (type(one) is type(other) and isinstance(one, int | float | str | range) and one == other)
 
 
 def place_of(tensor: Tensor) -> tuple[Any, ...]:
