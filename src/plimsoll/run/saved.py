@@ -217,12 +217,15 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def is_same_state(state: Any, other: Any) -> bool:
-    """Whether two states of random number generators are one."""
+    """Whether two states, of random numbers or as a ``state_dict`` has them, hold the same."""
+    if type(state) is not type(other):
+        return False
     if isinstance(state, Tensor):
-        return torch.equal(state, other)
+        return state.dtype == other.dtype and torch.equal(state, other)
+    if isinstance(state, numpy.ndarray):
+        return state.dtype == other.dtype and numpy.array_equal(state, other)
     if isinstance(state, dict):
-        return all(is_same_state(value, other[name]) for name, value in state.items())
+        return state.keys() == other.keys() and all(is_same_state(value, other[name]) for name, value in state.items())
     if isinstance(state, list | tuple):
-        pairs = zip(state, other, strict=True)
-        return all(torch.equal(*pair) if isinstance(pair[0], Tensor) else pair[0] == pair[1] for pair in pairs)
-    return bool(state == other)
+        return len(state) == len(other) and all(map(is_same_state, state, other))
+    return state is other or (isinstance(state, _PLAIN) and state == other)
