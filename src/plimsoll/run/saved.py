@@ -186,10 +186,11 @@ def _parts_of(value: Any, depth: int) -> Iterator[Any]:
     if value is None or isinstance(value, (*_PLAIN, range, *_OF_PROGRAMS)):
         yield value
         return
+    parts: Iterable[Any]
     if isinstance(value, GeneratorType):
         yield value.gi_frame and value.gi_frame.f_lasti
         found = gc.get_referents(value)  # what lies on its stack included, and its frame once that was asked for
-        parts: Iterable[Any] = [part for part in found if not isinstance(part, FrameType)]
+        parts = [part for part in found if not isinstance(part, FrameType)]
         yield from (part for part in parts if isinstance(part, Iterator))  # another one may be where this one was
     elif isinstance(value, _BaseDataLoaderIter):
         parts = (value._num_yielded,)
@@ -199,7 +200,10 @@ def _parts_of(value: Any, depth: int) -> Iterator[Any]:
                 parts = cast("tuple[Any, ...]", value.__reduce__())
         except TypeError:  # not in each version of Python
             parts = gc.get_referents(value)
-    elif type(value) in {list, tuple, dict, set, frozenset} and len(value) <= _MOST_ITEMS:
+    elif type(value) in {list, tuple, dict, set, frozenset}:
+        if len(value) > _MOST_ITEMS:  # data, and no state
+            yield from (value, len(value))
+            return
         parts = (type(value).__name__, len(value), *(value.items() if isinstance(value, dict) else value))
     else:
         raise _CannotTellError(type(value))

@@ -202,6 +202,7 @@ def repeated(values):
 ITERATORS = {
     "list": lambda: iter([1.0] * 99),
     "generator": lambda: repeated([1.0]),
+    "over much": lambda: repeated([1.0] * 2000),
     "delegating": lambda: generated([1.0] * 99),
     "zip": lambda: zip([1.0] * 99, generated([1.0] * 99), strict=True),
     "map": lambda: map(float, [1.0] * 99),
