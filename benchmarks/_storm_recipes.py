@@ -354,14 +354,6 @@ def curriculum(kept: dict[str, Any], model: Any, batch: Any) -> Tensor:
     return (model(batch["x"]) - kept["hard"]).square().mean()
 
 
-def late_through_data(kept: dict[str, Any], model: Any, batch: Any) -> Tensor:
-    kept["step"] += 1
-    if kept["step"] <= 4:
-        return torch.zeros(())
-    kept["hard"].data.add_(model(batch["x"]).detach().mean())
-    return model(batch["x"]).mean() * kept["hard"].mean()
-
-
 def class_counts(kept: dict[int, Any], model: Any, batch: Any) -> Tensor:
     """Numbers of numpy, by class: effective numbers of samples."""
     for label in batch["y"].tolist():
@@ -612,9 +604,6 @@ RECIPES: dict[str, Callable[[], Training]] = {
     "curriculum": lambda: closing({"step": 0, "hard": torch.zeros(CLASSES)}, curriculum),
     "curriculum with a large tensor": lambda: closing(
         {"step": 0, "hard": torch.zeros(CLASSES, 400_000)[:, 0]}, curriculum
-    ),
-    "curriculum with a large tensor, through .data": lambda: closing(
-        {"step": 0, "hard": torch.zeros(400_000)}, late_through_data
     ),
     "counts of classes, numbers of numpy": lambda: closing({}, class_counts),
     "counts of classes, array of numpy": lambda: closing(numpy.zeros(CLASSES, numpy.int64), class_counts_in_array),

@@ -23,6 +23,7 @@ from plimsoll.errors import AfterUpdateError, InputError, PlimsollError, Plimsol
 
 ABSURD_BYTES = 1 << 60
 NAMES_STATE = re.compile(r"(is not|cannot be) put back")
+_OF_THE_LOOP = ("schedule of the loop", "saved")
 NUM_SAMPLES = 4
 NUM_UPDATES = 4
 """The most that a trial does."""
@@ -297,14 +298,13 @@ class Run:
         self.losses: list[float | None] = []
         self.num_allocations: list[int] = []
         self.failed: list[str] = []
-        self.num_batches = 0  # that the loop has come to in the update in hand
         self._number, self._first, self._others = 0, None, iter(())
 
     def begin(self, number: int) -> None:
         """Come to the first batch of an update, from 1: what the loop does before it is done once."""
         if self._number != number:
             self._number, self._others = number, self.training.batches_of(number)
-            self._first, self.num_batches = next(self._others), 1
+            self._first = next(self._others)
 
     def do(self, number: int, fails: Callable[[int], bool] = lambda _: False) -> None:
         """Do an update, from 1."""
@@ -318,9 +318,7 @@ class Run:
 
     def _batches(self) -> Iterator[Any]:
         yield self._first
-        for batch in self._others:
-            self.num_batches += 1
-            yield batch
+        yield from self._others
 
     def follow(self, number: int) -> None:
         """Do what an `AfterUpdateError` asks for: the update is done, and the schedule is not."""
@@ -329,20 +327,8 @@ class Run:
         self.losses.append(None)
 
     def unlike_before(self, before: State) -> list[str]:
-        """What an update that was undone has changed all the same.
-
-        What the loop has done since between the batches of a window stays: there the state of before is a plain loop's.
-        """
-        now = self.training.state()
-        if self.training.window:
-            training = self.kind.made()
-            plain(training, self.cuts)
-            batches = training.batches_of(self._number)
-            for _ in range(self.num_batches):
-                next(batches)
-            before = training.state()
-        loops_own = "random numbers" if self.training.window else None
-        return [name for name in differences(before, now) if loops_own is None or not name.startswith(loops_own)]
+        """What is not as before the first batch of an update that was undone, but for what only the loop has."""
+        return [name for name in differences(before, self.training.state()) if not name.startswith(_OF_THE_LOOP)]
 
     def differing(self, references: dict[Any, State]) -> list[str]:
         """What is not as in the same training without failures, at its end."""

@@ -84,6 +84,7 @@ class Undo:
         self._moving: set[str] = set()  # names of places that passes have changed
         self._failed: list[tuple[str, Place, Any, Any]] = []  # other places: contents before a failed try and after it
         self._left: list[tuple[str, Place, Any]] = []  # those of them that were left as they were after it
+        self._late: set[str] = set()  # names of tensors that passes of this update were the first to write
         self._written: set[str] = set()  # names of tensors and arrays that passes have written
         self._placed: set[str] = set()  # names of tensors that passes have put into another storage
         self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
@@ -101,7 +102,7 @@ class Undo:
 
     def remember(self, batch: Any = None) -> None:
         """Take the state as it is now for the one to go back to; ``batch`` is a part of it."""
-        self.lost, self.is_updating, self._has_looked = (), False, False
+        self.lost, self.is_updating, self._has_looked, self._late = (), False, False, set()
         self._let_go()
         self._random_state = self._backend.random_state()
         if self._reached is None:
@@ -191,7 +192,9 @@ class Undo:
     def passed(self) -> None:
         """Learn, after passes that went through and before the update, what they wrote."""
         self._take_writes()
-        self._written.update(self._newly_written())
+        if newly := self._newly_written():
+            self._late |= {*newly} - self._copied_names()
+            self._written.update(newly)
         is_looked_at = self._writes is not None or self._looks.is_due
         self._looks.passed(looked=is_looked_at)
         if self._writes is not None:
@@ -287,11 +290,10 @@ class Undo:
             self._take_writes()
             changed = [one for before in self._before for one in before.changed()]
             self._failed = [one for one in changed if one[0] not in self._moving] or self._failed
-            copied = {name for before in self._before for name, _ in before.copies}
-            written = (name for name in self._newly_written() if name not in copied)
+            written = {*self._newly_written()} - self._copied_names() | self._late
             unrepeated = (name for one in self._between for name in one.lost)
             moved = (f"the position of {name}" for name in self.moved_iterators())
-            self.lost = self.lost or (*written, *unrepeated, *moved)
+            self.lost = self.lost or (*sorted(written), *unrepeated, *moved)
         self._has_looked = True
 
     @torch.no_grad()
@@ -454,6 +456,9 @@ class Undo:
             else:
                 self._strangers[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._writes.written.clear()
+
+    def _copied_names(self) -> set[str]:
+        return {name for before in self._before for name, _ in before.copies}
 
     def _newly_written(self) -> list[str]:
         """What was written, or put into another storage, and is not among what is put back."""

@@ -229,6 +229,23 @@ def test_a_first_write_in_a_later_step_is_named_and_then_known(training):
     assert model.trained.tolist() == [1, 1, 1]
 
 
+def test_a_first_write_is_named_too_where_its_passes_went_through_and_the_update_fails(training):
+    model, loss, _, undo = training
+    undo.remember(batch := batch_of(1))
+    with undo.observing():
+        loss(model, batch)
+        undo.passed()
+        undo.observed()
+    undo.done()
+    model.is_late = True
+    undo.remember(batch)
+    loss(model, batch)
+    undo.passed()
+    undo.observed()
+    undo.restore()
+    assert undo.lost == ("model.trained",)
+
+
 def test_what_is_only_read_is_not_copied_once_a_step_was_seen():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval(), Counting())
     undo = undo_of(model)
