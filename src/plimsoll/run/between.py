@@ -112,15 +112,19 @@ class Between:
                     self._changes.append(SavedPlace.of(tensor).restore)
                 else:
                     self.lost.append(name)
+        noted: set[int | None] = set()
         for (name, tensor), left in zip(before.watched.counted, moment.versions, strict=True):
             if tensor._version != left:
                 self.written.add(name)
                 if name in copied:
-                    self._changes.append(SavedTensor.of(tensor).restore)
+                    now = SavedTensor.of(tensor)
+                    noted.add(now.key)
+                    self._changes.append(now.restore)
                 else:
                     self.lost.append(name)
-        for saved in _tensors(before):  # compared, for ``.data`` counts no version
-            if id(saved) in moment.values and not torch.equal(saved.value, moment.values[id(saved)]):
+        others = [saved for saved in _tensors(before) if saved.key not in noted and id(saved) in moment.values]
+        for saved in others:  # compared, for ``.data`` counts no version
+            if not torch.equal(saved.value, moment.values[id(saved)]):
                 self._changes.append(SavedTensor(saved.owner, saved.value.clone()).restore)
 
     def _note_others(self, before: Before, moment: Moment) -> None:

@@ -292,7 +292,7 @@ def is_of_pass(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.grad_fn is not None
     if isinstance(value, dict) and type(value) not in {dict, OrderedDict, defaultdict}:  # what a model returns
-        return any(map(is_of_pass, value.values()))
+        return any(map(is_of_pass, [*value.values()]))
     return isinstance(value, tuple) and len(value) <= _MOST_ITEMS and any(map(is_of_pass, value))
 
 
@@ -361,7 +361,9 @@ class _Walk:
             self.reached.places.append((name, Items(value)))
         if len(value) > _MOST_ITEMS:
             return
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        pairs = (
+            [*value.items()] if isinstance(value, dict) else [*enumerate(value)]
+        )  # at once, for threads may change it
         self._waiting.extend(
             (f"{name}[{key!r}]" if isinstance(key, int | str) else f"{name}[#{number}]", item)
             for number, (key, item) in enumerate(pairs)

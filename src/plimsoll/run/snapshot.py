@@ -142,7 +142,7 @@ class Snapshot:
 
 
 def _changes_in(changed: list[tuple[Known, Any, Any]]) -> Iterator[Change]:
-    """The plain values that are others now."""
+    """Name the plain values that have changed."""
     for known, before, now in changed:
         name, place = known.name, known.place
         if isinstance(now, dict):
