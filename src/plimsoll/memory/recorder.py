@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,6 +106,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages = _Storages(self)
         self._ops: tuple[list[int], ...] = ([], [], [], [])  # name, module, line, step
         self._work: tuple[list[int], ...] = ([], [], [], [])  # flops, moved bytes, outside bytes, dtype
+        self._by_autograd: list[bool] = []
         self._counter = WorkCounter(lambda tensor: self._on_host(tensor) or self._storages.is_outside(tensor))
         self._phases: list[Phase] = []
         self._stack = ExitStack()
@@ -159,13 +161,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def trace(self, source: Any, lowered_to: str, assumptions: tuple[Assumption, ...] = ()) -> Trace:
         """Return what was recorded."""
         columns = dict(zip(("name", "module", "line", "step"), map(tuple, self._ops), strict=True))
+        by_autograd = tuple(self._by_autograd)
         work = dict(zip(("flops", "moved_bytes", "outside_bytes", "dtype"), map(tuple, self._work), strict=True))
         table, events, event_ops = self._storages.tables(self._phases)
         return Trace(
             source=source,
             lowered_to=lowered_to,
             texts=tuple(self._texts),
-            ops=OpTable(phase=tuple(self._phases), **columns, **work),
+            ops=OpTable(phase=tuple(self._phases), by_autograd=by_autograd, **columns, **work),
             storages=table,
             events=events,
             event_op=event_ops,
@@ -255,7 +258,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_again(self, begin: int, num_times: int) -> None:
         """Note the ops from a row on so many times more; what they made is noted once."""
-        for column in (*self._ops, *self._work):
+        for column in (*self._ops, self._by_autograd, *self._work):
             column.extend(column[begin:] * num_times)
         self._phases.extend(self._phases[begin:] * num_times)
 
@@ -277,6 +280,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         modules.append(module)
         lines.append(line)
         steps.append(self.step)
+        self._by_autograd.append(_runs_backward())
         for column in self._work:
             column.append(0)
         self._phases.append(phase)
@@ -476,6 +480,13 @@ class _Storages:
             del self._row_of[address]
         if self._died[row] < 0:  # else it was resized to nothing before
             self._end(row)
+
+
+def _runs_backward() -> bool:
+    """Whether autograd calls the next op by itself: not a recomputation, nor the backward of a function in Python."""
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    return not isinstance(torch._C._current_autograd_node(), BackwardCFunction)
 
 
 def _category(born: Phase, died: Phase | None) -> Category:
