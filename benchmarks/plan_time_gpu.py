@@ -9,8 +9,8 @@ one job that differ by more than 10 % the model should say the right one is fast
 the model in one precision, and what counts is the time of a sample.
 
 ``--hold-out`` chooses the costs of calls from a grid again, without one model at a time, and predicts that one.
-``--replay`` plans the job of the grid at limits from 1.2 to 32 GiB, and compares what is chosen with the fastest recorded
-setting that fits: a plan that was recorded has its recorded time, another one that of the model.
+``--replay`` plans the job of the grid at limits from 1.2 to 32 GiB, and compares what is chosen with the fastest
+recorded setting that fits: a plan that was recorded has its recorded time, another one that of the model.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -107,6 +108,16 @@ class Row:
     fields: dict
 
     @property
+    def task(self) -> tuple:
+        """What is rehearsed for it: the same for all rows with the same task."""
+        if self.kind == "forward and backward":
+            names = ("model", "precision", "checkpointing", "micro", "length")
+            return ("passes", *(self.fields[name] for name in names))
+        if self.kind == "update":
+            return ("update", self.fields["model"], self.setting)
+        return ("step", self.fields["choices"])
+
+    @property
     def name(self) -> str:
         return f"{self.group} {self.setting}"
 
@@ -148,9 +159,9 @@ def choices_of(words: str) -> tuple[Choice, ...]:
 # -- what is predicted -------------------------------------------------------------------------------------------------
 
 
-def predict(row: Row, speeds: Iterable[Speed] = (SPEED,)) -> list[float]:
+def predict(task: tuple, speeds: Iterable[Speed] = (SPEED,)) -> list[float]:
     """Seconds with each speed, of one rehearsal."""
-    trace, batch_size, micro_batch = traced(row)
+    trace, batch_size, micro_batch = traced(*task)
     counted, samples = counted_on_card(trace), rehearsed_samples(batch_size, micro_batch)
     sizes = {"batch_size": batch_size, "micro_batch": micro_batch, "rehearsed_samples": samples}
     return [step_duration(counted, speed, **sizes).likely_seconds for speed in speeds]
@@ -160,13 +171,13 @@ def counted_on_card(trace: Trace) -> Counted:
     return count_on_cuda(trace, CARD, CARD.capacity_bytes)
 
 
-def traced(row: Row) -> tuple[Trace, int, int]:
-    """The trace of a row, its last step like those that were timed, with the samples of a step and of a pass."""
-    if row.kind == "forward and backward":
-        return trace_loop(lambda place, say: passes(row.fields, place, say)), row.samples, row.samples
-    if row.kind == "update":
-        return trace_loop(lambda place, say: updates(row.fields, place, say)), 1, 1
-    choices = choices_of(row.fields["choices"])
+def traced(kind: str, *what: Any) -> tuple[Trace, int, int]:
+    """The trace of a task, its last step like those that were timed, with the samples of a step and of a pass."""
+    if kind == "passes":
+        return trace_loop(lambda place, say: passes(place, say, *what)), what[3], what[3]
+    if kind == "update":
+        return trace_loop(lambda place, say: updates(place, say, *what)), 1, 1
+    choices = choices_of(*what)
     samples = next(int(one.options["samples"]) for one in choices if one.technique == "micro_batch")
     return rehearse_job(JOB, TEXTS, gpu_target(CARD, None).lowering(), choices, is_short=True), BATCH_SIZE, samples
 
@@ -178,31 +189,36 @@ def trace_loop(train: Callable[[Rehearsal, Callable[[Phase], None]], None]) -> T
         return place.trace()
 
 
-def passes(fields: dict, place: Rehearsal, say: Callable[[Phase], None]) -> None:
+def passes(
+    place: Rehearsal, say: Callable[[Phase], None], name: str, precision: str, checkpointing: bool, micro: int,
+    length: int,
+) -> None:  # fmt: skip
     """Forward and backward, twice: the second meets gradients."""
-    build, vocabulary = MODELS[fields["model"]]
+    build, vocabulary = MODELS[name]
     model = build().to("cuda").train()
-    if fields["checkpointing"]:
+    if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    tokens = torch.arange(fields["micro"] * fields["length"]).view(fields["micro"], -1) * 7919 % (vocabulary - 2) + 1
+    tokens = torch.arange(micro * length).view(micro, length) * 7919 % (vocabulary - 2) + 1
     tokens = place.fake_batch(tokens).to("cuda")
-    for place.recorder.step in (1, 2):
+    for step in (1, 2):
+        place.recorder.step = step
         say("forward")
-        with torch.autocast("cuda", torch.bfloat16, enabled=fields["precision"] == "bf16"):
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
             loss = model(input_ids=tokens, labels=tokens).loss
         say("backward")
         loss.backward()
         del loss
 
 
-def updates(fields: dict, place: Rehearsal, say: Callable[[Phase], None]) -> None:
+def updates(place: Rehearsal, say: Callable[[Phase], None], name: str, kernel: str) -> None:
     """Two updates: the first makes the states."""
-    model = MODELS[fields["model"]][0]().to("cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **KERNELS[fields["optimizer"]])
+    model = MODELS[name][0]().to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **KERNELS[kernel])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     say("optimizer")
-    for place.recorder.step in (1, 2):
+    for step in (1, 2):
+        place.recorder.step = step
         optimizer.step()
 
 
@@ -213,9 +229,11 @@ def settle() -> None:
 
 
 def predicted_of(rows: list[Row], num_processes: int, speeds: Iterable[Speed] = (SPEED,)) -> list[list[float]]:
-    tasks = [(row, tuple(speeds)) for row in rows]
+    tasks = list(dict.fromkeys(row.task for row in rows))
     with multiprocessing.get_context("spawn").Pool(num_processes, settle) as pool:
-        return pool.starmap(predict, tasks, chunksize=1)
+        found = pool.starmap(predict, [(task, tuple(speeds)) for task in tasks], chunksize=1)
+    of_task = dict(zip(tasks, found, strict=True))
+    return [of_task[row.task] for row in rows]
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -278,7 +296,7 @@ def held_out(rows: list[Row], num_processes: int) -> tuple[str, dict]:
     for model in dict.fromkeys(row.fields["model"] for row in rows):
         is_out = [row.fields["model"] == model for row in rows]
         kept = [of_row for of_row, out in zip(ratios, is_out, strict=True) if not out]
-        best = min(range(len(CALLS)), key=lambda one: sum(abs(of_row[one] - 1) for of_row in kept))  # noqa: B023
+        best = min(range(len(CALLS)), key=lambda one: sum(abs(of_row[one] - 1) for of_row in kept))
         found = [abs(of_row[best] - 1) for of_row, out in zip(ratios, is_out, strict=True) if out]
         errors += found
         module, backward = (f"{seconds * 1e6:.0f}" for seconds in CALLS[best])
@@ -292,7 +310,8 @@ def held_out(rows: list[Row], num_processes: int) -> tuple[str, dict]:
 
 def replay(limits_gib: Iterable[float]) -> tuple[list[list[str]], list[float]]:
     """What is planned at each limit beside the fastest recorded setting that fits, and the ratios of their seconds."""
-    recorded = {frozenset(choices_of(row.fields["choices"])): row for row in map(grid_row, csv.DictReader(GRID.open()))}
+    grid = map(grid_row, csv.DictReader(GRID.read_text("utf-8").splitlines()))
+    recorded = {frozenset(choices_of(row.fields["choices"])): row for row in grid}
     spec = CARD.model_copy(update={"context_low_bytes": OUTSIDE_BYTES, "context_high_bytes": OUTSIDE_BYTES})
     lines, ratios = [], []
     with planner_of(JOB, "h200", None, ((), ()), None, None, texts=TEXTS) as planner:

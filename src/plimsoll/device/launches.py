@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 VIEW_SHARE = 0.3
 """Of what a call takes, where an op moves nothing: no memory is asked for, no kernel is set up."""
 
-_TINY = {
+_TINY: dict[str, Any] = {
     "vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 2, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
@@ -81,7 +81,7 @@ def _pass_seconds(model: nn.Module, device: str) -> tuple[float, float]:
     started = time.perf_counter()
     loss = _forward(model)
     called = time.perf_counter()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     ended = time.perf_counter()
     _wait(device)
     return called - started, ended - called
@@ -97,7 +97,7 @@ def _count_ops(model: nn.Module) -> tuple[float, float, float]:
     with _Counter() as forward:
         loss = _forward(model)
     with _Counter() as backward:
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     return forward.num_ops, forward.num_casts, backward.num_ops + backward.num_casts
 
 

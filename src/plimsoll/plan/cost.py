@@ -13,8 +13,9 @@ kernels. A rehearsal has at most two micro-batches, from which those of the real
 the work of any technique are ops of the trace like others.
 
 What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` holds that against
-measured steps on a processor, `benchmarks/plan_time_gpu.py` against recorded ones of a GPU. It takes all copies over
-the link for hidden behind the rest of a pass. It does NOT cover reading the data, evaluation, and waiting for ranks that are slower than this one.
+measured steps of a processor, `benchmarks/plan_time_gpu.py` against recorded ones of a GPU. It takes all copies over
+the link for hidden behind the rest of a pass. It does NOT cover reading the data, evaluation, and waiting for ranks
+that are slower than this one.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ _EXCHANGES: dict[str, ExchangeKind] = {
 class _Stretch:
     """When the ops of a stretch are done, in seconds from its begin, at which nothing runs.
 
-    ``host`` is the processor that calls the ops, ``device`` the queue of kernels, ``link`` the copies to and from memory
-    outside. Gradients that are added up when a pass has ended are ``waited`` for; what a pass exchanges is ``fetched``
-    beside it. Where nothing overlaps, the processor does it all.
+    ``host`` is the processor that calls the ops, ``device`` the queue of kernels, ``link`` the copies to and from
+    memory outside. Gradients that are added up when a pass has ended are ``waited`` for; what a pass exchanges is
+    ``fetched`` beside it. Where nothing overlaps, the processor does it all.
     """
 
     overlaps: bool

@@ -93,6 +93,7 @@ class _Search:
         self._surrogates: dict[Choice | None, Surrogate] = {}  # one for each heap
         self._usual_heap = _heap_of(self._menu.base)
         self._reference: Look
+        self._plain_looks: tuple[Look, ...] = ()
         self._asked: set[str] = set()
         self._learned: dict[str, list[Choice]] = {}
         self._further: dict[str, Choices] = {}  # options of what may be faster, not traced yet
@@ -152,7 +153,7 @@ class _Search:
         if middle > 2 * small.micro_batch:
             size = max(size for size in sizes if size <= middle)
             looks[size] = self._look(base, size)
-        self._reference = small
+        self._reference, self._plain_looks = small, tuple(looks.values())
         offered = {name: self._menu.options[name] for name in UNTRACED if name in self._menu.options}
         allowed = {name: tuple(filter(self._goes_with_base, choices)) for name, choices in offered.items()}
         heaps = tuple(chain.from_iterable(allowed.values()))
@@ -216,10 +217,15 @@ class _Search:
 
     def _may_be_of_use(self, name: str, only_faster: bool) -> bool:
         technique = technique_of(name)
-        reached_bytes = sum(self._reference.parts.get(category, 0) for category in technique.reaches)
-        may_help = not only_faster and reached_bytes >= _LEAST_PART * self._reference.need_bytes
+        looks = [self._reference, *(look for look in self._plain_looks if self._is_faster(look))]
+        reached_shares = (sum(look.parts.get(part, 0) for part in technique.reaches) / look.need_bytes for look in looks)
+        may_help = not only_faster and max(reached_shares) >= _LEAST_PART
         is_wanted = may_help or technique.may_be_faster or name in self._problem.decided.required
         return is_wanted and name not in self._asked
+
+    def _is_faster(self, look: Look) -> bool:
+        """Whether larger micro-batches than the reference would be worth a technique that gives them room."""
+        return look.seconds * (1 + SAME_SECONDS) < self._reference.seconds
 
     def _learn(self, choice: Choice) -> bool:
         """Trace one choice on top of the base; returns whether it is of use."""

@@ -37,8 +37,8 @@ class OpTable(Frozen):
     """One row per op that ran. ``name``, ``module`` and ``line`` are numbers of texts; ``step`` counts from 1.
 
     ``flops`` are the operations of its products, in the type whose text has the number ``dtype``; ``moved_bytes`` are
-    read or written in the device's memory, ``outside_bytes`` in other memory. A view has none of these. ``by_autograd``:
-    the op was called by autograd's own code in a backward pass, and not from Python as in a forward or a recomputation.
+    read or written in the device's memory, ``outside_bytes`` in other memory. A view has none of these. An op is
+    ``by_autograd`` if autograd's own code called it in a backward pass, and not Python, as in a recomputation.
     """
 
     name: tuple[int, ...]

@@ -23,7 +23,12 @@ def here(monkeypatch, folder):
 def rates(speed):
     curves = [*speed.flops_per_second.values(), *speed.bytes_per_second.values()]
     calls = [speed.op_seconds, speed.module_op_seconds, speed.backward_op_seconds]
-    return [*calls, speed.host_bytes_per_second, speed.link_bytes_per_second, *(point.rate for curve in curves for point in curve)]
+    return [
+        *calls,
+        speed.host_bytes_per_second,
+        speed.link_bytes_per_second,
+        *(point.rate for curve in curves for point in curve),
+    ]
 
 
 def test_this_processor_is_measured(here):
