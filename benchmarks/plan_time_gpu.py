@@ -1,6 +1,7 @@
 """Whether the planner's time model tells how long recorded steps of a GPU took: predicted without a GPU.
 
-    python benchmarks/plan_time_gpu.py [--only gpt2] [--hold-out] [--replay] [--out FOLDER]
+    python benchmarks/plan_time_gpu.py [--only gpt2] [--hold-out] [--out FOLDER]
+    python benchmarks/plan_time_gpu.py --replay [--limits 4 8] [--out FOLDER]
 
 The rows are those of `benchmarks/recorded` (README there): forward and backward of one micro-batch in plain PyTorch,
 updates, and steps of one job by hand and with techniques. Each is rehearsed here with the kernels of the card, and its
@@ -16,7 +17,6 @@ recorded setting that fits: a plan that was recorded has its recorded time, anot
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import gzip
 import itertools
@@ -49,7 +49,7 @@ from plimsoll.records.trace import Phase, Trace
 from plimsoll.run.plan import planner_of
 from plimsoll.run.rehearse import rehearse_job, rehearsed_samples
 from plimsoll.run.targets import gpu_target
-from plimsoll.techniques import in_order
+from plimsoll.techniques import UNTRACED, in_order
 
 RECORDED = Path(__file__).parent / "recorded"
 ROWS, GRID = RECORDED / "h200-times-torch2.11.0.json.gz", RECORDED / "h200-gpt2-grid-torch2.11.0.csv"
@@ -57,7 +57,7 @@ CARD = find_gpu("H200")
 SPEED = speed_of(CARD)
 OUTSIDE_BYTES = 502 << 20  # what the recorded processes took outside of the allocator
 WORTH_TELLING = 0.1
-LIMITS_GIB = (1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+LIMITS_GIB = (1.2, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 CALLS = [(module * 1e-6, backward * 1e-6) for module in range(22, 59, 4) for backward in range(8, 27, 2)]
 
 # model, vocabulary
@@ -197,7 +197,7 @@ def passes(
     build, vocabulary = MODELS[name]
     model = build().to("cuda").train()
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     tokens = torch.arange(micro * length).view(micro, length) * 7919 % (vocabulary - 2) + 1
     tokens = place.fake_batch(tokens).to("cuda")
     for step in (1, 2):
@@ -319,7 +319,7 @@ def replay(limits_gib: Iterable[float]) -> tuple[list[list[str]], list[float]]:
             planner._target = gpu_target(spec, int(limit * 2**30))  # traces are kept from limit to limit
             plan = planner.plan()
             rung = plan.rungs[0]
-            same = recorded.get(frozenset(rung.choices))
+            same = recorded.get(frozenset(one for one in rung.choices if one.technique not in UNTRACED))
             seconds = same.seconds if same else rung.step_time.likely_seconds
             fitting = [row for row in recorded.values()
                        if (float(row.fields["peak_reserved_mib"]) * 2**20 + OUTSIDE_BYTES) <= limit * 2**30]  # fmt: skip
@@ -334,11 +334,11 @@ def replay(limits_gib: Iterable[float]) -> tuple[list[list[str]], list[float]]:
     return lines, ratios
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose names contain this")
     parser.add_argument("--hold-out", action="store_true", help="choose the costs of calls without one model at a time")
-    parser.add_argument("--replay", action="store_true", help="plan the job at several limits")
+    parser.add_argument("--replay", action="store_true", help="plan the job at several limits, in place of the rest")
     parser.add_argument("--limits", type=float, nargs="+", default=LIMITS_GIB, help="of --replay, in GiB")
     parser.add_argument("--data", help="not used: nothing is read but what was recorded")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
@@ -346,31 +346,37 @@ def main() -> int:
     arguments = parser.parse_args()
     settle()
     started, printed = time.perf_counter(), keep_printed()
+    found = show_replay(arguments.limits) if arguments.replay else show_rows(arguments)
+    print(f"\n{time.perf_counter() - started:.0f} s in all.\n")
+    what = ("plan-replay-gpu", "Plans at limits, replayed against recorded steps of a GPU")
+    if not arguments.replay:
+        what = ("plan-time-gpu", "The planner's time model against recorded steps of a GPU")
+    file_result(arguments.out, *what, printed.text, threads=1)
+    print(json.dumps(found))
+
+
+def show_rows(arguments: argparse.Namespace) -> dict:
     rows = [row for row in recorded_rows() if arguments.only in row.name]
     predicted = [seconds for (seconds,) in predicted_of(rows, arguments.processes)]
     found = figures_by_kind(rows, predicted)
-    print(summary(found), "\nToo slow in its place:\n" * bool(found["all"]["wrong"]), sep="\n")
-    print(*(f"- {one}" for one in found["all"]["wrong"]), "", sep="\n")
+    wrong = [f"- {one}" for one in found["all"]["wrong"]]
+    print(summary(found), "", sep="\n")
+    if wrong:
+        print("Pairs of which the first was faster and the second is said to be:\n", *wrong, "", sep="\n")
     if arguments.hold_out:
         text, found["held out"] = held_out(rows, arguments.processes)
         print("Each model with the costs of calls that fit the others best:\n", text, "", sep="\n")
-    if arguments.replay:
-        lines, ratios = replay(arguments.limits)
-        found["replay"] = {"worst": max(ratios), "ratios": ratios}
-        heads = ("limit", "planned", "seconds", "", "fastest recorded that fits", "seconds", "ratio")
-        print("Planned for the job, and what was recorded by hand:\n", table(heads, lines), "", sep="\n")
-    print(row_table(rows, predicted), f"\n{time.perf_counter() - started:.0f} s in all.\n", sep="\n")
-    text = printed.text
-    title = "The planner's time model against recorded steps of a GPU"
-    file_result(arguments.out, "plan-time-gpu", title, text, summary(found_kinds(found)), threads=1)
-    print(json.dumps(found))
-    return 0
+    print(row_table(rows, predicted))
+    return found
 
 
-def found_kinds(found: dict[str, dict]) -> dict[str, dict]:
-    return {kind: one for kind, one in found.items() if "rows" in one}
+def show_replay(limits_gib: Iterable[float]) -> dict:
+    lines, ratios = replay(limits_gib)
+    print(f"A plan takes at most {max(ratios):.2f} times as long as the fastest recorded setting that fits.\n")
+    heads = ("limit", "planned", "seconds", "", "fastest recorded that fits", "seconds", "ratio")
+    print(table(heads, lines))
+    return {"worst": max(ratios), "ratios": ratios}
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        raise SystemExit(main())
+    main()

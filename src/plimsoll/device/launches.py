@@ -60,7 +60,8 @@ def measure_launches(device: str) -> Launches:
 def _tiny_model(device: str) -> nn.Module:
     import transformers
 
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**_TINY)).train().to(device)
+    model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**_TINY))
+    return model.train().to(device)
 
 
 def _forward(model: nn.Module) -> Tensor:

@@ -258,8 +258,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_again(self, begin: int, num_times: int) -> None:
         """Note the ops from a row on so many times more; what they made is noted once."""
-        for column in (*self._ops, self._by_autograd, *self._work):
+        for column in (*self._ops, *self._work):
             column.extend(column[begin:] * num_times)
+        self._by_autograd.extend(self._by_autograd[begin:] * num_times)
         self._phases.extend(self._phases[begin:] * num_times)
 
     def text(self, text: str) -> int:

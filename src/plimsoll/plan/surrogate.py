@@ -3,9 +3,9 @@
 Within one phase the effects of techniques nearly add up; between phases they do not (a smaller backward does nothing
 for a peak in the update), so a peak is the largest of the phases' estimates. A few traces of the plain training give a
 line over micro-batches for each phase, and the time between them; a trace of each technique alone says what it takes
-from each phase and what time it adds: to the update once, to passes in proportion to what they take, so that where small
-passes are bound by calls, recomputing in a few large ones is cheap. A trace of a mix corrects what is guessed of that mix and of those most like it.
-No plan is made from these guesses: what is chosen is traced as a whole.
+from each phase and what time it adds: to the update once, to passes in proportion to what they take. Where small passes
+are bound by calls, recomputing in a few large ones is cheap. A trace of a mix corrects what is guessed of that mix and
+of those most like it. No plan is made from these guesses: what is chosen is traced as a whole.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from plimsoll.plan.look import Look
 from plimsoll.records.plan import Choice
 from plimsoll.records.trace import Phase
-from plimsoll.techniques import Choices, technique_of
+from plimsoll.techniques import Choices
 
 Column = NDArray[Any]
 
 _WORTH_SHARE = 0.01  # of the time or the need
-_OF_AN_UPDATE = frozenset({"gradients", "optimizer states"})  # a technique for nothing else adds nothing to a pass
 _ALIKE = 2  # choices in which mixes may differ for the error of one to be taken for the other's
 
 
@@ -73,15 +72,15 @@ class Surrogate:
         self._bytes_off: dict[Choices, dict[int, float]] = {}
         self._seconds_off: dict[Choices, dict[int, float]] = {}
 
-    def learn_effect(self, choice: Choice, look: Look, without: Look) -> None:
-        """Learn what one choice does, from two traces that differ in it alone."""
+    def learn_effect(self, choice: Choice, look: Look, without: Look, is_in_passes: bool = False) -> None:
+        """Learn what one choice does, to passes or to the update, from two traces that differ in it alone."""
         for phase in self._alive:
             after, before = look.phases.get(phase), without.phases.get(phase)
             if after is not None and before is not None:
                 self._fixed_effect[choice][phase] = after.fixed_bytes - before.fixed_bytes
                 self._growing_effect[choice][phase] = (after.growing_bytes - before.growing_bytes) / look.micro_batch
         self._added_seconds[choice] = look.seconds - without.seconds
-        if not technique_of(choice.technique).reaches <= _OF_AN_UPDATE:
+        if is_in_passes:
             self._passes_seconds[choice] = without.seconds
         self._beyond_effect[choice] = _beyond(look) - _beyond(without)
         phases = set(look.phases) & set(without.phases)
