@@ -10,9 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import plan_time_gpu  # noqa: E402
+import plan_time_gpu
 
-GROUP = "bert-base bf16"
+GROUP = "bert-base fp32"
 
 
 @pytest.fixture(scope="module")
@@ -22,29 +22,24 @@ def rows():
 
 @pytest.fixture(scope="module")
 def predicted(rows):
-    """Of one and of 64 samples, and of one that is recomputed."""
+    """Of one sample, plainly and recomputed, where the card waits for its calls."""
     wanted = {row.setting: row for row in rows}
-    settings = ("micro_batch=1", "micro_batch=64", "micro_batch=1 + checkpointing")
+    settings = ("micro_batch=1", "micro_batch=1 + checkpointing")
     return [(wanted[setting], plan_time_gpu.predict(wanted[setting].task)[0]) for setting in settings]
 
 
-def test_recorded_settings_are_told_apart_as_they_were_recorded(predicted):
+def test_recomputing_is_told_to_be_slower_as_it_was_recorded(predicted):
     found = plan_time_gpu.figures_of(*map(list, zip(*predicted, strict=True)))
-    assert (found["told"], found["pairs"]) == (1, 3)
+    assert (found["told"], found["pairs"]) == (1, 1)
 
 
-def test_seconds_are_within_the_range_that_is_stated(predicted):
+def test_seconds_are_as_near_as_settings_with_as_many_calls_were_to_one_another(rows, predicted):
+    """With 1 and 4 samples as many ops are called; beyond how far apart these were, the stated range counts."""
     for row, seconds in predicted:
-        assert 1 / (1 + plan_time_gpu.SPEED.spread) < seconds / row.seconds < 1 + plan_time_gpu.SPEED.spread
-
-
-def test_passes_that_calls_bind_take_as_long_with_any_number_of_samples(rows, predicted):
-    """As far apart as those recorded with 1 to 16 samples: with each of these the card waits for its calls."""
-    recorded = [row.seconds for row in rows if row.samples <= 16 and "checkpointing" not in row.setting]
-    (_, one), (_, most), _ = predicted
-    assert one <= most < 64 * one / 16  # 64 samples take some more
-    assert max(recorded) / min(recorded) < 1 + plan_time_gpu.WORTH_TELLING
-    assert one == pytest.approx(recorded[0], rel=plan_time_gpu.SPEED.spread)
+        is_recomputed = row.fields["checkpointing"]
+        alike = [one.seconds for one in rows if one.samples <= 4 and one.fields["checkpointing"] == is_recomputed]
+        spread = plan_time_gpu.SPEED.spread
+        assert min(alike) / (1 + spread) < seconds < max(alike) * (1 + spread)
 
 
 def test_only_settings_of_one_job_that_differ_are_compared(rows):
