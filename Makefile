@@ -12,6 +12,9 @@ ARGS ?=
 # How long `make endurance` disturbs its training.
 MINUTES ?= 60
 
+# Also where the environment forbids it: the tests start hundreds of processes that would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 RUN = $(VENV)/bin/python
 INSTALLED = $(VENV)/.installed
 

@@ -6,12 +6,11 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -20,19 +19,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import plimsoll
 from _storm_state import State, differences, state_of
-from plimsoll import errors
-from plimsoll.device.cpu import CpuBackend
-from plimsoll.errors import PlimsollError, PlimsollWarning, TornStepError
+from plimsoll.errors import AfterUpdateError, InputError, PlimsollError, PlimsollWarning, TornStepError
 
-AfterUpdateError: Any = getattr(errors, "AfterUpdateError", ())
 ABSURD_BYTES = 1 << 60
 NAMES_STATE = re.compile(r"(is not|cannot be) put back")
 NUM_SAMPLES = 4
+NUM_UPDATES = 4
+"""The most that a trial does."""
+
+
+class Turn(NamedTuple):
+    """One of the updates that a loop does in turn."""
+
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Any, Any], Tensor]
 
 
 @dataclass
 class Training:
-    """What a kind of training is made of; ``kept`` is what it changes besides the model, the optimizer, the batches."""
+    """What a kind of training is made of.
+
+    Attributes:
+        model: all that is trained.
+        optimizer: updates it, by the gradients of the loss.
+        loss: as `plimsoll.TrainStep` takes it.
+        batches: one for each turn, or as many as a window has.
+        options: further ones of the step.
+        kept: what the training changes besides the model, the optimizer and the batches.
+        between: what the loop does before each batch, by its number from 0; no step undoes that.
+        others: of a loop with several updates, those that follow the first.
+        window: the number of batches of one update, which then is one of `plimsoll.accelerate`; 0 for a `TrainStep`.
+        steps: the updates in which allocations fail, from 1.
+        prepared: what Accelerate makes of it, where there are windows.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -40,14 +59,37 @@ class Training:
     batches: Sequence[Any] = ()
     options: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
+    between: Callable[[int], object] = lambda number: None
+    others: Sequence[Turn] = ()
+    window: int = 0
+    steps: tuple[int, int] = (1, 3)
+    prepared: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        self.batches = self.batches or [drawn_batch(seed) for seed in range(5)]
+        self.batches = self.batches or [drawn_batch(seed) for seed in range(NUM_UPDATES)]
 
     def state(self) -> State:
         schedule = self.options.get("schedule")
         trained = {"model": self.model, "optimizer": self.optimizer, "batches": self.batches, "schedule": schedule}
-        return state_of({**trained, **self.kept})
+        optimizers = {f"optimizer {number}": other.optimizer for number, other in enumerate(self.others, 2)}
+        return state_of({**trained, **optimizers, **self.kept})
+
+    def in_windows(self, window: int) -> Training:
+        """The same with so many batches an update."""
+        batches = [drawn_batch(seed) for seed in range(NUM_UPDATES * window)]
+        return replace(self, window=window, batches=batches) if window else self
+
+    def turn(self, number: int) -> Turn:
+        """Of an update, from 1."""
+        turns = [Turn(self.optimizer, self.loss), *self.others]
+        return turns[(number - 1) % len(turns)]
+
+    def batches_of(self, number: int) -> Iterator[Any]:
+        """The batches of an update, from 1, each when the loop has done what it does before it."""
+        size = self.window or 1
+        for place in range((number - 1) * size, number * size):
+            self.between(place)
+            yield self.batches[place]
 
 
 class Kind(NamedTuple):
@@ -61,7 +103,13 @@ class Kind(NamedTuple):
         torch.manual_seed(0)
         random.seed(0)
         numpy.random.seed(0)
-        return self.make()
+        training = self.make()
+        if training.window:
+            from accelerate import Accelerator  # takes seconds
+
+            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=training.window)
+            training.prepared = accelerator, *accelerator.prepare(training.model, training.optimizer)
+        return training
 
 
 def drawn_batch(seed: int) -> dict[str, Tensor]:
@@ -96,14 +144,6 @@ class Failing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs or {})
 
 
-def in_pieces() -> AbstractContextManager[Any]:
-    """Let updates go piece by piece, as on a GPU, so that each of their allocations can fail.
-
-    One that the CPU does at once has allocated all its room beforehand, where no allocator runs out in it.
-    """
-    return mock.patch.object(CpuBackend, "reserved", return_value=None)
-
-
 @cache
 def allocates(func: Any) -> bool:
     """Whether an operator returns a tensor that is no view or argument of before."""
@@ -126,11 +166,14 @@ def _line_of_ours() -> str:
     return "?"
 
 
-NEVER, ONCE, TWICE, FROM_THERE_ON = "never", "once", "twice", "from there on"
+NEVER, CUT, ONCE, TWICE, FROM_THERE_ON = "never", "never, and cut", "once", "twice", "from there on"
 
 
 class Plan(NamedTuple):
-    """Which allocations of which step fail: none, one, this one and the next, or all from there on."""
+    """Which allocations of which step fail: none, one, this one and the next, or all from there on.
+
+    Where none does, batches may be cut all the same from the start.
+    """
 
     step: int
     allocation: int = 0
@@ -156,40 +199,165 @@ class Trial(NamedTuple):
     where: str = ""
 
 
+class Cut(NamedTuple):
+    """How the batches of an update were cut: the samples of a pass, for each batch, and the rung."""
+
+    samples: tuple[int, ...]
+    rung: int = 0
+
+
+class Updates(Protocol):
+    """What does the updates of a training, one after the other."""
+
+    @property
+    def phase(self) -> str:
+        """Where the update in hand is."""
+
+    def do(self, number: int, batches: Iterator[Any], failing: Failing) -> tuple[Cut, float | None]:
+        """Do an update, from 1; returns how its batches were cut, and the loss of the last."""
+
+    def cut(self, number: int) -> Cut:
+        """Say how an update was cut that ended in an error."""
+
+    def close(self) -> None:
+        """Take techniques back."""
+
+
+class Steps:
+    """A `plimsoll.TrainStep` for each turn."""
+
+    def __init__(self, training: Training) -> None:
+        alike = {name: one for name, one in training.options.items() if name != "schedule"}
+        others = [train_step(training.model, *turn, alike) for turn in training.others]
+        first = train_step(training.model, training.optimizer, training.loss, training.options)
+        self._steps = [first, *others]
+        self._in_hand = first
+
+    @property
+    def phase(self) -> str:
+        return self._in_hand.position.phase
+
+    def do(self, number: int, batches: Iterator[Any], failing: Failing) -> tuple[Cut, float | None]:
+        self._in_hand = self._steps[(number - 1) % len(self._steps)]
+        with failing:
+            result = self._in_hand(next(batches))
+        return Cut((result.micro_batch,), result.rung), result.loss
+
+    def cut(self, number: int) -> Cut:
+        return Cut((self._in_hand.position.micro_batch or NUM_SAMPLES,), self._in_hand.rung)
+
+    def begin_at(self, rung: int) -> None:
+        """Be told what the next steps are to use."""
+        self._in_hand.begin_again_at(rung)
+
+    def close(self) -> None:
+        for step in self._steps:
+            step.close()
+
+
+class Windows:
+    """A `plimsoll.accelerate` step, several batches an update."""
+
+    def __init__(self, training: Training) -> None:
+        options = {"units": "samples", **training.options}
+        self._step = plimsoll.accelerate.step(*training.prepared, training.loss, **options)
+        self._samples: list[int] = []
+
+    @property
+    def phase(self) -> str:
+        return self._step.transaction.position.phase
+
+    def do(self, number: int, batches: Iterator[Any], failing: Failing) -> tuple[Cut, float | None]:
+        self._samples, loss = [], None
+        for batch in batches:
+            with failing:
+                result = self._step(batch)
+            is_again = self._step.transaction.is_again
+            done = len(self._samples)
+            self._samples = [*([result.micro_batch] * done if is_again else self._samples), result.micro_batch]
+            loss = result.loss.item()
+        return self.cut(number), loss
+
+    def cut(self, number: int) -> Cut:
+        return Cut(tuple(self._samples))
+
+    def close(self) -> None:
+        self._step.close()
+
+
 class Run:
     """A kind of training, and what has been done of it."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, is_cut: bool = False) -> None:
         self.kind, self.training = kind, kind.made()
-        self.step = step_of(self.training)
-        self.cuts: list[tuple[int, int]] = []
+        if is_cut:
+            self.training.options["micro_batch"] = NUM_SAMPLES // 2
+        self.updates: Updates = Windows(self.training) if self.training.window else Steps(self.training)
+        self.cuts: list[Cut] = []
         self.losses: list[float | None] = []
         self.num_allocations: list[int] = []
         self.failed: list[str] = []
+        self.num_batches = 0  # that the loop has come to in the update in hand
+        self._number, self._first, self._others = 0, None, iter(())
+
+    def begin(self, number: int) -> None:
+        """Come to the first batch of an update, from 1: what the loop does before it is done once."""
+        if self._number != number:
+            self._number, self._others = number, self.training.batches_of(number)
+            self._first, self.num_batches = next(self._others), 1
 
     def do(self, number: int, fails: Callable[[int], bool] = lambda _: False) -> None:
-        """Do a step, counted from 1."""
-        failing = Failing(fails, lambda: self.step.position.phase)
-        with failing, in_pieces():
-            self.failed = failing.failed
-            result = self.step(self.training.batches[number - 1])
+        """Do an update, from 1."""
+        self.begin(number)
+        failing = Failing(fails, lambda: self.updates.phase)
+        self.failed = failing.failed
+        cut, loss = self.updates.do(number, self._batches(), failing)
         self.num_allocations.append(failing.num_allocations)
-        self.cuts.append((result.micro_batch, result.rung))
-        self.losses.append(result.loss)
+        self.cuts.append(cut)
+        self.losses.append(loss)
+
+    def _batches(self) -> Iterator[Any]:
+        yield self._first
+        for batch in self._others:
+            self.num_batches += 1
+            yield batch
+
+    def follow(self, number: int) -> None:
+        """Do what an `AfterUpdateError` asks for: the update is done, and the schedule is not."""
+        self.training.options["schedule"].step()
+        self.cuts.append(self.updates.cut(number))
+        self.losses.append(None)
+
+    def unlike_before(self, before: State) -> list[str]:
+        """What an update that was undone has changed all the same.
+
+        What the loop has done since between the batches of a window stays: there the state of before is a plain loop's.
+        """
+        now = self.training.state()
+        if self.training.window:
+            training = self.kind.made()
+            plain(training, self.cuts)
+            batches = training.batches_of(self._number)
+            for _ in range(self.num_batches):
+                next(batches)
+            before = training.state()
+        loops_own = "random numbers" if self.training.window else None
+        return [name for name in differences(before, now) if loops_own is None or not name.startswith(loops_own)]
 
     def differing(self, references: dict[Any, State]) -> list[str]:
         """What is not as in the same training without failures, at its end."""
-        self.step.close()
-        return differences(
-            _reference(self.kind, self.cuts, references), {**self.training.state(), "losses": self.losses}
-        )
+        self.updates.close()
+        reference = dict(_reference(self.kind, self.cuts, references))
+        losses = [loss for loss, own in zip(reference.pop("losses"), self.losses, strict=True) if own is not None]
+        own = [loss for loss in self.losses if loss is not None]
+        return differences({**reference, "losses": losses}, {**self.training.state(), "losses": own})
 
 
 def tried(kind: Kind, plan: Plan, references: dict[Any, State]) -> Trial:
     """Train up to a step, let it fail, go on for one more, and compare."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", PlimsollWarning)
-        trial = _tried(Run(kind), plan, references)
+        trial = _tried(Run(kind, is_cut=plan.how == CUT), plan, references)
     named = [str(one.message) for one in warned if NAMES_STATE.search(str(one.message))]
     if trial.outcome == DIFFERENT and named:
         return trial._replace(outcome=NAMED, said=f"{trial.said}, as warned: {named[0]}")
@@ -197,25 +365,34 @@ def tried(kind: Kind, plan: Plan, references: dict[Any, State]) -> Trial:
 
 
 def _tried(run: Run, plan: Plan, references: dict[Any, State]) -> Trial:
-    for number in range(1, plan.step):
-        run.do(number)
+    try:
+        for number in range(1, plan.step):
+            run.do(number)
+    except InputError:  # it may not be cut
+        return Trial(NO_SUCH)
+    except Exception as raised:  # noqa: BLE001
+        return Trial(RAW, f"without a failure {_said(raised)}")
+    run.begin(plan.step)
+    is_failing = plan.how not in (NEVER, CUT)
     before, error = run.training.state(), None
     try:
         run.do(plan.step, plan.fails)
     except BaseException as raised:  # noqa: BLE001 - what it is, is what is to be found out
         error = raised.with_traceback(None)
-    if not run.failed and (error is not None or plan.how != NEVER):
+    if not run.failed and (error is not None or is_failing):
         return Trial(NO_SUCH) if error is None else Trial(RAW, f"without a failure {_said(error)}")
     where = " ... ".join(dict.fromkeys([*run.failed[:1], *run.failed[-1:]]))
     if error is not None and (outcome := _outcome_of(error)) is not None:
         return Trial(outcome, _said(error), where)
     is_done = error is None or isinstance(error, AfterUpdateError)
-    if not is_done and (changed := differences(before, run.training.state())):
+    if not is_done and (changed := run.unlike_before(before)):
         return Trial(CHANGED, f"{_some(changed)} after {_said(error)}", where)
+    if not is_done and run.training.window:  # a loop would begin the window anew, with what comes between
+        return Trial(UNCHANGED, _said(error), where)
     try:
         if error is not None and is_done:
-            run.follow()
-        for number in range(plan.step + is_done, plan.step + 2):
+            run.follow(plan.step)
+        for number in range(plan.step + is_done, min(plan.step + 1, NUM_UPDATES) + 1):
             run.do(number)
         found = run.differing(references)
     except Exception as later:  # noqa: BLE001
@@ -239,17 +416,17 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
-def num_allocations(kind: Kind, steps: Sequence[int]) -> list[int]:
-    """How many allocations these steps make where nothing fails."""
+def num_allocations(kind: Kind) -> dict[int, int]:
+    """How many allocations there are in each update in which they are to fail, where nothing fails."""
     run = Run(kind)
+    steps = run.training.steps
     for number in range(1, max(steps) + 1):
         run.do(number)
-    return [run.num_allocations[step - 1] for step in steps]
+    return {step: run.num_allocations[step - 1] for step in steps}
 
 
-def step_of(training: Training) -> plimsoll.TrainStep:
-    options = {"units": "samples", **training.options}
-    return plimsoll.TrainStep(training.model, training.optimizer, training.loss, **options)
+def train_step(model: nn.Module, optimizer: Any, loss: Any, options: dict[str, Any]) -> plimsoll.TrainStep:
+    return plimsoll.TrainStep(model, optimizer, loss, **{"units": "samples", **options})
 
 
 def _some(names: Sequence[str]) -> str:
@@ -259,7 +436,7 @@ def _some(names: Sequence[str]) -> str:
 # -- the same training in which nothing fails --------------------------------------------------------------------------
 
 
-def _reference(kind: Kind, cuts: list[tuple[int, int]], references: dict[Any, State]) -> State:
+def _reference(kind: Kind, cuts: Sequence[Cut], references: dict[Any, State]) -> State:
     key = kind.name, tuple(cuts)
     if key not in references:
         training = kind.made()
@@ -268,37 +445,45 @@ def _reference(kind: Kind, cuts: list[tuple[int, int]], references: dict[Any, St
     return references[key]
 
 
-def plain(training: Training, cuts: Sequence[tuple[int, int]]) -> list[float]:
-    """The loop that plain PyTorch would be, with the batches cut so; returns the losses."""
-    options, optimizer, losses = training.options, training.optimizer, []
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.get("precision", "fp32"))
-    for batch, (micro_batch, _) in zip(training.batches, cuts, strict=False):
-        training.model.zero_grad(), optimizer.zero_grad()
-        total = torch.zeros(())
-        for start in range(0, NUM_SAMPLES, micro_batch):
-            is_whole = micro_batch >= NUM_SAMPLES
-            piece = batch if is_whole else {name: one[start : start + micro_batch] for name, one in batch.items()}
-            with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
-                loss = training.loss(training.model, piece)
-            if not is_whole:
-                loss = loss * (min(micro_batch, NUM_SAMPLES - start) / NUM_SAMPLES)
-            loss.backward()
-            total = total + loss.detach().float()
-        if "clip_norm" in options:
-            nn.utils.clip_grad_norm_(training.model.parameters(), options["clip_norm"])
+def plain(training: Training, cuts: Sequence[Cut]) -> list[float]:
+    """The loop that plain PyTorch would be, with the batches cut so; returns the loss of each update's last batch."""
+    losses = []
+    for number, (samples, _) in enumerate(cuts, 1):
+        optimizer, loss_function = training.turn(number)
+        for place, (batch, micro_batch) in enumerate(zip(training.batches_of(number), samples, strict=True)):
+            if place == 0:
+                training.model.zero_grad(), optimizer.zero_grad()
+            loss = _plain_batch(training, loss_function, batch, micro_batch)
+        if "clip_norm" in training.options:
+            nn.utils.clip_grad_norm_(training.model.parameters(), training.options["clip_norm"])
         optimizer.step()
-        if "schedule" in options:
-            options["schedule"].step()
-        losses.append(total.item())
+        if "schedule" in training.options:
+            training.options["schedule"].step()
+        losses.append(loss)
     return losses
 
 
-def forced(training: Training, cuts: Sequence[tuple[int, int]]) -> list[float]:
+def _plain_batch(training: Training, loss_function: Any, batch: Any, micro_batch: int) -> float:
+    """Add the gradients of a batch, and return its loss."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(training.options.get("precision", "fp32"))
+    total, is_whole = torch.zeros(()), micro_batch >= NUM_SAMPLES
+    for start in range(0, NUM_SAMPLES, micro_batch):
+        piece = batch if is_whole else {name: one[start : start + micro_batch] for name, one in batch.items()}
+        with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
+            loss = loss_function(training.model, piece)
+        if not is_whole:
+            loss = loss * (min(micro_batch, NUM_SAMPLES - start) / NUM_SAMPLES)
+        (loss / training.window if training.window else loss).backward()
+        total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+    return total.item()
+
+
+def forced(training: Training, cuts: Sequence[Cut]) -> list[float | None]:
     """A `TrainStep` that is told the rung of each step, for what no plain loop has: techniques; returns the losses."""
-    step, losses = step_of(training), []
-    for number, (batch, (_, rung)) in enumerate(zip(training.batches, cuts, strict=False)):
-        if number == 0 or cuts[number - 1] != cuts[number]:
-            step.begin_again_at(rung)
-        losses.append(step(batch).loss)
-    step.close()
+    steps, losses, never = Steps(training), [], Failing(lambda _: False)
+    for number, cut in enumerate(cuts, 1):
+        if number == 1 or cuts[number - 2] != cut:
+            steps.begin_at(cut.rung)
+        losses.append(steps.do(number, training.batches_of(number), never)[1])
+    steps.close()
     return losses

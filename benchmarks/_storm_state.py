@@ -44,7 +44,11 @@ def _leaves(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, 
     if isinstance(value, Tensor):
         yield name, _bits(value)
         yield from _leaves(f"{name}.requires_grad", value.requires_grad, seen)
+        if value.is_leaf and not isinstance(value, nn.Parameter):  # of those a step drops the gradients
+            yield from _leaves(f"{name}.grad", value.grad, seen)
         yield from _inside(name, vars(value), seen)
+    elif isinstance(value, numpy.ndarray) and value.dtype == object:
+        yield from _inside(name, {str(place): one for place, one in enumerate(value.flat)}, seen)
     elif isinstance(value, numpy.ndarray):
         yield name, (value.dtype, value.shape, value.tobytes())
     elif isinstance(value, torch.Generator):

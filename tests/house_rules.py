@@ -111,8 +111,12 @@ class Source:
         return ".".join(PurePosixPath(self.path).with_suffix("").parts[1:]).removesuffix(".__init__")
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def functions(self) -> list[Function]:
-        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
+        return [node for node in self.nodes if isinstance(node, Function)]
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def part_of(module: str) -> str:
 
 def imports_of(source: Source, modules: set[str]) -> Iterator[tuple[int, str]]:
     """Lines and modules (of ours as `modules` has them, others as written) of all imports, also inside functions."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -206,7 +210,7 @@ def functions_and_files_are_short(repository: Repository) -> Iterator[str]:
 
 def no_global_and_no_broad_except(repository: Repository) -> Iterator[str]:
     for source in repository.package:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Global):
                 yield f"{source.path}:{node.lineno}: global {', '.join(node.names)}"
             if source.path != "src/plimsoll/run/boundary.py" and (caught := broadly_caught(node)):
@@ -266,11 +270,11 @@ def numbers(tree: ast.Module) -> Iterator[tuple[int, str, ast.expr | None]]:
 def errors_say_the_value_and_the_remedy(repository: Repository) -> Iterator[str]:
     everywhere = [function for source in repository.package for function in source.functions]
     for source in repository.package:
-        ours = names_from("plimsoll.errors", source.tree)
-        imported = names_from("plimsoll", source.tree)
+        ours = names_from("plimsoll.errors", source)
+        imported = names_from("plimsoll", source)
         functions = [*source.functions, *(f for f in everywhere if f.name in imported)]
-        passed_on = messages_passed_on(source.tree, ours)
-        for call in ast.walk(source.tree):
+        passed_on = messages_passed_on(source, ours)
+        for call in source.nodes:
             if not (isinstance(call, ast.Call) and call.args and dotted(call.func) in ours):
                 continue
             text = message_text(call.args[0], source, functions)
@@ -280,16 +284,16 @@ def errors_say_the_value_and_the_remedy(repository: Repository) -> Iterator[str]
                 yield f"{source.path}:{call.lineno}: the message does not say what to do: {text}"
 
 
-def names_from(package: str, tree: ast.Module) -> set[str]:
-    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+def names_from(package: str, source: Source) -> set[str]:
+    froms = [node for node in source.nodes if isinstance(node, ast.ImportFrom)]
     return {alias.name for node in froms if f"{node.module}.".startswith(f"{package}.") for alias in node.names}
 
 
-def messages_passed_on(tree: ast.Module, ours: set[str]) -> set[int]:
+def messages_passed_on(source: Source, ours: set[str]) -> set[int]:
     """The calls inside ``except <our error> as error`` that repeat what ``error`` says, and with it the remedy."""
     return {
         id(call)
-        for handler in ast.walk(tree)
+        for handler in source.nodes
         if isinstance(handler, ast.ExceptHandler) and handler.type and dotted(handler.type) in ours
         for call in ast.walk(handler)
         if isinstance(call, ast.Call) and handler.name in names_in(call)
@@ -298,11 +302,13 @@ def messages_passed_on(tree: ast.Module, ours: set[str]) -> set[int]:
 
 def message_text(message: ast.expr, source: Source, functions: list[Function]) -> str:
     """The text of a message, with ``{}`` for its values, and of the variables and functions it is made with."""
-    assignments = [node for node in ast.walk(source.tree) if isinstance(node, ast.Assign)]
+    assignments = [node for node in source.nodes if isinstance(node, ast.Assign)]
     parts: list[ast.AST] = [message]
-    parts += [node.value for node in assignments if names_in(message) & set(map(dotted, node.targets))]
+    names = names_in(message)
+    parts += [node.value for node in assignments if names & set(map(dotted, node.targets))]
     for part in parts:  # which grows on the way
-        parts += [function for function in functions if function.name in names_in(part) and function not in parts]
+        names = names_in(part)
+        parts += [function for function in functions if function.name in names and function not in parts]
     return " ".join(piece for part in parts for piece in literals(part))
 
 
@@ -342,8 +348,8 @@ def no_test_is_skipped_without_a_reason(repository: Repository) -> Iterator[str]
     for source in repository.sources("tests"):
         if not re.search(r"\.(skip|xfail)", source.text):
             continue  # most: to parse them all takes seconds
-        calls = {id(node.func): node for node in ast.walk(source.tree) if isinstance(node, ast.Call)}
-        for node in ast.walk(source.tree):
+        calls = {id(node.func): node for node in source.nodes if isinstance(node, ast.Call)}
+        for node in source.nodes:
             name = dotted(node) if isinstance(node, ast.Attribute) else ""
             if not re.fullmatch(r"pytest(\.mark)?\.(skip|skipif|xfail)", name):
                 continue

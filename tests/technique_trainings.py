@@ -84,19 +84,19 @@ def rare_text() -> dict[str, Tensor]:
     return {name: torch.where(value < 0, value, value * largest) for name, value in data.items()}
 
 
-def mask_of_lengths() -> Tensor:
-    """Of texts of 3 to 12 tokens, padded on the right."""
-    mask = torch.ones(NUM_SAMPLES, LENGTH, dtype=torch.long)
+def mask_of_lengths(longest: int = LENGTH) -> Tensor:
+    """Of texts of 3 tokens and more, padded on the right."""
+    mask = torch.ones(NUM_SAMPLES, longest, dtype=torch.long)
     for sample in range(NUM_SAMPLES):
-        mask[sample, LENGTH - sample % 10 :] = 0
+        mask[sample, longest - sample % (longest - 2) :] = 0
     return mask
 
 
-def padded() -> dict[str, Tensor]:
+def padded(longest: int = LENGTH) -> dict[str, Tensor]:
     """Texts of different lengths, and their copies as labels."""
     generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(1, VOCABULARY, (NUM_SAMPLES, LENGTH), generator=generator)
-    mask = mask_of_lengths()
+    ids = torch.randint(1, VOCABULARY, (NUM_SAMPLES, longest), generator=generator)
+    mask = mask_of_lengths(longest)
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
 
 
@@ -107,8 +107,8 @@ def padded_classes() -> dict[str, Tensor]:
 
 
 def tagged() -> dict[str, Tensor]:
-    """Texts of different lengths, each word with its tag."""
-    data = padded()
+    """Short texts of different lengths, each word with its tag: a layer that packs them has ops for each position."""
+    data = padded(longest=7)
     return {**data, "labels": torch.where(data["labels"] >= 0, data["labels"] % 3, -100)}
 
 

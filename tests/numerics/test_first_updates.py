@@ -10,8 +10,8 @@ pytestmark = pytest.mark.cold  # what is free in the heap counts
 
 # The first update of models whose pieces are unlike each other, with so many MiB of room for each of several processes.
 FIRST_UPDATES = """
-import json, os, sys
-import torch
+import gc, json, os, sys
+import torch, torch._dynamo  # which optimizers load: once, before the processes are forked
 from torch import nn
 from plimsoll.device.base import backend_for
 from plimsoll.device.process import private_memory
@@ -38,6 +38,7 @@ KINDS = {
 }
 make, parameters_of = KINDS[sys.argv[1]]
 backend = backend_for("cpu")
+gc.freeze()  # what was loaded is no garbage of the processes
 for room_mib in map(int, sys.argv[2:]):
     if os.fork():
         os.wait()
@@ -80,7 +81,7 @@ def test_a_first_update_is_done_or_not_begun_however_little_room_there_is(kind, 
 # Parameters of 3 MiB: whether the states of the first lie in the heap, with what is asked for at once, and not.
 PLACES = """
 import json, os
-import torch
+import torch, torch._dynamo
 from plimsoll.device.base import backend_for
 from plimsoll.run.boundary import Position
 from plimsoll.run.commit import StepCommit

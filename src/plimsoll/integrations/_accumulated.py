@@ -14,8 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -31,7 +30,7 @@ from plimsoll.run.additive import Additivity, LossOf, loss_check_of
 from plimsoll.run.boundary import Position, without_fail
 from plimsoll.run.known_losses import is_of_library, is_usual, known_units
 from plimsoll.run.pieces import shape_of_any
-from plimsoll.run.undo import Undo
+from plimsoll.run.undo import left_alone
 from plimsoll.workload import Reason, Units, Workload, model_loss, split_batch
 
 _LEAST_SHARE, _ALL = 1e-4, 0.02  # of a loss: what rounding may be, and what is taken for the whole of it
@@ -156,9 +155,14 @@ class EvaluatedLoss:
             workload = Workload(model, _never_steps(), computed, self._units_of, device=trainer.args.device)
             position = Position(trainer.state.global_step, "evaluation")
             said = self._cuts["recut_loss"], self._cuts["never_cut"]
-            self._additivity = Additivity(workload, self._backend, position, *said)
+            self._additivity = Additivity(workload, self._backend, position, *said, roots=roots_of(trainer))
         self._additivity.is_known = is_known_for(self._known, self._units, batch, model)
         return self._additivity.before_cut(batch, loss_of)
+
+
+def roots_of(trainer: transformers.Trainer) -> dict[str, Any]:
+    """Return where the loss of a trainer may keep something: in a subclass, or in what a function closes over."""
+    return {"trainer": trainer, "compute_loss_func": trainer.compute_loss_func}
 
 
 def _never_steps() -> torch.optim.Optimizer:
@@ -174,21 +178,8 @@ def _losses(
     sample = split_batch(batch, 1)[0] if shape_of_any(batch, "samples").num_samples > 1 else batch
 
     def loss(divisor: Any) -> float:
-        with _as_before(model, backend):
+        with left_alone({"model": model, **roots_of(trainer)}, backend, sample):
             model.eval()
             return float(loss_of_piece(trainer, model, divisor, sample, 1))
 
     return loss(items), loss(2 * items)
-
-
-@contextmanager
-def _as_before(model: nn.Module, backend: Backend) -> Iterator[None]:
-    """Put modes, buffers and random numbers back afterwards."""
-    modes, undo = [(module, module.training) for module in model.modules()], Undo({"model": model}, backend)
-    undo.remember()
-    try:
-        yield
-    finally:
-        undo.restore()
-        for module, mode in modes:
-            module.training = mode

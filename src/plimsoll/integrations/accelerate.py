@@ -38,7 +38,7 @@ from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.outcome import at_least_fp32
 from plimsoll.run.pieces import shape_of
 from plimsoll.run.rungs import samples_of
-from plimsoll.run.undo import Stateful
+from plimsoll.run.saved import Stateful
 from plimsoll.workload import LossFunction, Units, Workload, model_loss, move_batch
 
 if TYPE_CHECKING:
@@ -136,7 +136,8 @@ class AccelerateStep:
 
     def _new_transaction(self, **options: Any) -> Transaction:
         put_back = partial(put_back_of_scaler, self._accelerator, self._optimizer)
-        return Transaction(self._model, self._optimizer.optimizer, remember=put_back, **{**self._options, **options})
+        options = {"roots": {"loss": self._loss}, **self._options, **options}
+        return Transaction(self._model, self._optimizer.optimizer, remember=put_back, **options)
 
     def _new_evaluator(self) -> Evaluator:
         workload = Workload(
@@ -145,7 +146,8 @@ class AccelerateStep:
         )  # fmt: skip
         made = self.transaction
         told = workload, made.backend, made.position
-        said = Additivity(*told, self._options["recut_loss"], self._options["never_cut"])
+        options = self._options
+        said = Additivity(*told, options["recut_loss"], options["never_cut"], extra_state=options["extra_state"])
         evaluator = Evaluator(*told, partial(shape_of, workload=workload), self._options["grow_after"], said)
         if self.plan is not None:
             evaluator.begin_at(samples_of(self.plan.choices))

@@ -39,7 +39,7 @@ from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.outcome import at_least_fp32
 from plimsoll.run.retry import scaler_as_now
-from plimsoll.run.undo import Stateful
+from plimsoll.run.saved import Stateful
 from plimsoll.workload import Units, batch_size_of
 
 try:

@@ -17,7 +17,7 @@ processes; optimizers that call their closure more than once (LBFGS); what `plim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
-from plimsoll.optimizers import settings_of
 from plimsoll.ranks import Ranks
 from plimsoll.records.plan import Choice, Rung
 from plimsoll.records.run import OomEvent
@@ -42,7 +41,7 @@ from plimsoll.run.pieces import Piece, Shape, equal_pieces, no_way_out, shape_of
 from plimsoll.run.recover import Ladder, Size
 from plimsoll.run.retry import Retry, first_samples
 from plimsoll.run.rungs import Rungs, after_oom, choices_of, ladder_of, measured
-from plimsoll.run.undo import Stateful
+from plimsoll.run.saved import Stateful
 from plimsoll.run.unreached import UnreachedWatch
 from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import LossFunction, Units, Workload, model_loss
@@ -93,6 +92,7 @@ class Transaction:
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
         never_cut: keep every batch whole.
+        roots: where the caller's loss keeps something besides the model, by name.
         extra_state: objects of the user's whose state is put back, too, as for `plimsoll.TrainStep`.
         allow_hidden_state: retry although state was found that is not put back.
         grow_after: clean steps after which the next larger micro-batch is tried.
@@ -116,6 +116,7 @@ class Transaction:
         recut_batch_norm: bool = False,
         recut_loss: bool = False,
         never_cut: bool = False,
+        roots: Mapping[str, Any] | None = None,
         extra_state: Sequence[Stateful] = (),
         allow_hidden_state: bool = False,
         grow_after: int = 50,
@@ -134,7 +135,8 @@ class Transaction:
         self.num_ooms = 0
         self.events: list[OomEvent] = []
         self._units_are_assumed, self._takes_any = units is None, takes_any
-        self.additivity = Additivity(self.workload, self.backend, self.position, recut_loss, never_cut)
+        told = self.workload, self.backend, self.position
+        self.additivity = Additivity(*told, recut_loss, never_cut, extra_state=extra_state, roots=roots)
         self._rungs = Rungs(self.workload, rungs or ())
         self._ladder: Ladder | None = None
         self._rung = 0
@@ -145,8 +147,8 @@ class Transaction:
         updated = (one for group in optimizer.param_groups for one in group["params"])
         self._parameters = [*dict.fromkeys([*model.parameters(), *updated])]
         self._retry = Retry(
-            {"model": model, "loss": self.workload.loss}, self.backend, self.position, apart=[optimizer],
-            extra_state=extra_state,
+            {"model": model, "loss": self.workload.loss, **(roots or {})}, self.backend, self.position,
+            optimizer=optimizer, extra_state=extra_state,
             allow_hidden_state=allow_hidden_state,
         )  # fmt: skip
         self._unreached = UnreachedWatch(model)
@@ -154,7 +156,6 @@ class Transaction:
         self.following = AfterUpdate(optimizer, self.backend, self.position)
         self._remember = remember
         self._put_back_of_caller: PutBack = _nothing
-        self._groups: list[dict[str, Any]] = []
         self._window: list[_Batch] = []
         self._num_done = 0
         self.is_again = False
@@ -173,14 +174,15 @@ class Transaction:
         """
         shape = self._shape_of(batch)
         self._come_back(batch)
-        ladder = self._ladder_for(shape.num_samples)
-        self._rung = ladder.choose(shape.elements_per_sample)
-        if ladder.sizes[self._rung].samples < shape.num_samples:
-            # For there to be room to find out whether it may be cut.
-            attempt(partial(self._use, ladder.sizes[self._rung].level), self.backend, self.position)
-            self._is_asked = self._keep_whole(ladder, batch, loss_of, shape)
+        with self._retry.undo.taken_back_on_error():
+            ladder = self._ladder_for(shape.num_samples)
             self._rung = ladder.choose(shape.elements_per_sample)
-        refuse_recut(self._whole.reason(), ladder.sizes[self._rung].samples, shape, Ranks())
+            if ladder.sizes[self._rung].samples < shape.num_samples:
+                # For there to be room to find out whether it may be cut.
+                attempt(partial(self._use, ladder.sizes[self._rung].level), self.backend, self.position)
+                self._is_asked = self._keep_whole(ladder, batch, loss_of, shape)
+                self._rung = ladder.choose(shape.elements_per_sample)
+            refuse_recut(self._whole.reason(), ladder.sizes[self._rung].samples, shape, Ranks())
         if not self._window:
             self._begin()
         self._window.append(_Batch(batch, shape, one_pass, loss_of))
@@ -235,8 +237,7 @@ class Transaction:
     def forget(self) -> None:
         """Give up the batches whose update has not come; a loop that begins anew has none."""
         if self._window:
-            self._window = []
-            self._retry.undo.done()
+            self._let_go()
             self._drop_gradients()
 
     def close(self) -> None:
@@ -283,9 +284,8 @@ class Transaction:
         return loss
 
     def _use(self, level: int) -> None:
-        if not self._rungs.is_in_force(level):
-            if self._num_done:
-                self._put_back()  # to where all batches of the window can be done alike
+        # Not in the middle of a window, for its state could not be gone back to any more.
+        if not self._num_done and not self._rungs.is_in_force(level):
             self.position.phase = "copy"
             self._commit.forget()
             self._retry.undo.forget()
@@ -377,8 +377,7 @@ class Transaction:
         Raises:
             OutOfMemoryError: if there is no memory for that; all batches of the step are undone.
         """
-        # As they are now, not at the first batch: a schedule may have set the rate since, and updates come at the end.
-        self._groups, self.is_again = settings_of(self.workload.optimizer), False
+        self.is_again = False
         if not self._window:
             return
         event = attempt_twice(partial(self._retry.undo.resume, batch), self.backend, self.position)
@@ -393,17 +392,18 @@ class Transaction:
         """Put everything back as it was before the window."""
         self._put_back()
         self._retry.undo.settle(all_of_it=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._retry.undo.done()
-        self._window = []
+        self._window, self._num_done = [], 0
 
     def _begin(self) -> None:
-        self._num_done = 0
         self._put_back_of_caller = self._remember()
         self._drop_gradients()
 
     def _end(self) -> None:
-        self._window = []
-        self._retry.undo.done()
+        self._let_go()
         self._put_back_of_caller = _nothing
         self.position.step += 1
         self._unreached.look(self.position.step)
@@ -417,8 +417,6 @@ class Transaction:
     def _put_back_own(self) -> None:
         self._drop_gradients()
         self._commit.forget()
-        for group, settings in zip(self.workload.optimizer.param_groups, self._groups, strict=True):
-            group.update(settings)
         self._put_back_of_caller()
 
     def _drop_gradients(self) -> None:

@@ -51,6 +51,7 @@ from plimsoll.integrations._accumulated import (
     adds_nothing,
     is_known_for,
     loss_check_of_trainer,
+    roots_of,
     warn_if_undivided,
 )
 from plimsoll.integrations._attributes import attributes
@@ -67,7 +68,7 @@ from plimsoll.records.units import parse_bytes
 from plimsoll.run.known_losses import known_units
 from plimsoll.run.pieces import shape_of_any
 from plimsoll.run.rungs import samples_of
-from plimsoll.run.undo import Stateful
+from plimsoll.run.saved import Stateful
 from plimsoll.workload import Precision, Units, count_units
 
 _NEEDED = (
@@ -374,13 +375,11 @@ class _Training:
         self.transaction = Transaction(
             trainer.model,
             optimizer.optimizer,
-            units=guard.units_of,
-            rungs=guard.rungs,
-            **guard.said,
+            units=guard.units_of, rungs=guard.rungs, **guard.said,
             remember=partial(put_back_of_scaler, trainer.accelerator, optimizer),
-            loss=self._computed_loss,
-            takes_any=True,
-        )
+            loss=self._computed_loss, takes_any=True,
+            roots=roots_of(trainer),
+        )  # fmt: skip
         self.is_idle = True
         self._model: nn.Module = trainer.model
         self._compute_loss: Callable[[nn.Module, Any], Any] = trainer.compute_loss

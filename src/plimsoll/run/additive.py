@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import product
@@ -39,6 +39,7 @@ from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt_twice, without_fail
 from plimsoll.run.known_losses import is_usual, known_additive, known_reason
 from plimsoll.run.pieces import mean_loss, shape_of, weighted_pieces
+from plimsoll.run.saved import Stateful, is_same_state
 from plimsoll.run.telling_rows import Kinds, first_rows, joined_samples, telling_rows
 from plimsoll.run.together import attempt_together
 from plimsoll.run.undo import Undo, left_alone
@@ -108,15 +109,19 @@ class Additivity:
         position: where the training is.
         recut_loss: whether the user allows the loss to be another one in parts: nothing is compared.
         never_cut: whether the user forbids to cut.
+        extra_state: put back when samples have been compared, as for a step.
+        roots: where the loss keeps something besides, by name.
     """
 
     def __init__(
-        self, workload: Workload, backend: Backend, position: Position, recut_loss: bool, never_cut: bool
-    ) -> None:
+        self, workload: Workload, backend: Backend, position: Position, recut_loss: bool, never_cut: bool, *,
+        extra_state: Sequence[Stateful] = (), roots: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self._workload, self._backend, self._position = workload, backend, position
         self.is_known = known_additive(workload)
         self.found: LossCheck | None = _said(workload, recut_loss, never_cut, self.is_known)
         self._kinds = Kinds()
+        self._extra_state, self._roots = extra_state, roots or {}
         self._new: frozenset[tuple[Any, ...]] = frozenset()  # kinds of the batch in hand
         self.most_samples = _NUM_ROWS[0]  # to compute at once; less where the process was killed for memory
         self._has_own_rows = True  # whether those that are compared are of this rank
@@ -189,8 +194,12 @@ class Additivity:
             _loss(loss_of, [], self._backend.random_state(), self._backend, batch, 1.0)
 
     def _left_alone(self, loss: Any, batch: Any) -> AbstractContextManager[Undo]:
-        roots, is_sharded = {"model": self._workload.model, "loss": loss}, self._workload.sharded is not None
-        return left_alone(roots, self._backend, batch, apart=[self._workload.optimizer], observes=not is_sharded)
+        roots = {"model": self._workload.model, "loss": loss, **self._roots}
+        is_sharded = self._workload.sharded is not None
+        return left_alone(
+            roots, self._backend, batch, extra_state=self._extra_state, optimizer=self._workload.optimizer,
+            observes=not is_sharded,
+        )  # fmt: skip
 
     def _compared(self, rows: Any, loss_of: LossOf) -> _Found | OomEvent | str | None:
         """Compare as many samples as there is room for, with gradients where that can be; or say how it fails."""
@@ -332,7 +341,7 @@ def _loss(  # noqa: PLR0917 -- bound to all but the last two
         if parameters and loss.requires_grad:
             found = torch.autograd.grad(loss, parameters, allow_unused=True)
             gradient = torch.cat([_flat(one, of) for one, of in zip(found, parameters, strict=True)])
-    return _Loss(float(loss.detach()), gradient, share, not _is_same(backend.random_state(), random_state))
+    return _Loss(float(loss.detach()), gradient, share, not is_same_state(backend.random_state(), random_state))
 
 
 def _flat(gradient: Tensor | None, parameter: Tensor) -> Tensor:
@@ -486,15 +495,3 @@ def _most_difference(dtypes: set[torch.dtype]) -> float:
     rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
     is_coarse = rounding > torch.finfo(torch.float32).eps
     return max(_LEAST_DIFFERENCE, rounding if is_coarse else _NUM_ROUNDINGS * rounding)
-
-
-def _is_same(state: Any, other: Any) -> bool:
-    """Whether two states of random number generators are one."""
-    if isinstance(state, Tensor):
-        return torch.equal(state, other)
-    if isinstance(state, dict):
-        return all(_is_same(value, other[name]) for name, value in state.items())
-    if isinstance(state, list | tuple):
-        pairs = zip(state, other, strict=True)
-        return all(torch.equal(*pair) if isinstance(pair[0], Tensor) else pair[0] == pair[1] for pair in pairs)
-    return bool(state == other)

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from plimsoll.run.contents import Contents, Places
+from plimsoll.run.hooks import SavedHooks
 from plimsoll.run.reachable import Place, Reached
-from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
+from plimsoll.run.saved import SavedArray, SavedGenerator, SavedIterator, SavedPlace, SavedTensor
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class Watched:
         leaves: tensors that may be frozen and unfrozen.
         counted: tensors whose versions say whether they were written.
         stored: tensors that have an address.
+        hooks: what modules keep their hooks in.
     """
 
     places: Places
@@ -32,6 +34,7 @@ class Watched:
     leaves: list[Tensor] = field(default_factory=list)
     counted: list[tuple[str, Tensor]] = field(default_factory=list)
     stored: list[tuple[str, Tensor]] = field(default_factory=list)
+    hooks: list[dict[int, Any]] = field(default_factory=list)
 
     def versions(self) -> list[int]:
         """How often each tensor that counts it was written."""
@@ -52,6 +55,9 @@ class Before:
     places: list[tuple[str, SavedPlace]] = field(default_factory=list)
     copies: list[tuple[str, SavedTensor | SavedArray]] = field(default_factory=list)
     generators: list[SavedGenerator] = field(default_factory=list)
+    iterators: list[SavedIterator] = field(default_factory=list)
+    hooks: SavedHooks | None = None
+    is_batch: bool = False  # one of several, with which a loop has finished
     versions: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     have_gradients: list[bool] = field(default_factory=list)

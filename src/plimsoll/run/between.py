@@ -19,8 +19,9 @@ import torch
 
 from plimsoll.device.base import Backend
 from plimsoll.run.before import Before
-from plimsoll.run.reachable import Place, is_same
-from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
+from plimsoll.run.hooks import SavedHooks
+from plimsoll.run.reachable import SMALL_BYTES, Place, is_same, name_of_item
+from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor, is_same_state
 
 
 class Moment:
@@ -31,6 +32,8 @@ class Moment:
         self.versions, self.addresses = before.watched.versions(), before.watched.addresses()
         self.arrays = [saved.array.copy() for saved in _arrays(before)]
         self.are_trained = _are_trained(before)
+        self.hooks = SavedHooks(before.watched.hooks, before.watched.leaves)
+        self.values = {id(saved): saved.value.clone() for saved in _tensors(before)}
         self.gradients = _gradients(before)
 
 
@@ -38,8 +41,7 @@ class Between:
     """What has changed since some moments.
 
     Args:
-        before: what was reached, as it was before the update.
-        moments: one for each.
+        moments: what was reached, as it was before the update, and how it was at the moment.
         extra_state: objects that say their state themselves.
         backend: of the device, whose random numbers the loop may have drawn.
         is_end: whether no batch follows: gradients may be changed then, as clipping does, for they are made anew.
@@ -49,12 +51,11 @@ class Between:
         news: what has come into them, by name.
         written: names of tensors that were written.
         moved: names of tensors that were put into another storage.
-        lost: names of what cannot be changed again, or was not copied before the update.
+        lost: names of what was not copied before the update, and of gradients.
     """
 
     def __init__(
-        self, before: Sequence[Before], moments: Sequence[Moment], extra_state: Sequence[Any], backend: Backend, *,
-        is_end: bool,
+        self, moments: Sequence[tuple[Before, Moment]], extra_state: Sequence[Any], backend: Backend, *, is_end: bool
     ) -> None:  # fmt: skip
         self.places: set[str] = set()
         self.news: list[tuple[str, Any]] = []
@@ -62,13 +63,20 @@ class Between:
         self.moved: set[str] = set()
         self.lost: list[str] = []
         self._changes: list[Callable[[], object]] = [partial(backend.restore_random_state, backend.random_state())]
-        for one, moment in zip(before, moments, strict=True):
+        for one, moment in moments:
             self._note_places(one, moment)
             self._note_tensors(one, moment)
             self._note_others(one, moment)
             if not is_end and _gradients(one) != moment.gradients:
                 self.lost.append("gradients")
         self._extra = [(one, copy.deepcopy(one.state_dict())) for one in extra_state]
+
+    def share(self, before: Between) -> None:
+        """Hold what is the same as after the batch before only once."""
+        self._extra = [
+            other if is_same_state(one[1], other[1]) else one
+            for one, other in zip(self._extra, before._extra, strict=True)
+        ]
 
     @torch.no_grad()
     def again(self) -> None:
@@ -82,20 +90,18 @@ class Between:
         contents = before.watched.places.contents()
         for number in moment.contents.differing(contents):
             name, place = before.reached.places[number]
-            first, left, now = before.contents[number], moment.contents[number], contents[number]
+            left, now = moment.contents[number], contents[number]
             self.places.add(name)
             if isinstance(now, dict):
                 new = {key: value for key, value in now.items() if key not in left or left[key] is not value}
-                self._changes.append(partial(_set, place, new, left.keys() - now.keys()))
-                self.news += [(f"{name}.{key}", value) for key, value in new.items()]
-            elif is_same(first, left):
-                self._changes.append(partial(place.fill, now))
-                self.news += [(name, value) for value in now]
+                self._changes.append(partial(_set, place, new, [*now], left.keys() - now.keys()))
+                self.news += [(name_of_item(name, key), value) for key, value in new.items()]
             elif is_same(now[: len(left)], left):
                 self._changes.append(partial(_extend, place, now[len(left) :]))
                 self.news += [(name, value) for value in now[len(left) :]]
             else:
-                self.lost.append(name)
+                self._changes.append(partial(place.fill, now))
+                self.news += [(name, value) for value in now]
 
     def _note_tensors(self, before: Before, moment: Moment) -> None:
         placed, copied = {name for name, _ in before.places}, {name for name, _ in before.copies}
@@ -109,12 +115,18 @@ class Between:
         for (name, tensor), left in zip(before.watched.counted, moment.versions, strict=True):
             if tensor._version != left:
                 self.written.add(name)
-                if name in copied:
-                    self._changes.append(SavedTensor.of(tensor).restore)
-                else:
+                if name not in copied:
                     self.lost.append(name)
+                elif tensor.nbytes > SMALL_BYTES:
+                    self._changes.append(SavedTensor.of(tensor).restore)
+        for saved in _tensors(before):  # compared, for ``.data`` counts no version
+            if id(saved) in moment.values and not torch.equal(saved.value, moment.values[id(saved)]):
+                self._changes.append(SavedTensor(saved.owner, saved.value.clone()).restore)
 
     def _note_others(self, before: Before, moment: Moment) -> None:
+        hooks = SavedHooks(before.watched.hooks, before.watched.leaves)
+        if hooks.content != moment.hooks.content:
+            self._changes.append(hooks.restore)
         for saved, left in zip(_arrays(before), moment.arrays, strict=True):
             if SavedArray(saved.array, left).is_changed():
                 self._changes.append(SavedArray(saved.array, saved.array.copy()).restore)
@@ -128,6 +140,12 @@ def _arrays(before: Before) -> list[SavedArray]:
     return [saved for _, saved in before.copies if isinstance(saved, SavedArray)]
 
 
+def _tensors(before: Before) -> list[SavedTensor]:
+    """The small ones that were copied."""
+    copies = (saved for _, saved in before.copies if isinstance(saved, SavedTensor) and saved.key is not None)
+    return [saved for saved in copies if saved.content.nbytes <= SMALL_BYTES]
+
+
 def _are_trained(before: Before) -> list[bool]:
     return [tensor.requires_grad for tensor in before.watched.leaves]
 
@@ -138,9 +156,9 @@ def _gradients(before: Before) -> list[tuple[int, int]]:
     return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
 
-def _set(place: Place, new: dict[Any, Any], gone: set[Any]) -> None:
-    content = place.content() | new
-    place.fill({key: value for key, value in content.items() if key not in gone})
+def _set(place: Place, new: dict[Any, Any], order: Sequence[Any], gone: set[Any]) -> None:
+    content = {key: value for key, value in (place.content() | new).items() if key not in gone}
+    place.fill({key: content[key] for key in order if key in content} | content)
 
 
 def _extend(place: Place, news: Any) -> None:

@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 from operator import is_
 from typing import Any
 
-from plimsoll.run.reachable import Place, is_same
+from plimsoll.run.reachable import Place, Reached, is_of_pass, is_same
 
 
 class Places:
@@ -50,8 +50,13 @@ class Contents:
 
     def __init__(self, are_dicts: list[bool], containers: Sequence[Any], values: Sequence[Collection[Any]]) -> None:
         self._are_dicts = are_dicts
-        self._num_items, self._num_values = [*map(len, containers)], [*map(len, values)]
-        self._items, self._values = [*chain.from_iterable(containers)], [*chain.from_iterable(values)]
+        self._num_items: list[int] = []
+        self._num_values: list[int] = []
+        self._items: list[Any] = []
+        self._values: list[Any] = []
+        while self._num_items != (lengths := [*map(len, containers)]):  # another thread may change them meanwhile
+            self._num_items, self._num_values = lengths, [*map(len, values)]
+            self._items, self._values = [*chain.from_iterable(containers)], [*chain.from_iterable(values)]
         self._begins: tuple[list[int], list[int]] | None = None
         self._replaced: dict[int, Any] = {}
 
@@ -68,6 +73,19 @@ class Contents:
     def replace(self, number: int, content: Any) -> None:
         """Let a place have held something else."""
         self._replaced[number] = content
+
+    def extend(self, other: Contents) -> None:
+        """Add what other places held, which have the numbers after these."""
+        self._are_dicts = self._are_dicts + other._are_dicts
+        self._num_items, self._num_values = self._num_items + other._num_items, self._num_values + other._num_values
+        self._items, self._values, self._begins = self._items + other._items, self._values + other._values, None
+
+    def let_go(self) -> None:
+        """Hold nothing that a pass has computed; places that had it are then always differing."""
+        nothing = object()
+        self._items, self._values = (
+            [nothing if is_of_pass(one) else one for one in part] for part in (self._items, self._values)
+        )
 
     def differing(self, other: Contents) -> list[int]:
         """The numbers of the places that have held other things, or in another order."""
@@ -98,3 +116,10 @@ class Contents:
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
+
+
+def held_by(reached: Reached) -> Contents:
+    """Return what all that was reached holds, but for what passes have computed."""
+    contents = Places([place for _, place in reached.places]).contents()
+    contents.let_go()
+    return contents

@@ -4,10 +4,10 @@ Followed are attributes, lists, dicts, sets and deques, variables that a functio
 the modules that it names, too), what methods and partials are bound to, hooks of modules, tensors and optimizers, and
 class attributes. Each of these is a `Place`, whose content can be copied (one level, not what is in it) and put back.
 
-Not followed: objects of libraries (`_LIBRARIES`) other than modules, optimizers and schedules (of a trainer its
-own attributes are, and the containers in them), data loaders and data sets, whose position is not a step's, and what
-only C code, an iterator or a running function holds; iterators are named. A container of more than `_MOST_ITEMS` items
-is copied but not looked through, and after `_MOST_PLACES` places nothing more is.
+Not followed: objects of libraries (`_LIBRARIES`) other than modules, optimizers and schedules (of one's own subclass of
+a trainer its attributes are), data loaders and data sets, whose position is not a step's, and what only C code, an
+iterator or a running function holds; iterators are noted. A container of more than `_MOST_ITEMS` items is copied but
+not looked through, and after `_MOST_PLACES` places nothing more is.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import random
 import sys
 import sysconfig
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from array import array
-from collections import OrderedDict, UserDict, UserList, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -34,6 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from plimsoll.run import hooks
+
 _LIBRARIES = frozenset(
     {"accelerate", "datasets", "lightning", "lightning_fabric", "lightning_utilities", "numpy", "peft", "plimsoll",
      "pytorch_lightning", "sentence_transformers", "tokenizers", "torch", "torchao", "torchmetrics", "transformers",
@@ -44,7 +47,8 @@ FOLDERS_OF_LIBRARIES = (
     *(f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in {"stdlib", "purelib", "platlib"}),
 )
 _FOLLOWED = (
-    nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, SimpleNamespace, UserDict, UserList, Queue
+    nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, SimpleNamespace, Namespace, UserDict,
+    UserList, ChainMap, Queue,
 )  # fmt: skip
 _CONFIGS = frozenset({"PreTrainedConfig", "PretrainedConfig"})
 """Of transformers, which is not imported for it: BERT's first pass sets ``problem_type``."""
@@ -54,11 +58,8 @@ _NEVER = (
 )  # fmt: skip
 _POSITIONS_OF_NO_STEP = (io.IOBase, _BaseDataLoaderIter)
 _GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
-_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_NAMES = ("_parameters", "_buffers", "_modules")
 """Dicts of every module whose items are named as its attributes."""
-_HOOKS_OF_MODULES = frozenset(vars(nn.Module())) - {*_OF_NAMES, "training"}
-"""The others: what is in them is looked through, and they are not put back."""
 SMALL_BYTES = 1 << 20
 """Arrays and tensors up to this size may be copied in each step without anybody having seen them change."""
 _MOST_ITEMS = 10_000
@@ -174,7 +175,13 @@ class Slots(Place):
 
     def content(self) -> dict[str, Any]:
         """Copy the attributes that are set."""
-        return {name: getattr(self.owner, name) for name in self.names if hasattr(self.owner, name)}
+        found = {}
+        for name in self.names:
+            try:
+                found[name] = object.__getattribute__(self.owner, name)
+            except AttributeError:  # not set
+                continue
+        return found
 
     def fill(self, content: dict[str, Any]) -> None:
         """Have these attributes again."""
@@ -235,7 +242,7 @@ class Reached:
         arrays: of numpy.
         modules: of torch.
         generators: of random numbers, but for torch's, Python's and numpy's global ones.
-        iterators: names of what has a position that cannot be put back.
+        iterators: what has a position that cannot be put back.
         seen: all that was looked at, by its id, and kept for the id to stay its own.
     """
 
@@ -244,8 +251,18 @@ class Reached:
     arrays: list[tuple[str, numpy.ndarray[Any, Any]]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
-    iterators: list[str] = field(default_factory=list)
+    iterators: list[tuple[str, Iterator[Any]]] = field(default_factory=list)
     seen: MutableMapping[int, Any] = field(default_factory=dict)
+
+    def add(self, other: Reached) -> None:
+        """Take what was reached besides."""
+        self.places += other.places
+        self.tensors.update(other.tensors)
+        self.arrays += other.arrays
+        self.modules += other.modules
+        self.generators += other.generators
+        self.iterators += other.iterators
+        self.seen.update(other.seen)
 
 
 def reached_from(roots: Iterable[tuple[str, Any]], before: Reached | None = None) -> Reached:
@@ -253,9 +270,23 @@ def reached_from(roots: Iterable[tuple[str, Any]], before: Reached | None = None
     return _Walk({} if before is None else before.seen).follow(roots)
 
 
+def name_of_item(name: str, key: Any) -> str:
+    """Name an item or an attribute as a program would."""
+    return f"{name}.{key}" if isinstance(key, str) else f"{name}[{key if isinstance(key, int) else '...'}]"
+
+
 def may_hold_state(value: Any) -> bool:
     """Whether a value can be changed in place, or have something in it that can."""
-    return not isinstance(value, (*_NEVER, type, FunctionType, BuiltinFunctionType))
+    return not isinstance(value, (*_NEVER, type, FunctionType, BuiltinFunctionType)) and not is_of_pass(value)
+
+
+def is_of_pass(value: Any) -> bool:
+    """Whether a value is what a pass has computed, with its graph, and would hold much memory if it were held."""
+    if isinstance(value, Tensor):
+        return value.grad_fn is not None
+    if isinstance(value, dict) and type(value) not in {dict, OrderedDict, defaultdict}:  # what a model returns
+        return any(map(is_of_pass, value.values()))
+    return isinstance(value, tuple) and len(value) <= _MOST_ITEMS and any(map(is_of_pass, value))
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -282,7 +313,7 @@ class _Walk:
         seen = self.reached.seen
         while self._waiting:
             name, value = self._waiting.popleft()
-            if isinstance(value, _NEVER) or id(value) in seen or id(value) in self._before:
+            if isinstance(value, _NEVER) or id(value) in seen or id(value) in self._before or is_of_pass(value):
                 continue
             if len(self.reached.places) >= _MOST_PLACES:
                 break
@@ -294,10 +325,9 @@ class _Walk:
         if isinstance(value, Tensor):
             self.reached.tensors[id(value)] = name, value
             self._put(name, Attributes(value))
-            for hooks in _HOOKS_OF_TENSORS:
-                self._waiting.extend(
-                    (f"a hook of {name}", hook) for hook in (getattr(value, hooks, None) or {}).values()
-                )
+            for kind in hooks.OF_TENSORS:
+                kept = getattr(value, kind, None) or {}
+                self._waiting.extend((f"a hook of {name}", hook) for hook in kept.values())
         elif isinstance(value, numpy.ndarray):
             self.reached.arrays.append((name, value))
         elif isinstance(value, bytearray | array):
@@ -315,7 +345,7 @@ class _Walk:
         elif isinstance(value, type):
             self._look_into_class(name, value)
         elif _is_opaque_iterator(value):
-            self.reached.iterators.append(name)
+            self.reached.iterators.append((name, value))
         else:
             self._look_into_object(name, value)
 
@@ -362,7 +392,7 @@ class _Walk:
         self._waiting.append((kind.__name__, kind))
         if isinstance(value, nn.Module):
             self._look_into_module(name, value)
-        elif isinstance(getattr(value, "__dict__", None), dict):
+        elif _has_attributes(value):
             self._put(name, Attributes(value))
         if names := [one for base in kind.__mro__ for one in _slots_of(base)]:
             self._put(name, Slots(value, tuple(names)))
@@ -372,11 +402,11 @@ class _Walk:
         self.reached.modules.append(module)
         for kinds in _OF_NAMES:
             self.reached.seen[id(own[kinds])] = own[kinds]
-            self._put(name, Items(own[kinds]))
-        self._put(name, Attributes(module, _HOOKS_OF_MODULES))
-        kept = [own[hooks] for hooks in _HOOKS_OF_MODULES & own.keys() if isinstance(own[hooks], dict)]
-        self.reached.seen.update((id(own[left_out]), own[left_out]) for left_out in _HOOKS_OF_MODULES & own.keys())
-        self._waiting.extend((f"a hook of {name}", hook) for hooks in kept for hook in hooks.values())
+            self._put(name, Items(own[kinds]), f"{name}.{kinds}")
+        self._put(name, Attributes(module, hooks.OF_MODULES))
+        kept = [own[kind] for kind in hooks.OF_MODULES & own.keys() if isinstance(own[kind], dict)]
+        self.reached.seen.update((id(own[left_out]), own[left_out]) for left_out in hooks.OF_MODULES & own.keys())
+        self._waiting.extend((f"a hook of {name}", hook) for of_kind in kept for hook in of_kind.values())
 
     def _put(self, name: str, place: Place, own_name: str = "") -> None:
         """Note a place, and look into what is in it, each by its name after ``name``."""
@@ -390,9 +420,17 @@ class _Walk:
         self._waiting.extend((f"{name}.{key}" if name else key, value) for key, value in content.items())
 
 
+def _has_attributes(value: Any) -> bool:
+    """Whether a value has a dict of attributes, without asking a ``__getattr__`` that may raise anything."""
+    try:
+        return isinstance(object.__getattribute__(value, "__dict__"), dict)
+    except AttributeError:
+        return False
+
+
 def _is_opaque_iterator(value: Any) -> bool:
     """Whether a value has a position that nobody can put back: one of a class in Python has it in its attributes."""
-    is_opaque = isinstance(value, Iterator) and not hasattr(value, "__dict__")
+    is_opaque = isinstance(value, Iterator) and not _has_attributes(value)
     return is_opaque and not isinstance(value, _POSITIONS_OF_NO_STEP)
 
 
@@ -419,7 +457,10 @@ def _names_in(code: CodeType) -> list[str]:
 
 def _slots_of(kind: type) -> Iterable[str]:
     slots = vars(kind).get("__slots__", ())
-    return (slot for slot in ((slots,) if isinstance(slots, str) else slots) if slot not in {"__dict__", "__weakref__"})
+    for slot in (slots,) if isinstance(slots, str) else slots:
+        if slot not in {"__dict__", "__weakref__"}:
+            is_private = slot.startswith("__") and not slot.endswith("__")
+            yield f"_{kind.__name__.lstrip('_')}{slot}" if is_private else slot
 
 
 def _is_of_class(name: str, value: Any) -> bool:

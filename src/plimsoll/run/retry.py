@@ -5,7 +5,8 @@ overlook some. So before the first step goes on, two of its samples go forward a
 they go again: loss, gradients and what the pass has written must be the same. What differs by more than rounding comes
 from state that nobody sees: from then on an out-of-memory error is raised in place of a retry, and says where that
 state enters. Kernels that add in any order (atomics, on a GPU) give another rounding each time, which is let through.
-Where an iterator is kept, whose position cannot be put back, nothing is tried, and nothing retried.
+Where an iterator is kept, whose position cannot be put back, nothing is tried before a step has left it where it was;
+a step that moves it is not done again.
 
 Does NOT see state that makes no difference to two samples. Where these fail by themselves nothing is compared.
 """
@@ -29,7 +30,8 @@ from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning, TornS
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt, attempt_twice, without_fail
-from plimsoll.run.undo import Stateful, Undo
+from plimsoll.run.saved import Stateful, is_same_state
+from plimsoll.run.undo import Undo
 from plimsoll.run.unreached import is_compiled
 from plimsoll.workload import batch_size_of, pick_samples
 
@@ -42,6 +44,10 @@ _NUM_SAMPLES = 2
 _MOST_NAMES = 3
 _NO_NUMBER = -1.0  # in place of NaN, which is not equal to itself
 
+_OTHER_NUMBERS = (
+    "the first of two passes of the same samples draws other random numbers than the second, so there is a cache that "
+    "is filled once and is not put back; the numbers of this training are not those of a loop of plain PyTorch"
+)
 _WHAT_TO_GIVE = (
     "objects with state_dict and load_state_dict, or allow retries all the same with allow_hidden_state=True"
 )
@@ -67,11 +73,12 @@ class _Print(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """Prints of the loss, of the gradients, and of what was written."""
+    """Prints of the loss, of the gradients, and of what was written; and the state of random numbers afterwards."""
 
     loss: _Print
     gradients: list[_Print]
     written: list[_Print]
+    random_state: Any
 
     def is_near(self, other: _Pass) -> bool:
         """Whether the other differs by no more than rounding; a gradient may be nothing but that (before BatchNorm)."""
@@ -92,7 +99,7 @@ class Retry:
         roots: where training code can keep something, by name; ``"model"`` and ``"loss"`` among them.
         backend: of the device.
         position: where the training is.
-        apart: objects that others undo: the optimizer.
+        optimizer: what the model is trained with.
         extra_state: objects of the user's whose state is put back, too.
         allow_hidden_state: whether to retry although state was found that is not put back.
         observes: whether passes are real; those of a dry run are not.
@@ -105,14 +112,17 @@ class Retry:
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], backend: Backend, position: Position, *, apart: Sequence[Any] = (),
+        self, roots: Mapping[str, Any], backend: Backend, position: Position, *,
+        optimizer: torch.optim.Optimizer | None = None,
         extra_state: Sequence[Stateful] = (), allow_hidden_state: bool = False, observes: bool = True,
     ) -> None:  # fmt: skip
         self.extra_state = tuple(extra_state)
-        self.undo = Undo(roots, backend, self.extra_state, apart, observes)
+        self.undo = Undo(roots, backend, self.extra_state, optimizer, observes)
         self.hidden: str | None = None
         self.is_exact: bool | None = None
         self._is_unproven = False
+        self._idle_iterators: set[str] = set()  # names of those that a step has left where they were ...
+        self._unseen_iterators: list[str] = []  # ... and of those of which that is not known yet
         self._model: nn.Module = roots["model"]
         self._backend, self._position, self._allows = backend, position, allow_hidden_state
 
@@ -145,9 +155,9 @@ class Retry:
         self.undo.remember(batch)
         if loss_of is None or not self.undo.is_due:
             return
-        if iterators := self.undo.iterators():
-            what = "is an iterator, whose position" if len(iterators) == 1 else "are iterators, whose positions"
-            self._note(f"{' and '.join(iterators[:_MOST_NAMES])} {what} cannot be put back")
+        self._unseen_iterators = sorted(self.undo.iterators() - self._idle_iterators)
+        if self._unseen_iterators:  # which a comparison may move
+            self._is_unproven = True
             return
         go_back = partial(self._go_back, parameters, others)
         one_pass = partial(self._pass, loss_of, parameters, go_back)
@@ -159,9 +169,18 @@ class Retry:
             self._backend.release()
         elif found is not None:
             self._note(found)
+        if moved := self.undo.moved_iterators():  # in a branch that no step has taken yet
+            self._note(_said_of_iterators(moved))
 
     def observed(self) -> None:
-        """Say that the passes of a step went through; what there was no memory to compare, the next step does."""
+        """Say that the passes of a step went through; what could not be compared yet, the next step does."""
+        if self.undo.is_due:
+            moved = self.undo.moved_iterators()
+            if moved:
+                self._note(_said_of_iterators(moved))
+                self._is_unproven = False
+            self._idle_iterators |= self.undo.iterators() - {*moved}
+            self._unseen_iterators = []
         self.undo.observed(is_all=not self._is_unproven)
 
     def observing(self) -> AbstractContextManager[None]:
@@ -203,8 +222,10 @@ class Retry:
             OutOfMemoryError: if that is known, and not allowed.
         """
         why = self.hidden
-        if self.undo.lost:
-            why = f"what it has written is not put back: {', '.join(dict.fromkeys(self.undo.lost))}"
+        if why is None and self._unseen_iterators:
+            why = _said_of_iterators(self._unseen_iterators)
+        elif why is None and self.undo.lost:
+            why = f"what it has changed is not put back: {', '.join(dict.fromkeys(self.undo.lost))}"
         if ranks.agree(why is not None and not self._allows):
             reason = why or "another rank has state that is not put back"
             raise OutOfMemoryError(
@@ -214,12 +235,14 @@ class Retry:
 
     # -- the proof -----------------------------------------------------------------------------------------------------
 
-    def _compare(self, one_pass: Callable[[], _Pass | None]) -> str | None:
-        """Why two passes differ, if they do."""
+    def _compare(self, one_pass: Callable[[], _Pass | OomEvent | None]) -> str | OomEvent | None:
+        """Why two passes differ, if they do; or that there is no memory for them."""
         first, second = one_pass(), one_pass()
-        if first is None or second is None:
-            return None
-        self.is_exact = first == second
+        if not isinstance(first, _Pass) or not isinstance(second, _Pass):
+            return first if isinstance(first, OomEvent) else second if isinstance(second, OomEvent) else None
+        self.is_exact = first[:-1] == second[:-1]
+        if not is_same_state(first.random_state, second.random_state):
+            return _OTHER_NUMBERS
         if first.is_near(second):
             return None
         outputs: list[list[tuple[str, list[_Print]]]] = []
@@ -231,7 +254,7 @@ class Retry:
 
     def _pass(
         self, loss_of: LossOf, parameters: Sequence[nn.Parameter] | None, go_back: Callable[[], None]
-    ) -> _Pass | None:
+    ) -> _Pass | OomEvent | None:
         """One pass from the remembered state; ``None`` where so few samples fail, as the whole batch need not."""
         go_back()
         loss: Tensor | None = None
@@ -246,11 +269,12 @@ class Retry:
             self.undo.passed()
 
         with self.undo.observing():
-            failure = without_fail(forward_backward)
+            failure = without_fail(lambda: attempt(forward_backward, self._backend, self._position))
         if failure is not None or loss is None:
-            return None
+            return failure if isinstance(failure, OomEvent) else None
         gradients = [one.grad for one in parameters or () if one.grad is not None]
-        return _Pass(_print_of(loss), [*map(_print_of, gradients)], [*map(_print_of, self.undo.written())])
+        written = [*map(_print_of, self.undo.written())]
+        return _Pass(_print_of(loss), [*map(_print_of, gradients)], written, self._backend.random_state())
 
     def _go_back(self, parameters: Sequence[nn.Parameter] | None, others: Callable[[], None]) -> None:
         for parameter in parameters or ():
@@ -322,6 +346,11 @@ def _noting_outputs(model: nn.Module) -> Iterator[list[tuple[str, list[_Print]]]
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _said_of_iterators(names: Sequence[str]) -> str:
+    what = "is an iterator, whose position" if len(names) == 1 else "are iterators, whose positions"
+    return f"{' and '.join(names[:_MOST_NAMES])} {what} cannot be put back"
 
 
 def _said(

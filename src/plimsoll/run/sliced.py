@@ -34,7 +34,7 @@ def why_not_in_slices(workload: Workload, batch: Any) -> str | None:
     if batch_size_of(rows) == 1:
         return None
     device = parameters[0].device
-    undo = Undo({"model": workload.model, "loss": workload.loss}, backend_for(str(device)), apart=[workload.optimizer])
+    undo = Undo({"model": workload.model, "loss": workload.loss}, backend_for(str(device)))
     undo.remember()
     try:
         with autocast(workload):

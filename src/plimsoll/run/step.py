@@ -55,9 +55,9 @@ from plimsoll.run.recover import Ladder, Size, state_after_death
 from plimsoll.run.reduction import Reduction
 from plimsoll.run.retry import Retry, first_samples, scaler_as_now
 from plimsoll.run.rungs import Rungs, after_oom, ladder_of, measured, take_back
+from plimsoll.run.saved import Stateful
 from plimsoll.run.sparse import clip
 from plimsoll.run.together import attempt_together, told_by_all
-from plimsoll.run.undo import Stateful
 from plimsoll.run.unreached import UnreachedWatch
 from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import LossFunction, Precision, Units, Workload, model_loss, move_batch
@@ -134,7 +134,7 @@ class TrainStep:
         self.backend: Backend = backend or backend_for(str(device))
         self.ladder: Ladder | None = None
         told = self.workload, self.backend, self.position
-        self.additivity = Additivity(*told, recut_loss, never_cut)
+        self.additivity = Additivity(*told, recut_loss, never_cut, extra_state=extra_state)
         self._rungs = Rungs(self.workload, rungs or ())
         model, optimizer, precision = self.workload.model, self.workload.optimizer, self.workload.precision
         self._learned: dict[str, Any] | None = None
@@ -143,7 +143,7 @@ class TrainStep:
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._retry = Retry(
             {"model": model, "loss": loss, "units": units}, self.backend, self.position,
-            apart=[optimizer], extra_state=extra_state,
+            optimizer=optimizer, extra_state=extra_state,
             allow_hidden_state=allow_hidden_state, observes=backend is None and self.workload.sharded is None,
         )  # fmt: skip
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)

@@ -21,8 +21,8 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain, takewhile
-from typing import Any, Protocol
+from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,24 +35,16 @@ from plimsoll.outside import is_marked
 from plimsoll.run.before import Before, Watched
 from plimsoll.run.between import Between, Moment
 from plimsoll.run.boundary import fitting
-from plimsoll.run.contents import Places
-from plimsoll.run.reachable import SMALL_BYTES, Place, Reached, may_hold_state, reached_from
-from plimsoll.run.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor
+from plimsoll.run.contents import Places, held_by
+from plimsoll.run.hooks import SavedHooks, containers_of
+from plimsoll.run.reachable import SMALL_BYTES, Place, Reached, may_hold_state, name_of_item, reached_from
+from plimsoll.run.saved import SavedArray, SavedGenerator, SavedIterator, SavedPlace, SavedTensor, Stateful
 from plimsoll.run.written import Writes, bytes_in, has_storage, key_of
 
 _MOST_ARRAY_BYTES = 64 << 20
 """Larger ones are not copied in the steps that are observed, in which it is seen whether they were written."""
 _LONGEST_PAUSE_STEPS = 200
-
-
-class Stateful(Protocol):
-    """What can say its state and take it back, as torch's and accelerate's checkpoints have it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take a state back."""
+_OPTIMIZER = "optimizer"
 
 
 class Undo:
@@ -62,7 +54,7 @@ class Undo:
         roots: where training code can keep something, by name: the model, the loss, hooks.
         backend: of the device, whose random numbers are remembered too.
         extra_state: objects of the user's, remembered by their ``state_dict``.
-        apart: objects that others undo, such as the optimizer.
+        optimizer: what the model is trained with: its update is undone by others, and what passes change of it here.
         observes: whether passes are to be observed, and what Python keeps put back: not in a dry run, and not where
             ranks share out parameters.
 
@@ -73,18 +65,20 @@ class Undo:
 
     def __init__(
         self, roots: Mapping[str, Any], backend: Backend, extra_state: Sequence[Stateful] = (),
-        apart: Sequence[Any] = (), observes: bool = True,
+        optimizer: torch.optim.Optimizer | None = None, observes: bool = True,
     ) -> None:  # fmt: skip
         self.lost: tuple[str, ...] = ()
-        self._moments: list[Moment] = []  # after the last passes of an update of several batches
+        self._moments: list[tuple[Before, Moment]] = []  # after the last passes of an update of several batches
+        self._resumed: Any = ()  # how it was before a batch was taken
         self._between: list[Between] = []  # what the loop has changed after each of the batches
-        self._roots, self._backend, self._extra_state, self._apart = dict(roots), backend, extra_state, apart
+        self._roots, self._backend, self._extra_state, self._optimizer = dict(roots), backend, extra_state, optimizer
         self._reached: Reached | None = None
-        self._walked = Places([]).contents()  # what was in its places when it was found, or when that was still all
+        self._walked = held_by(Reached())  # what was in its places when it was found, or when that was still all
         self._watched: Watched | None = None  # of it ...
         self._watched_for: tuple[Any, ...] = ()  # ... as long as this is so
         self.is_updating = False
-        self._is_stale = False  # whether the loop has brought something that was not looked at
+        self._new_ids: set[int] = set()  # of what had come into places at the last look since everything was looked for
+        self._stays: list[tuple[str, Any]] = []  # what was there at this one, too
         self._has_looked = False  # since the last pass
         self._before: list[Before] = []  # of what the roots reach, and of each batch
         self._moving: set[str] = set()  # names of places that passes have changed
@@ -92,11 +86,11 @@ class Undo:
         self._left: list[tuple[str, Place, Any]] = []  # those of them that were left as they were after it
         self._written: set[str] = set()  # names of tensors and arrays that passes have written
         self._placed: set[str] = set()  # names of tensors that passes have put into another storage
-        self._spare: dict[tuple[str, int], Tensor] = {}  # copies of earlier steps, to be filled again
+        self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
         self._writes: Writes | None = None
         self._observes, self._has_observed = observes, False
         self._kinds: set[Any] = set()  # modes of the modules and kinds of batches that were observed
-        self._kind: Any = None
+        self._kinds_in_hand: list[Any] = []  # those of this update
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
         self._strangers: dict[int, StorageWeakRef] = {}  # written by passes, and reached from nowhere
@@ -111,13 +105,9 @@ class Undo:
         self._let_go()
         self._random_state = self._backend.random_state()
         if self._reached is None:
-            theirs = Reached(seen={id(one): one for one in (*self._extra_state, *self._apart)})
-            self._reached = reached_from(self._roots.items(), theirs)
-            self._reached.seen.update(theirs.seen)
-            if not self._observes:  # FSDP exchanges the parameters of modules, and keeps account of it
-                self._reached.places.clear()
-            self._walked = Places([place for _, place in self._reached.places]).contents()
-        self._kind = tuple(module.training for module in self._reached.modules), _kind_of(batch)
+            self._reached = self._walk()
+            self._walked = held_by(self._reached)
+        self._kinds_in_hand = [self._kind_with_modes(batch)]
         before = self._remembered(self._reached, is_new=False)
         roots = [("batch", batch), *self._news(before), *(news for one in self._between for news in one.news)]
         before.copies += [("", copied) for copied in self._copied_strangers()]
@@ -127,7 +117,7 @@ class Undo:
 
     def pause(self) -> None:
         """Note how everything is after the passes of one of several batches: what follows is not theirs."""
-        self._moments = [Moment(before) for before in self._before]
+        self._moments = [(before, Moment(before)) for before in self._before if not before.is_batch]
 
     @property
     def has_remembered(self) -> bool:
@@ -139,17 +129,36 @@ class Undo:
 
         The state to go back to stays that of before the first batch.
         """
-        between = Between(self._before, self._moments, self._extra_state, self._backend, is_end=batch is None)
+        between = Between(self._moments, self._extra_state, self._backend, is_end=batch is None)
+        if self._between:
+            between.share(self._between[-1])
+        seen = ChainMap(*(before.reached.seen for before, _ in self._moments))
+        comes = [reached_from([("batch", batch)], Reached(seen=seen)), reached_from(between.news, Reached(seen=seen))]
+        kinds = self._kinds_in_hand
+        self._kinds_in_hand = kinds if batch is None else [*kinds, self._kind_with_modes([batch])]
+        news = [self._remembered(reached, is_new=True) for reached in comes]
+        news[0].is_batch = True
         self._moving |= between.places
         self._written |= between.written
         self._placed |= between.moved
-        seen = ChainMap(*(before.reached.seen for before in self._before))
-        reached = reached_from([("batch", batch), *between.news], Reached(seen=seen))
-        news = self._remembered(reached, is_new=True)
-        for before, moment in zip(self._before, self._moments, strict=True):
+        self._resumed = len(self._before), kinds, [(one.versions, one.addresses) for one, _ in self._moments]
+        for before, moment in self._moments:
             before.skip(moment.versions, moment.addresses)
-        self._before.append(news)
+        self._before += news
         self._between.append(between)
+
+    @contextmanager
+    def taken_back_on_error(self) -> Iterator[None]:
+        """Where the block fails, be as before the last `resume`, for the batch is not taken."""
+        try:
+            yield
+        except BaseException:
+            if self._between:
+                num_before, self._kinds_in_hand, counted = self._resumed
+                del self._before[num_before:], self._between[-1]
+                for (before, _), (versions, addresses) in zip(self._moments, counted, strict=True):
+                    before.versions, before.addresses = versions, addresses
+            raise
 
     def again(self, number: int) -> None:
         """Change what the loop changed after batch ``number``, counted from 1."""
@@ -164,7 +173,7 @@ class Undo:
     @property
     def is_due(self) -> bool:
         """Whether passes like those that were remembered for have not been observed yet."""
-        return self._observes and self._kind not in self._kinds
+        return self._observes and not self._kinds.issuperset(self._kinds_in_hand)
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -191,29 +200,32 @@ class Undo:
         if self._writes is not None or self._num_steps >= self._next_look:
             self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
             self._moving.update(name for before in self._before for name, *_ in before.changed())
-            self._is_stale = any(True for _ in chain(self._new_places(), self._news(self._before[0])))
-            self._walked = self._before[0].contents
+            news = [*self._news(self._before[0])]
+            self._stays = [one for one in news if id(one[1]) in self._new_ids]
+            self._new_ids = {id(value) for _, value in news}
 
     def observed(self, *, is_all: bool = True) -> None:
         """Take the passes since `remember` for those of a step; ``is_all``: no more of their kind need be observed."""
         if self.is_due and is_all:
             self._has_observed = True
-            self._kinds.add(self._kind)
+            self._kinds.update(self._kinds_in_hand)
         self.is_updating = True
 
     def done(self) -> None:
         """Let go of the state of before the step."""
         self._let_go()
-        self._extra, self._failed, self._left, self._between = [], [], [], []
-        if self._is_stale:
-            self._reached, self._watched, self._is_stale = None, None, False
+        self._extra, self._failed, self._left, self._between, self._random_state = [], [], [], [], {}
+        if self._stays and self._reached is not None:  # what comes and goes is not held
+            more = reached_from(self._stays, self._reached)
+            self._reached.add(more)
+            self._walked.extend(held_by(more))
+            self._watched, self._stays = None, []
 
     def leave(self) -> bool:
         """Leave what only failed tries change as the last one left it; returns whether there is any, once in a step."""
         if self._left or not self._failed:
             return False
-        for _, place, _, content in self._failed:
-            place.fill(content)
+        self._begin_with([(place, content) for _, place, _, content in self._failed])
         self._left, self._failed = [(name, place, before) for name, place, before, _ in self._failed], []
         return True
 
@@ -239,23 +251,30 @@ class Undo:
     def written(self) -> list[Tensor]:
         """The tensors of before that passes were seen to write."""
         reached = (one for before in self._before for one in before.reached.tensors.values())
-        return [tensor for name, tensor in reached if name in self._written]
+        return [tensor for name, tensor in reached if name in self._written and not tensor.is_meta]
 
-    def iterators(self) -> list[str]:
+    def iterators(self) -> set[str]:
         """Names of iterators that are kept where training code may go on with them."""
-        return [name for before in self._before for name in before.reached.iterators]
+        return {one.name for before in self._before for one in before.iterators}
+
+    def moved_iterators(self) -> list[str]:
+        """Names of those that have moved, and cannot be put back."""
+        return [one.name for before in self._before for one in before.iterators if one.has_moved()]
 
     def settle(self, *, all_of_it: bool = False) -> None:
         """Put back what was left but is changed by passes that go through, too, or all."""
-        settled = [(place, content) for name, place, content in self._left if all_of_it or name in self._moving]
-        for place, content in settled:
+        self._begin_with([(place, content) for name, place, content in self._left if all_of_it or name in self._moving])
+        self._left = [] if all_of_it else [one for one in self._left if one[0] not in self._moving]
+
+    def _begin_with(self, contents: Sequence[tuple[Place, Any]]) -> None:
+        """Let places have, and have had before the step, other contents."""
+        for place, content in contents:
             place.fill(content)
         for before in self._before:
             numbers = {id(place): number for number, (_, place) in enumerate(before.reached.places)}
-            for place, content in settled:
+            for place, content in contents:
                 if id(place) in numbers:
                     before.contents.replace(numbers[id(place)], content)
-        self._left = [] if all_of_it else [one for one in self._left if one[0] not in self._moving]
 
     def look(self) -> None:
         """See what passes have changed, and name in ``lost`` what of it cannot be put back.
@@ -269,7 +288,8 @@ class Undo:
             copied = {name for before in self._before for name, _ in before.copies}
             written = (name for name in self._newly_written() if name not in copied)
             unrepeated = (name for one in self._between for name in one.lost)
-            self.lost = self.lost or (*written, *self._new_places(), *unrepeated)
+            moved = (f"the position of {name}" for name in self.moved_iterators())
+            self.lost = self.lost or (*written, *unrepeated, *moved)
         self._has_looked = True
 
     @torch.no_grad()
@@ -289,6 +309,8 @@ class Undo:
                 tensor.grad = gradient if gradient is None or content is None else gradient.copy_(content)
             for generator in before.generators:
                 generator.restore()
+            if before.hooks is not None:
+                before.hooks.restore()
         for one, state in zip(self._extra_state, self._extra, strict=bool(self._extra)):
             one.load_state_dict(copy.deepcopy(state))
         if self._random_state:
@@ -299,12 +321,28 @@ class Undo:
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
+    def _walk(self) -> Reached:
+        """Look for everything; what is the model's, too, has its name from there and not from the optimizer."""
+        theirs = Reached(seen={id(one): one for one in self._extra_state})
+        found = reached_from(self._roots.items(), theirs)
+        found.seen.update(theirs.seen)
+        if self._observes:
+            found.add(reached_from([(_OPTIMIZER, self._optimizer)], found))
+            self._moving.update(name for name, _ in found.places if name.startswith(_OPTIMIZER))  # by updates
+        else:  # FSDP exchanges the parameters of modules, and keeps account of it
+            found.places.clear()
+        return found
+
     def _let_go(self) -> None:
         """Forget the state of before, but keep the memory of copies that the next step will need again."""
         for name, saved in (one for before in self._before for one in before.copies if one[0] in self._written):
             if isinstance(saved, SavedTensor):
-                self._spare[name, saved.content.nbytes] = saved.content
+                self._spare[name] = saved.content
         self._before = []
+
+    def _kind_with_modes(self, batch: Any) -> Any:
+        assert self._reached is not None
+        return tuple(module.training for module in self._reached.modules), _kind_of(batch)
 
     @torch.no_grad()
     def _remembered(self, reached: Reached, *, is_new: bool) -> Before:
@@ -322,13 +360,15 @@ class Undo:
             if array.flags.writeable and (array.nbytes <= most_bytes or name in self._written):
                 before.copies.append((name, SavedArray(array, array.copy())))
         before.generators = [SavedGenerator.of(generator) for _, generator in reached.generators]
+        before.hooks = SavedHooks(watched.hooks, watched.leaves) if self._observes else None
+        before.iterators = [SavedIterator.of(name, iterator) for name, iterator in reached.iterators]
         return before
 
     def _watched_of(self, reached: Reached, *, is_new: bool, is_due: bool) -> Watched:
         known = is_due, self._has_observed, len(self._written), len(self._placed)
         if reached is self._reached and self._watched is not None and self._watched_for == known:
             return self._watched
-        watched = Watched(Places([place for _, place in reached.places]))
+        watched = Watched(Places([place for _, place in reached.places]), hooks=containers_of(reached.modules))
         buffers = {id(one): module for module in reached.modules for one in module._buffers.values()}
         for name, tensor in reached.tensors.values():
             is_seen = self._has_observed and not is_due and has_storage(tensor)
@@ -339,7 +379,7 @@ class Undo:
                 continue  # FSDP writes what it gathers, and frees it: nothing of that can be copied
             if has_storage(tensor):
                 watched.stored.append((name, tensor))
-                if (is_due or name in self._placed) and not is_marked(tensor):
+                if name in self._placed or (is_due and not is_marked(tensor) and not name.startswith(_OPTIMIZER)):
                     watched.placed.append((name, tensor))
             if tensor.is_leaf:
                 watched.leaves.append(tensor)
@@ -353,22 +393,26 @@ class Undo:
         """Whether a tensor, a buffer if it has an owner, is copied before the step: one that some step has written is.
 
         Others are as long as nothing was seen of them, if they are small, or buffers of floats (BatchNorm's, whose
-        kernels count no versions), but for parameters and the batch: in a step that is observed (what numpy writes is
-        seen by comparing), if they have come since, and if they cannot be observed. Where no step is observed, what
-        BatchNorm keeps is.
+        kernels count no versions), but for parameters, the batch and the optimizer's: in a step that is observed (what
+        numpy writes is seen by comparing), if they have come since, and if they cannot be observed. Where no step is
+        observed, what BatchNorm keeps is.
         """
         if name in self._written:
             return True
         if not self._observes:
             return isinstance(owner, _NormBase)
-        if is_seen or isinstance(tensor, nn.Parameter) or tensor.requires_grad or name.startswith("batch"):
+        # Others are watched by their versions alone.
+        is_plain = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_nested)
+        if isinstance(tensor, nn.Parameter) or name.startswith(("batch", _OPTIMIZER)) or not is_plain:
             return False
-        return tensor.nbytes <= SMALL_BYTES or (owner is not None and tensor.is_floating_point())
+        if tensor.requires_grad:  # whose owner moves it by its gradient, in a step of its own
+            return tensor.is_leaf and tensor.nbytes <= SMALL_BYTES
+        is_small = tensor.nbytes <= SMALL_BYTES
+        return not is_seen and (is_small or (owner is not None and tensor.is_floating_point()))
 
     def _copied(self, name: str, tensor: Tensor) -> SavedTensor:
         """Copy it, into the memory of the last copy if there is one."""
-        num_bytes = tensor.untyped_storage().nbytes() if has_storage(tensor) else tensor.nbytes
-        return SavedTensor.of(tensor, self._spare.pop((name, num_bytes), None), as_bytes=self._observes)
+        return SavedTensor.of(tensor, self._spare.pop(name, None), as_bytes=self._observes)
 
     def _copied_strangers(self) -> Iterator[SavedTensor]:
         for key, reference in [*self._strangers.items()]:
@@ -379,21 +423,18 @@ class Undo:
                 yield SavedTensor(storage, bytes_in(storage).clone())
 
     def _news(self, before: Before) -> Iterator[tuple[str, Any]]:
-        """What has come, since everything was looked for, into places that change, and to the end of lists."""
-
-        for name, content in self._others_than_walked(before):
-            if name in self._moving:
+        """What has come into places since everything was looked for; of lists that only a loop adds to, their end."""
+        for number in self._walked.differing(before.contents):
+            name, content = before.reached.places[number][0], before.contents[number]
+            if isinstance(content, dict) or name in self._moving:
                 pairs = content.items() if isinstance(content, dict) else enumerate(content)
-                for key, value in pairs:
-                    if self._is_new(value):
-                        yield (f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]"), value
-            elif not isinstance(content, dict):
+                yield from ((name_of_item(name, key), value) for key, value in pairs if self._is_new(value))
+            else:
                 yield from ((name, value) for value in takewhile(self._is_new, reversed(content)))
 
-    def _others_than_walked(self, before: Before) -> Iterator[tuple[str, Any]]:
-        """The places that were others before the step than when everything was looked for, and what was in them."""
-        for number in self._walked.differing(before.contents):
-            yield before.reached.places[number][0], before.contents[number]
+    def _is_new(self, value: Any) -> bool:
+        assert self._reached is not None
+        return may_hold_state(value) and id(value) not in self._reached.seen
 
     # -- after a pass --------------------------------------------------------------------------------------------------
 
@@ -412,17 +453,6 @@ class Undo:
                 self._strangers[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._writes.written.clear()
 
-    def _new_places(self) -> Iterator[str]:
-        """Places, but for lists, into which the loop has brought something since everything was looked for."""
-        for before in self._before[:1]:
-            for name, content in self._others_than_walked(before):
-                if name not in self._moving and isinstance(content, dict) and any(map(self._is_new, content.values())):
-                    yield name
-
-    def _is_new(self, value: Any) -> bool:
-        assert self._reached is not None
-        return may_hold_state(value) and id(value) not in self._reached.seen
-
     def _newly_written(self) -> list[str]:
         """What was written, or put into another storage, and is not among what is put back."""
         found: list[str] = []
@@ -439,10 +469,11 @@ class Undo:
 
 @contextmanager
 def left_alone(
-    roots: Mapping[str, Any], backend: Backend, batch: Any = None, *, apart: Sequence[Any] = (), observes: bool = True
-) -> Iterator[Undo]:
+    roots: Mapping[str, Any], backend: Backend, batch: Any = None, *, extra_state: Sequence[Stateful] = (),
+    optimizer: torch.optim.Optimizer | None = None, observes: bool = True,
+) -> Iterator[Undo]:  # fmt: skip
     """Put back what a block changes of some roots and a batch, the random numbers included."""
-    undo = Undo(roots, backend, apart=apart, observes=observes)
+    undo = Undo(roots, backend, extra_state, optimizer, observes)
     undo.remember(batch)
     with undo.observing() if observes else nullcontext():
         try:

@@ -97,6 +97,7 @@ def has_storage(leaf: Any) -> bool:
     return (
         isinstance(leaf, Tensor)
         and leaf.layout == torch.strided
+        and not (leaf.is_meta or leaf.is_nested)
         and not isinstance(leaf, FakeTensor)
         and not is_traceable_wrapper_subclass(leaf)
     )
