@@ -321,10 +321,12 @@ def replay(limits_gib: Iterable[float]) -> tuple[list[list[str]], list[float]]:
             rung = plan.rungs[0]
             same = recorded.get(frozenset(one for one in rung.choices if one.technique not in UNTRACED))
             seconds = same.seconds if same else rung.step_time.likely_seconds
-            fitting = [row for row in recorded.values()
-                       if (float(row.fields["peak_reserved_mib"]) * 2**20 + OUTSIDE_BYTES) <= limit * 2**30]  # fmt: skip
+            room_mib = limit * 1024 - OUTSIDE_BYTES / 2**20
+            fitting = (row for row in recorded.values() if float(row.fields["peak_reserved_mib"]) <= room_mib)
             best = min(fitting, key=lambda row: row.seconds, default=None)
-            cells = (best.setting, f"{best.seconds:.3f}", f"{seconds / best.seconds:.2f}") if best else ("none", "", "")
+            cells = ("none", "", "")
+            if best:
+                cells = (best.setting, f"{best.seconds:.3f}", f"{seconds / best.seconds:.2f}")
             choices = " + ".join(map(str, rung.choices)) if plan.fits else "nothing fits"
             source = "recorded" if same else "modelled"
             lines.append([f"{limit:g} GiB", choices, f"{seconds:.3f}", source, *cells])

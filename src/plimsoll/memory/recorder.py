@@ -28,14 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.memory.accumulate import accumulating_in_place
-from plimsoll.memory.graphs import Graphs
+from plimsoll.memory.graphs import Graphs, calls_by_itself
 from plimsoll.memory.lowering.base import Run
 from plimsoll.memory.resized import noting_resizes
 from plimsoll.memory.work import NO_WORK, WorkCounter, hearing
@@ -104,9 +103,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._code_is_inside: dict[CodeType, bool] = {}
         self._forward_of: dict[int, tuple[int, int]] = {}  # autograd's sequence number -> module, line
         self._storages = _Storages(self)
-        self._ops: tuple[list[int], ...] = ([], [], [], [])  # name, module, line, step
-        self._work: tuple[list[int], ...] = ([], [], [], [])  # flops, moved bytes, outside bytes, dtype
-        self._by_autograd: list[bool] = []
+        self._ops: tuple[list[Any], ...] = ([], [], [], [], [])  # name, module, line, step, by autograd
+        self._work: tuple[list[Any], ...] = ([], [], [], [])  # flops, moved bytes, outside bytes, dtype
         self._counter = WorkCounter(lambda tensor: self._on_host(tensor) or self._storages.is_outside(tensor))
         self._phases: list[Phase] = []
         self._stack = ExitStack()
@@ -160,15 +158,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def trace(self, source: Any, lowered_to: str, assumptions: tuple[Assumption, ...] = ()) -> Trace:
         """Return what was recorded."""
-        columns = dict(zip(("name", "module", "line", "step"), map(tuple, self._ops), strict=True))
-        by_autograd = tuple(self._by_autograd)
+        columns = dict(zip(("name", "module", "line", "step", "by_autograd"), map(tuple, self._ops), strict=True))
         work = dict(zip(("flops", "moved_bytes", "outside_bytes", "dtype"), map(tuple, self._work), strict=True))
         table, events, event_ops = self._storages.tables(self._phases)
         return Trace(
             source=source,
             lowered_to=lowered_to,
             texts=tuple(self._texts),
-            ops=OpTable(phase=tuple(self._phases), by_autograd=by_autograd, **columns, **work),
+            ops=OpTable(phase=tuple(self._phases), **columns, **work),
             storages=table,
             events=events,
             event_op=event_ops,
@@ -260,7 +257,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note the ops from a row on so many times more; what they made is noted once."""
         for column in (*self._ops, *self._work):
             column.extend(column[begin:] * num_times)
-        self._by_autograd.extend(self._by_autograd[begin:] * num_times)
         self._phases.extend(self._phases[begin:] * num_times)
 
     def text(self, text: str) -> int:
@@ -276,12 +272,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name is None:
             name = self._op_names[op] = self.text(str(op))
         module, line, phase = self._where()
-        names, modules, lines, steps = self._ops
+        names, modules, lines, steps, by_autograd = self._ops
         names.append(name)
         modules.append(module)
         lines.append(line)
         steps.append(self.step)
-        self._by_autograd.append(_runs_backward())
+        by_autograd.append(calls_by_itself())
         for column in self._work:
             column.append(0)
         self._phases.append(phase)
@@ -481,13 +477,6 @@ class _Storages:
             del self._row_of[address]
         if self._died[row] < 0:  # else it was resized to nothing before
             self._end(row)
-
-
-def _runs_backward() -> bool:
-    """Whether autograd calls the next op by itself: not a recomputation, nor the backward of a function in Python."""
-    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
-        return False
-    return not isinstance(torch._C._current_autograd_node(), BackwardCFunction)
 
 
 def _category(born: Phase, died: Phase | None) -> Category:

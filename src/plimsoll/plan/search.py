@@ -32,7 +32,6 @@ from plimsoll.techniques import UNTRACED, Choices, in_order, technique_of
 
 _SAME_BYTES = 0.01  # of a need: not worth another technique
 _LEAST_PART = 0.02  # of a peak: what is less is not worth a trace
-_OF_AN_UPDATE = frozenset({"gradients", "optimizer states"})  # what reaches nothing else adds nothing to a pass
 _MOST_LOOKS = 8  # at mixes, for the plan ...
 _MOST_FALLBACK_LOOKS = 1  # ... and for each fallback, which need not be the fastest
 _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
@@ -94,8 +93,6 @@ class _Search:
         self._surrogates: dict[Choice | None, Surrogate] = {}  # one for each heap
         self._usual_heap = _heap_of(self._menu.base)
         self._reference: Look
-        self._plain_looks: tuple[Look, ...] = ()
-        self._learned_at = 0  # samples
         self._asked: set[str] = set()
         self._learned: dict[str, list[Choice]] = {}
         self._further: dict[str, Choices] = {}  # options of what may be faster, not traced yet
@@ -222,7 +219,7 @@ class _Search:
 
     def _may_be_of_use(self, name: str, only_faster: bool) -> bool:
         technique = technique_of(name)
-        looks = [self._reference, *(look for look in self._plain_looks if self._is_faster(look))]
+        looks = [self._reference, *filter(self._is_faster, self._plain_looks)]
         reached_shares = (
             sum(look.parts.get(part, 0) for part in technique.reaches) / look.need_bytes for look in looks
         )
@@ -237,24 +234,23 @@ class _Search:
     def _learn(self, choice: Choice) -> bool:
         """Trace one choice on top of the base; returns whether it is of use."""
         base, reaches = self._menu.base, technique_of(choice.technique).reaches
-        for size in dict.fromkeys((self._learned_at, self._reference.micro_batch, self._menu.sizes[0])):
+        nearer = (self._learned_at, self._reference.micro_batch)
+        for size in dict.fromkeys((*nearer, self._menu.sizes[0])):
             without = self._look(base, size)
-            reached_bytes = sum(without.parts.get(category, 0) for category in reaches)
-            is_too_large = size > max(self._reference.micro_batch, self._learned_at)
-            if is_too_large and without.need_bytes - reached_bytes > self._problem.limit_bytes:
+            left_bytes = without.need_bytes - sum(without.parts.get(category, 0) for category in reaches)
+            if size not in nearer and left_bytes > self._problem.limit_bytes:
                 continue  # with all it reaches gone the whole batch would not fit
             if self._compatibility.allows((micro_batch_choice(size), *in_order((*base, choice)))):
                 return self._learn_at(choice, size) or choice.technique in self._problem.decided.required
         return False
 
     def _learn_at(self, choice: Choice, micro_batch: int) -> bool:
-        base, is_useful = self._menu.base, False
-        is_in_passes = not technique_of(choice.technique).reaches <= _OF_AN_UPDATE
+        base, is_useful, reaches = self._menu.base, False, technique_of(choice.technique).reaches
         for heap, surrogate in self._surrogates.items():
             mix = () if heap == self._usual_heap else (heap,)
             if self._compatibility.allows(in_order((*base, choice, *mix))):
                 look = self._look((*base, choice, *mix), micro_batch)
-                surrogate.learn_effect(choice, look, self._look((*base, *mix), micro_batch), is_in_passes)
+                surrogate.learn_effect(choice, look, self._look((*base, *mix), micro_batch), reaches)
                 is_useful |= surrogate.is_useful(choice)
         return is_useful
 

@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from plimsoll.plan.look import Look
 from plimsoll.records.plan import Choice
-from plimsoll.records.trace import Phase
+from plimsoll.records.trace import Category, Phase
 from plimsoll.techniques import Choices
 
 Column = NDArray[Any]
 
 _WORTH_SHARE = 0.01  # of the time or the need
+_OF_AN_UPDATE: frozenset[Category] = frozenset({"gradients", "optimizer states"})  # else it is done in passes
 _ALIKE = 2  # choices in which mixes may differ for the error of one to be taken for the other's
 
 
@@ -72,15 +73,17 @@ class Surrogate:
         self._bytes_off: dict[Choices, dict[int, float]] = {}
         self._seconds_off: dict[Choices, dict[int, float]] = {}
 
-    def learn_effect(self, choice: Choice, look: Look, without: Look, is_in_passes: bool = False) -> None:
-        """Learn what one choice does, to passes or to the update, from two traces that differ in it alone."""
+    def learn_effect(
+        self, choice: Choice, look: Look, without: Look, reaches: frozenset[Category] = frozenset()
+    ) -> None:  # fmt: skip
+        """Learn what one choice does, to what its technique reaches, from two traces that differ in it alone."""
         for phase in self._alive:
             after, before = look.phases.get(phase), without.phases.get(phase)
             if after is not None and before is not None:
                 self._fixed_effect[choice][phase] = after.fixed_bytes - before.fixed_bytes
                 self._growing_effect[choice][phase] = (after.growing_bytes - before.growing_bytes) / look.micro_batch
         self._added_seconds[choice] = look.seconds - without.seconds
-        if is_in_passes:
+        if not reaches <= _OF_AN_UPDATE:
             self._passes_seconds[choice] = without.seconds
         self._beyond_effect[choice] = _beyond(look) - _beyond(without)
         phases = set(look.phases) & set(without.phases)
