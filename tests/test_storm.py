@@ -33,15 +33,14 @@ from _storm_run import (  # noqa: E402
 from _storm_state import differences, state_of  # noqa: E402
 from plimsoll.errors import OutOfMemoryError, TornStepError  # noqa: E402
 from plimsoll.run.commit import StepCommit  # noqa: E402
+from plimsoll.run.retry import Retry  # noqa: E402
 from plimsoll.run.step import TrainStep  # noqa: E402
 from plimsoll.run.undo import Undo  # noqa: E402
 
 KINDS = storm.all_kinds()
-OPEN = ("for a moment", "lowered in the loss", "stepped in the loss", "damped in the loss", "free adv", "hidden places")
-"""Parts of the names of kinds that are known to be wrong."""
 TEACHER = KINDS["state in forward: teacher in place"]
 IMPORTS = ("GPT-2", "BERT", "windows", "libraries")  # transformers or accelerate, which take seconds
-SLICE = [name for name in list(KINDS)[::24] if not any(part in name for part in (*IMPORTS, *OPEN))]
+SLICE = [name for name in list(KINDS)[::24] if not any(part in name for part in IMPORTS)]
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +68,7 @@ def test_there_are_as_many_kinds_as_were_promised():
 
 def test_a_step_that_forgets_to_undo_is_seen(monkeypatch):
     monkeypatch.setattr(Undo, "restore", lambda undo: None)
+    monkeypatch.setattr(Retry, "_compare", lambda retry, one_pass: None)  # which would see it before
     trial = tried(TEACHER, Plan(step=1, allocation=8), {})
     assert trial.outcome == DIFFERENT
     assert "model.k.weight" in trial.said

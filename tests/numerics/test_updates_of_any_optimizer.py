@@ -5,7 +5,9 @@ another, by the allocator's own error, and weights, states and what hooks keep m
 PyTorch. Then every allocation fails from one on, until the step gives up: everything must be as before the step.
 """
 
+import ctypes
 from collections import deque
+from threading import local
 
 import numpy
 import pytest
@@ -14,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll import TrainStep
-from plimsoll.errors import OutOfMemoryError
+from plimsoll.errors import OutOfMemoryError, TornStepError
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import exhaust_memory
 
@@ -161,6 +163,32 @@ class InSlots(Own):
         parameter.copy_(slow.values)
 
 
+class InMemoryOfC(Own):
+    """Counts in a structure of ctypes, in a view of memory and for its thread."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.numbers, self.view, self.local = (ctypes.c_double * 2)(), memoryview(bytearray(8)).cast("d"), local()
+        self.local.count = 0
+
+    def update(self, parameter, gradient, group):
+        self.numbers[1] += 1
+        self.view[0] += self.numbers[1]
+        self.local.count += self.view[0]
+        parameter.sub_(gradient * (0.1 / self.local.count))
+
+
+class CountsInAGenerator(Own):
+    """Has a position that nobody can put back."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.counts = (number for number in range(1, 100))
+
+    def update(self, parameter, gradient, group):
+        parameter.sub_(gradient * 0.1 / next(self.counts))
+
+
 class Around(torch.optim.Optimizer):
     """An optimizer around another, which has no hooks of its own."""
 
@@ -245,7 +273,7 @@ IN_PIECES = {
 OPTIMIZERS = IN_PIECES | {
     **{kind.__name__: kind for kind in (
         Nested, InNumpy, InTheGroup, InAttributes, UnderItsName, ExchangesItsMemory, ChangesGradients,
-        ExchangesGradients, ChangesThemNowAndThen, DrawsNumbers, InSlots, Around,
+        ExchangesGradients, ChangesThemNowAndThen, DrawsNumbers, InSlots, InMemoryOfC, Around,
     )},
     "parameters without gradients, and an empty group": unused,
     "expanded and sparse states": expanded,
@@ -333,6 +361,10 @@ def bits(value):
         yield value.tolist()
     elif isinstance(value, torch.Generator):
         yield value.get_state().tolist()
+    elif isinstance(value, memoryview | ctypes.Array):
+        yield list(value)
+    elif isinstance(value, local):
+        yield from bits(vars(value))
     elif isinstance(value, dict):
         yield from (one for key, item in value.items() for one in (str(type(key)), *bits(item)))
     elif isinstance(value, list | tuple | deque):
@@ -375,3 +407,12 @@ def test_an_update_that_has_no_room_leaves_everything_as_it_was(name):
             failed.by_steps(NUM_STEPS, lambda count, number=number: count >= number)
         assert failed.state() == before, f"from allocation {number} of {num_allocations} on"
         assert failed.step.num_steps == AT_STEP
+
+
+def test_an_update_that_moves_an_iterator_and_fails_is_named():
+    failed = Training(CountsInAGenerator)
+    with pytest.raises(TornStepError, match=r"the position of optimizer\.counts cannot be put back"):
+        failed.by_steps(NUM_STEPS, lambda count: count == 2)
+    clean = Training(CountsInAGenerator).by_steps(NUM_STEPS)
+    untouched = Training(CountsInAGenerator).by_steps(NUM_STEPS, lambda count: count == 1)  # before it moved
+    assert [p.tolist() for p in untouched.model] == [p.tolist() for p in clean.model]

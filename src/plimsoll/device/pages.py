@@ -34,7 +34,7 @@ from plimsoll.device import cgroup, data_limit
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WILL_NEED, _DO_NOT_NEED, _PAGE_OUT, _POPULATE_READ = 3, 4, 21, 22
+_WILL_NEED, _DO_NOT_NEED, _HUGE_PAGE, _PAGE_OUT, _POPULATE_READ = 3, 4, 14, 21, 22
 _PIECE_BYTES = 2 << 20  # of one call: between calls the process can map and unmap, which a long one holds up
 _SAMPLE_BYTES, _MOST_SAMPLES = 8 << 20, 8
 
@@ -231,6 +231,12 @@ def _drop_of_file(mapping: _Mapping, begin: int, end: int) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def prefer_large(stretches: Iterable[Stretch]) -> None:
+    """Have memory that is about to be filled come in large pages where the kernel has them: it comes much faster."""
+    for begin, end in map(_inner, stretches):
+        _advise(begin, max(end - begin, 0), _HUGE_PAGE)
 
 
 def _outer(stretch: Stretch) -> tuple[int, int]:

@@ -21,8 +21,8 @@ from plimsoll.device.base import Backend
 from plimsoll.errors import AfterUpdateError
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
-from plimsoll.run.reachable import SMALL_BYTES, Reached, reached_from
-from plimsoll.run.snapshot import MOST_TRIES, Change, Moving, Snapshot
+from plimsoll.run.kept import Kept
+from plimsoll.run.snapshot import MOST_TRIES, Change, Snapshot
 
 
 class Part(NamedTuple):
@@ -31,14 +31,12 @@ class Part(NamedTuple):
     Attributes:
         name: what is called, as a user writes it.
         work: does it.
-        owner: what it changes is reached from here.
-        is_of_torch: whether it exchanges its containers for others and never changes those that have come since.
+        owners: what it changes is reached from these.
     """
 
     name: str
     work: Callable[[], object]
-    owner: Any
-    is_of_torch: bool = False
+    owners: tuple[Any, ...]
 
 
 class AfterUpdate:
@@ -46,8 +44,7 @@ class AfterUpdate:
 
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, position: Position) -> None:
         self._optimizer, self._backend, self._position = optimizer, backend, position
-        self._moving: Moving = set()
-        self._reached: dict[tuple[str, int, int], Reached] = {}  # of parts of torch's, for every step
+        self._kept: dict[int, tuple[Callable[[], object], list[dict[str, Any]], Kept]] = {}
 
     def do(
         self,
@@ -61,14 +58,14 @@ class AfterUpdate:
             AfterUpdateError: if memory ran out in a part, and again when it was tried anew.
         """
         with ExitStack() as others:  # they are done though one fails
-            for part in reversed([*_parts(scaler, schedule, tidy_ups)]):
-                others.callback(self._do, part)
+            for number, part in reversed([*enumerate(_parts(scaler, schedule, tidy_ups))]):
+                others.callback(self._do, part, self._kept_of(number, part))
 
-    def _do(self, part: Part) -> None:
+    def _do(self, part: Part, kept: Kept) -> None:
         left: list[Change] = []
         for number in range(MOST_TRIES):
             begun_with = left if number > 1 else []
-            event, left = self._try(part, begun_with)
+            event, left = self._try(part, kept, begun_with, is_again=number > 0)
             if event is None:
                 return
             self._backend.release()
@@ -81,9 +78,20 @@ class AfterUpdate:
             f"larger budget, call {part.name} yourself and go on with the next batch, or reload the last checkpoint"
         )
 
-    def _try(self, part: Part, left: list[Change]) -> tuple[OomEvent | None, list[Change]]:
-        """Do a part, or nothing of it; returns the event, and what failing changed."""
-        snapshot = attempt(partial(self._snapshot_of, part), self._backend, self._position)
+    def _try(
+        self, part: Part, kept: Kept, left: list[Change], *, is_again: bool
+    ) -> tuple[OomEvent | None, list[Change]]:
+        """Do a part, or nothing of it; returns the event, and what failing changed.
+
+        Raises:
+            AfterUpdateError: if not all that it has changed can be put back.
+        """
+
+        def take() -> Snapshot:
+            kept.begin(is_again=is_again)
+            return Snapshot(kept)
+
+        snapshot = attempt(take, self._backend, self._position)
         if isinstance(snapshot, OomEvent):
             return snapshot, []
         is_done = False
@@ -94,20 +102,29 @@ class AfterUpdate:
             if not is_done and isinstance(attempt(snapshot.put_back, self._backend, self._position), OomEvent):
                 self._backend.release()
                 snapshot.put_back()
+        if event is not None and (lost := snapshot.lost):
+            raise AfterUpdateError(
+                f"memory ran out in {part.name} after the update of step {self._position.step} ({event.shortage}), and "
+                f"{', '.join(lost)} cannot be put back. The update is done, do not repeat the step: reload the last "
+                "checkpoint, and give a larger budget"
+            )
         return event, snapshot.changes
 
-    def _snapshot_of(self, part: Part) -> Snapshot:
+    def _kept_of(self, number: int, part: Part) -> Kept:
+        """What the owners of a part keep: known from the steps before, if it was the same there."""
         groups = self._optimizer.param_groups
-        key = part.name, id(groups), len(groups)
-        reached = self._reached.get(key)
-        if reached is None:
-            known = [self._optimizer, self._optimizer.state, *(group["params"] for group in groups)]
-            roots = [(part.name.partition(".")[0], part.owner), ("optimizer.param_groups", groups)]
-            reached = reached_from(roots, Reached(seen={id(one): one for one in known}))
-            reached.arrays = [one for one in reached.arrays if one[1].nbytes <= SMALL_BYTES]
-        if part.is_of_torch:
-            self._reached[key] = reached
-        return Snapshot(reached, self._moving)
+        work, of_groups, kept = self._kept.get(number, (None, None, None))
+        if kept is None or work != part.work or of_groups is not groups:
+            owner = part.name.partition(".")[0]
+            roots = [*((owner, one) for one in part.owners), ("optimizer.param_groups", groups)]
+            kept = Kept(lambda: [roots], self._parameters)
+            self._kept[number] = part.work, groups, kept
+        return kept
+
+    def _parameters(self) -> list[Any]:
+        """The optimizer but for its settings: it is the update that changes these."""
+        lists = (group["params"] for group in self._optimizer.param_groups)
+        return [self._optimizer, self._optimizer.state, *lists]
 
 
 def _parts(
@@ -116,10 +133,9 @@ def _parts(
     tidy_ups: tuple[Callable[[], None], ...],
 ) -> Iterator[Part]:
     if scaler is not None:
-        yield Part("scaler.update()", scaler.update, vars(scaler), type(scaler).__module__.startswith("torch."))
+        yield Part("scaler.update()", scaler.update, (vars(scaler),))
     if schedule is not None:
         # It may be a library's wrapper, which is not looked into by itself.
-        is_of_torch = type(schedule).__module__ == "torch.optim.lr_scheduler"
-        yield Part("schedule.step()", schedule.step, (schedule, vars(schedule)), is_of_torch)
+        yield Part("schedule.step()", schedule.step, (schedule, vars(schedule)))
     for tidy_up in tidy_ups:
-        yield Part(getattr(tidy_up, "__name__", "tidy_up") + "()", tidy_up, tidy_up)
+        yield Part(getattr(tidy_up, "__name__", "tidy_up") + "()", tidy_up, (tidy_up,))

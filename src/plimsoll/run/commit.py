@@ -180,13 +180,14 @@ class StepCommit:
         self._ranks = ranks or Ranks()
         self._is_undone_by_all = False
         self._changes_gradients: bool | None = None
-        self._learned = Learned()  # of an optimizer that is updated as a whole
+        self._learned = Learned(optimizer)  # of an optimizer that is updated as a whole
         self._changers: dict[object, bool] = {}  # whether one that goes in pieces changes gradients, by its settings
 
     def forget(self) -> None:
         """Let go of the scratch memory, and of the optimizer's states: views of them are kept from step to step."""
         self._scratch = Scratch(_KEPT_BYTES[self._backend.kind])
         self._plain, self._pieces, self._made_for = [], [], None
+        self._learned.kept.forget()
 
     @property
     def param_groups(self) -> list[dict[str, object]]:
@@ -241,7 +242,7 @@ class StepCommit:
         optimizer = self.optimizer
         parameters = [parameter for _, parameter in members]
         if len(parameters) != len(self._plain) or not all(map(operator.is_, parameters, self._plain)):
-            self._plain = parameters if all(map(_is_plain, parameters)) else []
+            self._plain = parameters if all(map(_is_on_the_host, parameters)) else []
         return (
             bool(self._plain)
             and is_of_torch(optimizer)
@@ -258,14 +259,14 @@ class StepCommit:
         return room is not None and stack.enter_context(room) is None
 
     def _do_in_pieces(self) -> None:
-        pieces, kind = self._whole(), _kind_of(self.optimizer)
-        self._changes_gradients = self._changers.get(kind)
+        pieces, switches = self._whole(), _switches_of(self.optimizer)
+        self._changes_gradients = self._changers.get(switches)
         creates_states = bool(self._stateless(pieces))
         # They come where gradients go: in a heap with both, what one leaves is lost to the other.
         with self._backend.without_holes() if creates_states else nullcontext():
             self._do_one_by_one(pieces[::-1], must_prove=creates_states and not keeps_states_outside(self.optimizer))
         if self.outcome is None:
-            self._changers[kind] = any(piece.changes_gradients for piece in pieces)
+            self._changers[switches] = any(piece.changes_gradients for piece in pieces)
 
     def _do_one_by_one(self, waiting: list[_Piece], must_prove: bool) -> None:
         nothing_happened = True
@@ -319,6 +320,7 @@ class StepCommit:
             if not is_done:
                 self._undo(piece, copy)
         if event is None:
+            piece.layout = copy.layout
             piece.release_gradients()
         return event
 
@@ -346,8 +348,7 @@ class StepCommit:
             if copy.lost:
                 raise TornStepError(
                     f"memory ran out inside optimizer.step() of step {self._position.step + 1}, and "
-                    f"{', '.join(copy.lost)} cannot be put back, which a hook had never written before: reload the "
-                    "last checkpoint"
+                    f"{', '.join(copy.lost)} cannot be put back: reload the last checkpoint"
                 )
             # All ranks try as often; and where gradients are lost, what is to be done again is the whole step.
             is_further = piece.num_failures < 2 or copy.changes != piece.left
@@ -424,7 +425,7 @@ def _members(optimizer: torch.optim.Optimizer) -> Members:
     ]
 
 
-def _is_plain(parameter: nn.Parameter) -> bool:
+def _is_on_the_host(parameter: nn.Parameter) -> bool:
     return type(parameter) in ADDRESS_OF and parameter.is_cpu and not is_marked(parameter)
 
 
@@ -465,7 +466,7 @@ def only(optimizer: torch.optim.Optimizer, members: dict[int, list[nn.Parameter]
             group["params"] = parameters
 
 
-def _kind_of(optimizer: torch.optim.Optimizer) -> object:
+def _switches_of(optimizer: torch.optim.Optimizer) -> object:
     """What decides which tensors an update writes: switches, and which factors are zero."""
     plain = (bool, int, float, type(None))
     groups = optimizer.param_groups

@@ -4,9 +4,9 @@ A graph is alive as long as one of its nodes is. In the steps that are looked at
 ``metadata`` of the nodes that made the loss and what the user's objects keep (`plimsoll.run.held`); it goes when the
 node goes. So a later look knows which of the marked graphs are still there, without keeping any of them alive itself.
 
-Steps are looked at ever more rarely (1, 2, 3, 4, 5, 7, 9, ..., from step 800 on every 200 of the process), which keeps
-the cost of a step at microseconds. Only where an earlier graph is alive a line is made of it, and only in the first of
-these looks the graph is walked and the user's source read.
+Steps are looked at ever more rarely (`plimsoll.run.looks`), which keeps the cost of a step at microseconds. Only where
+an earlier graph is alive a line is made of it, and only in the first of these looks the graph is walked and the user's
+source read.
 
 Does NOT see graphs that are kept for a part of a step only, and what is kept without a graph.
 """
@@ -26,11 +26,11 @@ from plimsoll.memory.graph import GraphSize, graph_size, has_graph, storage_byte
 from plimsoll.records.diagnosis import GRAPH_IS_GONE
 from plimsoll.records.run import GraphLine, HeldGraph
 from plimsoll.run.held import Held, held_by
+from plimsoll.run.looks import Looks
 from plimsoll.run.stores import Store, callers, is_read, store_of
 from plimsoll.techniques._over_time import SecondBackward
 from plimsoll.workload import Workload
 
-_LONGEST_PAUSE_STEPS = 200
 _MOST_MARKED = 8  # tensors of one holder in one look, the newest: a container may have thousands
 _MOST_MARKS = 32  # steps that are asked for in later looks
 _FEWEST_ALIVE = 2  # a state that is carried on for one step, or made once, is no graph of every step
@@ -86,13 +86,12 @@ class GraphWatch:
         self._workload = workload
         self._backend = backend
         self._marks: dict[str, _Marks] = {}
-        self._num_steps = 0
-        self._next_look = 1
+        self._looks = Looks()
 
     @property
     def is_due(self) -> bool:
         """Whether the step that is running will be looked at."""
-        return self._num_steps + 1 >= self._next_look
+        return self._looks.is_due
 
     def note_loss(self, loss: Tensor, step: int) -> None:
         """Mark the graph of a loss of a step that is running, as the user's function returned it."""
@@ -117,11 +116,10 @@ class GraphWatch:
     def look(self, step: int) -> None:
         """Look, if it is time to, at what is alive after ``step``, when nothing of its graph should be."""
         is_due = self.is_due
-        self._num_steps += 1
+        self._looks.passed(looked=is_due)
         self.failure = ""
         if not is_due:
             return
-        self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
         self.memory.append((step, self._backend.use().used_bytes))
         held = [self._of_holder(one, step) for one in held_by(self._workload.model, self._workload.loss)]
         found = [one for one in held if one is not None] or [*filter(None, [self._of_losses(step)])]

@@ -12,12 +12,14 @@ not looked through, and after `_MOST_PLACES` places nothing more is.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import io
 import os
 import random
 import sys
 import sysconfig
+import threading
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from array import array
@@ -48,8 +50,9 @@ FOLDERS_OF_LIBRARIES = (
 )
 _FOLLOWED = (
     nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, SimpleNamespace, Namespace, UserDict,
-    UserList, ChainMap, Queue,
+    UserList, ChainMap, Queue, threading.local,
 )  # fmt: skip
+_IN_C = (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)
 _CONFIGS = frozenset({"PreTrainedConfig", "PretrainedConfig"})
 """Of transformers, which is not imported for it: BERT's first pass sets ``problem_type``."""
 _NEVER = (
@@ -110,25 +113,29 @@ class Items(Place):
 
 @dataclass(slots=True)
 class Numbers(Place):
-    """A bytearray, or an array of Python's own."""
+    """A bytearray, an array of Python's own, a view of memory, or a value of ctypes."""
 
-    numbers: bytearray | array[Any]
+    numbers: Any
     _last: bytes = b""
 
     def content(self) -> list[bytes]:
         """Copy the numbers as bytes, which are the same object as long as the numbers are the same."""
-        now = bytes(memoryview(self.numbers).cast("B")) if self.numbers else b""
+        now = memoryview(self.numbers).tobytes()
         self._last = self._last if now == self._last else now
         return [self._last]
 
     def fill(self, content: Any) -> None:
         """Have these numbers again."""
         (self._last,) = content
-        del self.numbers[:]
         if isinstance(self.numbers, bytearray):
-            self.numbers += self._last
-        else:
+            self.numbers[:] = self._last
+        elif isinstance(self.numbers, array):
+            del self.numbers[:]
             self.numbers.frombytes(self._last)
+        elif isinstance(self.numbers, memoryview):
+            self.numbers.cast("B")[:] = self._last
+        else:
+            ctypes.memmove(ctypes.addressof(self.numbers), self._last, len(self._last))
 
 
 @dataclass(slots=True)
@@ -330,7 +337,7 @@ class _Walk:
                 self._waiting.extend((f"a hook of {name}", hook) for hook in kept.values())
         elif isinstance(value, numpy.ndarray):
             self.reached.arrays.append((name, value))
-        elif isinstance(value, bytearray | array):
+        elif isinstance(value, bytearray | array) or _is_small_memory(value):
             self.reached.places.append((name, Numbers(value)))
         elif isinstance(value, _GENERATORS):
             self.reached.generators.append((name, value))
@@ -422,10 +429,19 @@ class _Walk:
 
 def _has_attributes(value: Any) -> bool:
     """Whether a value has a dict of attributes, without asking a ``__getattr__`` that may raise anything."""
+    if isinstance(value, threading.local):  # which has one for each thread
+        return True
     try:
         return isinstance(object.__getattribute__(value, "__dict__"), dict)
     except AttributeError:
         return False
+
+
+def _is_small_memory(value: Any) -> bool:
+    """Whether a value is a view of memory that can be written, or one of ctypes, and may be copied in each step."""
+    if isinstance(value, memoryview):
+        return value.c_contiguous and not value.readonly and value.nbytes <= SMALL_BYTES
+    return isinstance(value, _IN_C) and ctypes.sizeof(value) <= SMALL_BYTES
 
 
 def _is_opaque_iterator(value: Any) -> bool:

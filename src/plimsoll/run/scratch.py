@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from plimsoll.device import pages
+
 ADDRESS_OF: dict[type[torch.Tensor], Callable[[torch.Tensor], int]] = {
     torch.Tensor: torch.Tensor.data_ptr,
     nn.Parameter: torch.Tensor.data_ptr,
@@ -62,6 +64,8 @@ class Scratch:
             memory = torch.empty(num_elements, dtype=key[0], device=key[1])
             if memory.nbytes <= self.kept_bytes:
                 self._kept[key] = memory
+            elif type(memory) is torch.Tensor and memory.is_cpu:  # its pages come anew each time
+                pages.prefer_large(pages.stretches_of([memory]))
         return torch.cat(flat, out=memory[:num_elements])
 
     def clear(self) -> None:

@@ -1,7 +1,7 @@
 """What code outside of this package keeps in Python, as it is now, so that its work can be undone and done again.
 
-A `Snapshot` holds the contents of reached places, arrays and generators (`plimsoll.run.reachable`), and in
-`Snapshot.run` what the work writes of tensors (`plimsoll.run.written`). `Snapshot.put_back` brings all of it back.
+A `Snapshot` holds the contents of places, arrays and generators (`plimsoll.run.kept`), and in `Snapshot.run` what the
+work writes of tensors (`plimsoll.run.written`). `Snapshot.put_back` brings all of it back, but for what is ``lost``.
 
 Values that only failures change (a list of errors, what makes a test fail once) are told from state by failing twice:
 `Snapshot.changes` are what the failed work changed and work that went through never did. A last try leaves them
@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 
-from plimsoll.run.reachable import Place, Reached, is_same
-from plimsoll.run.saved import SavedArray, SavedGenerator
+from plimsoll.run.kept import Kept, Known
+from plimsoll.run.reachable import Place, is_same
+from plimsoll.run.saved import SavedArray, SavedGenerator, SavedIterator
 from plimsoll.run.written import Writes, bytes_in
-
-Moving = set[tuple[str, Any]]
-"""Items of places that work has changed which went through, by the name of the place and their own."""
 
 MOST_TRIES = 8
 """Of work that goes further from try to try, by what its failures leave changed."""
@@ -69,76 +67,91 @@ class Change:
 
 
 class Snapshot:
-    """What was reached, as it is now.
+    """What is kept, as it is now.
 
     Args:
-        reached: what is put back.
-        moving: what work that went through has changed; `run` adds to it.
+        kept: what is put back, after its `Kept.begin`; `run` adds to what it knows.
         is_observed: whether what the work writes is to be seen and copied.
-        also: put back together with the rest.
         is_state: whether a place, by its name, is state whatever moves in it.
         copied: keys of storages that need not be copied because others have done it (see `written.key_of`).
     """
 
     def __init__(
         self,
-        reached: Reached,
-        moving: Moving,
+        kept: Kept,
         *,
         is_observed: bool = True,
-        also: Sequence[Callable[[], None]] = (),
         is_state: Callable[[str], bool] = lambda name: False,
         copied: Iterable[int] = (),
     ) -> None:
         self.changes: list[Change] = []
-        self._moving, self._also, self._is_state = moving, also, is_state
+        self._kept, self._is_state = kept, is_state
         self.writes = Writes(copied) if is_observed else None
-        self._contents = [(name, place, place.content()) for name, place in reached.places]
-        self._saved: list[SavedArray | SavedGenerator] = [
-            *(SavedArray(array, array.copy()) for _, array in reached.arrays if array.flags.writeable),
-            *(SavedGenerator.of(generator) for _, generator in reached.generators),
-        ]
+        self._places = [(one, one.content) for one in kept.copied]
+        self._others = kept.others
+        arrays = [*kept.arrays()]
+        self._other_arrays = [(name, array) for name, array, copied in arrays if copied is None]
+        self._saved: list[SavedArray | SavedGenerator] = [copied for _, _, copied in arrays if copied is not None]
+        self._saved += [SavedGenerator.of(generator) for part in kept.parts for _, generator in part.generators]
+        self._iterators = [SavedIterator.of(*one) for part in kept.parts for one in part.iterators]
 
-    def run(self, work: Callable[[], object], left: Sequence[Change] = ()) -> None:
-        """Run the work, ``left`` being as an earlier failure left it."""
+    @property
+    def lost(self) -> list[str]:
+        """Names of what was changed and not copied; it may have been changed before the work."""
+        places = [one.name for one in self._others if one.change() is not None]
+        arrays = [name for name, array in self._other_arrays if self._kept.is_written(name, array)]
+        return [*places, *arrays, *(f"the position of {one.name}" for one in self._iterators if one.has_moved())]
+
+    def run(
+        self,
+        work: Callable[[], object],
+        left: Sequence[Change] = (),
+        put_back: Callable[[], None] | None = None,
+    ) -> None:
+        """Run the work, ``left`` being as an earlier failure left it; ``put_back``: who does more than `put_back`."""
         for change in left:
             change.leave()
         with self.writes or nullcontext():
             work()
         still = [change for change in left if change.is_left()]
-        self._moving.update((change.name, change.key) for change in self._changed())
+        changed = self._changed()
+        self._kept.moving.update((change.name, change.key) for change in _changes_in(changed))
         if len(still) < len(left):  # state: it must begin as it was
-            self.put_back()
-            self.run(work, still)
+            (put_back or self.put_back)()
+            self.run(work, still, put_back)
+        else:
+            self._kept.passed((known, now) for known, _, now in changed)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Bring everything back, and note in ``changes`` what may be left as it is. It may be called again."""
-        changes = [change for change in self._changed() if change.alone and not self._is_state(change.name)]
-        self.changes = self.changes or [one for one in changes if (one.name, one.key) not in self._moving]
+        """Bring back what is copied, and note in ``changes`` what may be left as it is. It may be called again."""
+        changed = self._changed()
+        changes = [change for change in _changes_in(changed) if change.alone and not self._is_state(change.name)]
+        self.changes = self.changes or [one for one in changes if (one.name, one.key) not in self._kept.moving]
         for write in self.writes.written.values() if self.writes else ():
             bytes_in(write.storage).copy_(write.content)
-        for _, place, content in self._contents:
-            if not is_same(place.content(), content):
-                place.fill(content)
+        for known, before, _ in changed:
+            known.place.fill(before)
         for saved in self._saved:
             saved.restore()
-        for put_back in self._also:
-            put_back()
 
-    def _changed(self) -> Iterator[Change]:
-        """The plain values that are others now."""
-        for name, place, before in self._contents:
-            now = place.content()
-            if is_same(now, before):
-                continue
-            if isinstance(now, dict):
-                pairs = ((key, before.get(key, _NOTHING), now.get(key, _NOTHING)) for key in before.keys() | now.keys())
-                others = [(key, old, new) for key, old, new in pairs if not _is_equal(old, new)]
-                plain = [(key, new) for key, old, new in others if _is_plain(old) and _is_plain(new)]
-                yield from (Change(name, place, key, new, len(plain) == len(others)) for key, new in plain)
-            elif all(map(_is_plain, [*before, *now])):
-                yield Change(name, place, _WHOLE, now)
+    def _changed(self) -> list[tuple[Known, Any, Any]]:
+        """The places in which something else is now: what was in them, and what is."""
+        pairs = ((known, before, known.place.content()) for known, before in self._places)
+        return [one for one in pairs if (one[1] or one[2]) and not is_same(one[2], one[1])]
+
+
+def _changes_in(changed: list[tuple[Known, Any, Any]]) -> Iterator[Change]:
+    """The plain values that are others now."""
+    for known, before, now in changed:
+        name, place = known.name, known.place
+        if isinstance(now, dict):
+            pairs = ((key, before.get(key, _NOTHING), now.get(key, _NOTHING)) for key in before.keys() | now.keys())
+            others = [(key, old, new) for key, old, new in pairs if not _is_equal(old, new)]
+            plain = [(key, new) for key, old, new in others if _is_plain(old) and _is_plain(new)]
+            yield from (Change(name, place, key, new, len(plain) == len(others)) for key, new in plain)
+        elif all(map(_is_plain, [*before, *now])):
+            yield Change(name, place, _WHOLE, now)
 
 
 def _is_plain(value: Any) -> bool:

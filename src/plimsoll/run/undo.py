@@ -37,13 +37,13 @@ from plimsoll.run.between import Between, Moment
 from plimsoll.run.boundary import fitting
 from plimsoll.run.contents import Places, held_by
 from plimsoll.run.hooks import SavedHooks, containers_of
+from plimsoll.run.looks import Looks
 from plimsoll.run.reachable import SMALL_BYTES, Place, Reached, may_hold_state, name_of_item, reached_from
 from plimsoll.run.saved import SavedArray, SavedGenerator, SavedIterator, SavedPlace, SavedTensor, Stateful
 from plimsoll.run.written import Writes, bytes_in, has_storage, key_of
 
 _MOST_ARRAY_BYTES = 64 << 20
 """Larger ones are not copied in the steps that are observed, in which it is seen whether they were written."""
-_LONGEST_PAUSE_STEPS = 200
 _OPTIMIZER = "optimizer"
 
 
@@ -94,7 +94,7 @@ class Undo:
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
         self._strangers: dict[int, StorageWeakRef] = {}  # written by passes, and reached from nowhere
-        self._num_steps, self._next_look = 0, 1
+        self._looks = Looks()
         for model in (one for one in roots.values() if isinstance(one, nn.Module)):
             cudnn_dropout.find_for(model)
             fitting(partial(onednn.prepare_for, model), backend, "oneDNN was prepared for an LSTM", " to a new process")
@@ -150,15 +150,16 @@ class Undo:
     @contextmanager
     def taken_back_on_error(self) -> Iterator[None]:
         """Where the block fails, be as before the last `resume`, for the batch is not taken."""
+        is_taken = False
         try:
             yield
-        except BaseException:
-            if self._between:
+            is_taken = True
+        finally:
+            if not is_taken and self._between:
                 num_before, self._kinds_in_hand, counted = self._resumed
                 del self._before[num_before:], self._between[-1]
                 for (before, _), (versions, addresses) in zip(self._moments, counted, strict=True):
                     before.versions, before.addresses = versions, addresses
-            raise
 
     def again(self, number: int) -> None:
         """Change what the loop changed after batch ``number``, counted from 1."""
@@ -191,14 +192,14 @@ class Undo:
         """Learn, after passes that went through and before the update, what they wrote."""
         self._take_writes()
         self._written.update(self._newly_written())
-        self._num_steps += 1
+        is_looked_at = self._writes is not None or self._looks.is_due
+        self._looks.passed(looked=is_looked_at)
         if self._writes is not None:
             copies = [one for before in self._before for one in before.copies if one[0]]
             self._written.update(name for name, saved in copies if name not in self._written and saved.is_changed())
             places = [one for before in self._before for one in before.places]
             self._placed.update(name for name, saved in places if name not in self._placed and saved.is_changed())
-        if self._writes is not None or self._num_steps >= self._next_look:
-            self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)
+        if is_looked_at:
             self._moving.update(name for before in self._before for name, *_ in before.changed())
             news = [*self._news(self._before[0])]
             self._stays = [one for one in news if id(one[1]) in self._new_ids]

@@ -16,7 +16,7 @@ and fails; `WholeCopy` names it, where tensors count their versions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +27,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from plimsoll.device.base import Backend
 from plimsoll.optimizers import settings_of
 from plimsoll.outside import Copier
-from plimsoll.run.reachable import SMALL_BYTES, Reached, reached_from
+from plimsoll.run.kept import Kept
+from plimsoll.run.reachable import SMALL_BYTES
 from plimsoll.run.room import Members
 from plimsoll.run.saved import SavedPlace, SavedTensor
 from plimsoll.run.scratch import Layout, Scratch
-from plimsoll.run.snapshot import Change, Moving, Snapshot
+from plimsoll.run.snapshot import Change, Snapshot
 from plimsoll.run.sparse import bytes_of, changed_rows
 from plimsoll.run.written import Write, Writes, bytes_in, has_storage, key_of
-
-_LONGEST_PAUSE_UPDATES = 100
 
 
 class Memory(NamedTuple):
@@ -160,29 +159,19 @@ class PieceCopy:
             group.update(settings)
 
 
-@dataclass(slots=True)
 class Learned:
     """What updates of an optimizer that went through have shown of it.
 
     Attributes:
-        moving: plain values that they changed.
+        kept: what is reached from the optimizer itself, and what only from its hooks and those of all optimizers.
         written: names of tensors, reached from hooks, that they wrote.
         changes_gradients: whether they have changed a gradient.
-        num_updates: how many there were.
-        next_look: the update from which on one is observed again.
     """
 
-    moving: Moving = field(default_factory=set)
-    written: set[str] = field(default_factory=set)
-    changes_gradients: bool = False
-    num_updates: int = 0
-    next_look: int = 0
-
-    def passed(self, is_observed: bool) -> None:
-        """Count an update."""
-        self.num_updates += 1
-        if is_observed:
-            self.next_look = self.num_updates + min(self.num_updates // 2, _LONGEST_PAUSE_UPDATES)
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.kept = Kept(partial(_roots_of, optimizer), partial(_hooks_of, optimizer))
+        self.written: set[str] = set()
+        self.changes_gradients = False
 
 
 class WholeCopy:
@@ -208,11 +197,11 @@ class WholeCopy:
         *,
         is_again: bool,
     ) -> None:
-        own, hooked = _reached_from(optimizer)
+        learned.kept.begin(is_again=is_again)
+        own, hooked = learned.kept.parts
         self._learned, self._backend, self._random_state = learned, backend, backend.random_state()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        is_due = is_again or learned.num_updates >= learned.next_look
-        self._is_observed = is_due and not any(map(_is_fake, parameters))
+        self._is_observed = learned.kept.is_due and not any(map(_is_fake, parameters))
         tensors = [tensor for _, tensor in own.tensors.values()]
         self._versions: list[tuple[str, Tensor, int]] = []
         for name, tensor in hooked.tensors.values():
@@ -221,20 +210,25 @@ class WholeCopy:
             elif not tensor.is_inference():  # which counts no versions
                 self._versions.append((name, tensor, tensor._version))
         self._remember_gradients(parameters)
-        plain = [tensor for tensor in tensors if _is_writable(tensor)]
+        plain: list[Tensor] = []
+        special: list[Tensor] = []
+        for tensor in tensors:
+            (plain if _is_writable(tensor) else special).append(tensor)
         self._values = _Values(plain, memory)
-        self.layout = self._values.layout
-        self._special = [SavedTensor.of(tensor) for tensor in tensors if not _is_writable(tensor)]
+        self.layout: Layout | None = self._values.layout
+        self._special = [SavedTensor.of(tensor) for tensor in special]
         stored = [tensor for tensor in plain if has_storage(tensor)]
         self._places = [SavedPlace.of(tensor) for tensor in stored]
-        self._names = {key_of(tensor): name for name, tensor in hooked.tensors.values() if has_storage(tensor)}
+        self._names: dict[int, str] = {}
+        copied: list[int] = []
+        if self._is_observed:
+            self._names = {key_of(tensor): name for name, tensor in hooked.tensors.values() if has_storage(tensor)}
+            copied = [key_of(one) for one in stored if one.nbytes == one.untyped_storage().nbytes()]
         self._snapshot = Snapshot(
-            _together(own, hooked),
-            learned.moving,
+            learned.kept,
             is_observed=self._is_observed,
-            also=(self._put_back,),
             is_state=lambda name: ".state" in name or ".param_groups" in name,
-            copied=(key_of(one) for one in stored if one.nbytes == one.untyped_storage().nbytes()),
+            copied=copied,
         )
 
     @property
@@ -244,24 +238,29 @@ class WholeCopy:
 
     def run(self, work: Callable[[], object], left: list[Change]) -> None:
         """Run the whole update, ``left`` being as failures before have left it, and learn from it."""
-        self._snapshot.run(work, left)
+        self._snapshot.run(work, left, self.restore)
         writes = self._snapshot.writes
         for key in writes.written if writes else ():
             if key in self._gradient_keys:
                 self._learned.changes_gradients = True
             elif key in self._names:
                 self._learned.written.add(self._names[key])
-        self._learned.written.update(self.lost)
+        self._learned.written.update(self._lost_tensors())
         self._learned.changes_gradients = self._learned.changes_gradients or self.has_lost_gradients
-        self._learned.passed(self._is_observed)
+        if not self._learned.kept.lasts:  # the next copy is of other tensors
+            self.layout = None
 
     def restore(self) -> None:
         """Bring everything back but what is ``lost``. It may be called again."""
         self._snapshot.put_back()
+        self._put_back_own()
 
     @property
     def lost(self) -> list[str]:
-        """Names of tensors that were written and not copied."""
+        """Names of what was written and not copied."""
+        return [*self._lost_tensors(), *self._snapshot.lost]
+
+    def _lost_tensors(self) -> list[str]:
         versions = [] if self._is_observed else self._versions
         return [name for name, tensor, version in versions if tensor._version != version]
 
@@ -274,14 +273,16 @@ class WholeCopy:
         """Which tensor is whose gradient, and the values of those that are changed or cannot be observed."""
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         present = [gradient for _, gradient in self._gradients if gradient is not None]
-        copied = [one for one in present if self._learned.changes_gradients or not (has_storage(one) or _is_fake(one))]
+        stored = [one for one in present if has_storage(one)]
+        is_fake = any(map(_is_fake, present))
+        copied = present if self._learned.changes_gradients else [] if is_fake else _others(present, stored)
         self._gradient_copies = [(one, one.clone()) for one in copied]
-        self._gradient_keys = {key_of(one) for one in present if has_storage(one)}
+        self._gradient_keys = {*map(key_of, stored)} if self._is_observed else set()
         is_free = self._is_observed or self._learned.changes_gradients
-        self._gradient_versions = [] if is_free else [(one, one._version) for one in present if has_storage(one)]
+        self._gradient_versions = [] if is_free else [(one, one._version) for one in stored]
 
     @torch.no_grad()
-    def _put_back(self) -> None:
+    def _put_back_own(self) -> None:
         for place in self._places:
             place.restore()
         self._values.put_back()
@@ -295,25 +296,24 @@ class WholeCopy:
         self._backend.restore_random_state(self._random_state)
 
 
-def _reached_from(optimizer: torch.optim.Optimizer) -> tuple[Reached, Reached]:
-    """What is reached from the optimizer itself, and what only from its hooks and those of all optimizers."""
-    kinds = [value for name, value in vars(optimizer).items() if name.endswith("_hooks") and isinstance(value, dict)]
-    kinds += [optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks]
-    roots: list[tuple[str, Any]] = [("optimizer", optimizer)]
+def _hooks_of(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
+    """The hooks of an optimizer, and those of all, by kind."""
+    own = [value for name, value in vars(optimizer).items() if name.endswith("_hooks") and isinstance(value, dict)]
+    return [*own, optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks]
+
+
+def _roots_of(optimizer: torch.optim.Optimizer) -> list[list[tuple[str, Any]]]:
+    own: list[tuple[str, Any]] = [("optimizer", optimizer)]
     # One by one: the walk does not look through containers that are very large.
-    roots += [("optimizer.param_groups", one) for group in optimizer.param_groups for one in group["params"]]
-    roots += [("optimizer.state", state) for state in optimizer.state.values()]
-    own = reached_from(roots, Reached(seen={id(hooks): hooks for hooks in kinds}))
-    hooks = (hook for of_kind in kinds for hook in of_kind.values())
-    return own, reached_from((("a hook of the optimizer", hook) for hook in hooks), own)
+    own += [("optimizer.param_groups", one) for group in optimizer.param_groups for one in group["params"]]
+    own += [("optimizer.state", state) for state in optimizer.state.values()]
+    hooks = (hook for of_kind in _hooks_of(optimizer) for hook in of_kind.values())
+    return [own, [("a hook of the optimizer", hook) for hook in hooks]]
 
 
-def _together(own: Reached, hooked: Reached) -> Reached:
-    """What a snapshot is of: arrays that only hooks reach are copied where they are small."""
-    small = [(name, array) for name, array in hooked.arrays if array.nbytes <= SMALL_BYTES]
-    return Reached(
-        places=own.places + hooked.places, arrays=own.arrays + small, generators=own.generators + hooked.generators
-    )
+def _others(tensors: list[Tensor], known: list[Tensor]) -> list[Tensor]:
+    ids = {*map(id, known)}
+    return [tensor for tensor in tensors if id(tensor) not in ids]
 
 
 def _has_changed(write: Write) -> bool:
@@ -326,6 +326,8 @@ def _is_fake(tensor: Tensor) -> bool:
 
 def _is_writable(tensor: Tensor) -> bool:
     """Whether a tensor can be written to as such, and not only its storage."""
+    if tensor.layout == torch.strided and tensor.is_contiguous():
+        return not tensor.is_inference()
     is_expanded = has_storage(tensor) and any(
         num_items > 1 and stride == 0 for num_items, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

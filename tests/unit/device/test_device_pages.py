@@ -3,12 +3,21 @@
 import mmap
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from page_cache import cached_share, mapped_weights
-from plimsoll.device.pages import Stretch, bring, cache_room_bytes, cold_bytes_per_second, drop, stretches_of
+from plimsoll.device.pages import (
+    Stretch,
+    bring,
+    cache_room_bytes,
+    cold_bytes_per_second,
+    drop,
+    prefer_large,
+    stretches_of,
+)
 
 PAGE = mmap.PAGESIZE
 
@@ -78,3 +87,23 @@ def test_the_rate_of_a_file_is_that_of_its_bytes(tmp_path):
 
 def test_the_cache_has_room():
     assert 0 < cache_room_bytes() < 1 << 50
+
+
+def test_large_pages_are_asked_for_and_change_nothing():
+    memory = torch.arange(1 << 22)
+    prefer_large(stretches_of([memory]))
+    prefer_large(stretches_of([memory[:10]]))  # less than a page
+    assert torch.equal(memory, torch.arange(1 << 22))
+    assert "hg" in flags_of(memory.data_ptr() + (1 << 21))
+
+
+def flags_of(address):
+    """What the kernel says of the mapping with an address."""
+    is_it = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, last = line.partition(" ")[0].partition("-")
+        if last:
+            is_it = int(first, 16) <= address < int(last, 16)
+        elif is_it and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []

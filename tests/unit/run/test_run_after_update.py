@@ -1,7 +1,9 @@
 """What follows an update is done once, as a whole, whatever memory does; the update is never to be repeated."""
 
 import re
+import weakref
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from plimsoll.errors import AfterUpdateError, OutOfMemoryError
 from plimsoll.run.after_update import AfterUpdate
 from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import exhaust_memory
-from plimsoll.run.reachable import reached_from
+from plimsoll.run.kept import Kept
 
 NUM_STEPS = 4
 
@@ -152,19 +154,108 @@ def test_the_message_has_what_a_user_needs():
     assert "2 times" in said
 
 
-def test_what_a_schedule_of_torchs_keeps_is_looked_for_once(monkeypatch):
+class Trainer:
+    """What a schedule's function is a method of; it has much that no schedule changes."""
+
+    def __init__(self):
+        self.arrays = [numpy.zeros(1 << 16) for _ in range(4)]  # of half a MiB
+        self.records = [{"number": number} for number in range(1500)]
+        self.failures, self.changes = [], []
+
+    def rate(self, epoch):
+        for change in self.changes:
+            change()
+        if epoch and self.failures and self.failures.pop():
+            exhaust_memory()
+        return 1 / (1 + epoch)
+
+
+class MyLambda(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule of the user's."""
+
+
+class Steps:
+    """What follows updates of an optimizer with a schedule whose function is bound to a trainer."""
+
+    def __init__(self):
+        self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        self.trainer = Trainer()
+        self.schedule = MyLambda(self.optimizer, self.trainer.rate)
+        self.following = AfterUpdate(self.optimizer, backend_for("cpu"), Position())
+
+    def __call__(self, num_steps):
+        for _ in range(num_steps):
+            self.optimizer.step()
+            self.following.do(schedule=self.schedule)
+
+
+def test_what_a_schedule_keeps_is_looked_for_when_something_new_has_come(monkeypatch):
     looked = []
-    monkeypatch.setattr(
-        "plimsoll.run.after_update.reached_from", lambda *given: looked.append(1) or reached_from(*given)
-    )
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    following = AfterUpdate(optimizer, backend_for("cpu"), Position())
-    for _ in range(3):
-        optimizer.step()
-        following.do(schedule=schedule)
-    assert len(looked) == 1
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.1, "initial_lr": 0.1})
-    schedule.base_lrs.append(0.1)
-    following.do(schedule=schedule)
-    assert len(looked) == 2
+    look = Kept._look_for_all
+    monkeypatch.setattr(Kept, "_look_for_all", lambda *given: looked.append(1) or look(*given))
+    steps = Steps()
+    steps(6)
+    assert len(looked) == 2  # the second time it is seen what is exchanged: torch's list of rates
+    steps.trainer.records[-1]["new"] = []
+    steps(1)
+    assert len(looked) == 3
+
+
+def test_what_nobody_was_seen_to_change_is_not_copied(monkeypatch):
+    """Neither the arrays beyond one MiB nor the records behind the first places; it is looked at now and then."""
+    steps, copied = Steps(), []
+    taken = Kept.arrays
+    monkeypatch.setattr(Kept, "arrays", lambda kept: copied.append(tally(kept, [*taken(kept)])) or taken(kept))
+    steps(9)
+    assert [one == (4, True) for one in copied] == [True] * 8 + [False]
+    assert copied[-1] == (2, False)
+
+
+def tally(kept, arrays):
+    """How many arrays are copied, and whether all places are."""
+    return sum(copy is not None for _, _, copy in arrays), not kept.others
+
+
+@pytest.mark.parametrize("what", ["records", "arrays"])
+def test_what_is_changed_for_the_first_time_where_nobody_looks_is_named(what):
+    steps = Steps()
+    values = getattr(steps.trainer, what)
+    steps.trainer.value = 0
+
+    def change():
+        values[-1][slice(1) if what == "arrays" else "number"] = steps.trainer.value
+
+    steps.trainer.changes.append(change)
+    values[-1] = values[0].copy()
+    steps(8)
+    steps.trainer.failures.append(True)
+    steps.trainer.value = 7
+    with pytest.raises(AfterUpdateError, match=rf"{what}\[\d+\] cannot be put back.*reload the last checkpoint"):
+        steps(1)
+
+
+@pytest.mark.parametrize("what", ["records", "arrays"])
+def test_what_was_seen_to_be_changed_is_put_back_from_then_on(what):
+    steps = Steps()
+    last = getattr(steps.trainer, what)[-1]
+    key = 0 if what == "arrays" else "number"
+
+    def change():
+        last[key] += 1
+
+    steps.trainer.changes.append(change)
+    steps(8)
+    steps.trainer.failures.append(True)
+    before = last[key]
+    steps(1)
+    assert (last[key], steps.trainer.failures) == (before + 1, [])
+
+
+def test_what_the_loop_exchanges_in_each_step_is_not_kept_alive():
+    steps, batches = Steps(), []
+    for _ in range(6):
+        steps.trainer.batch = torch.ones(3)
+        batches.append(weakref.ref(steps.trainer.batch))
+        steps(1)
+    del steps.trainer.batch
+    assert [batch() for batch in batches] == [None] * 6

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import plimsoll.run.graphs
 from plimsoll.diagnose.explain import explain
 from plimsoll.errors import InputError
 from plimsoll.records.diagnosis import GRAPH_IS_GONE
@@ -180,7 +179,7 @@ def test_looks_become_rare():
 
 
 def test_marks_stay_few_the_first_and_the_last(monkeypatch):
-    monkeypatch.setattr(plimsoll.run.graphs, "_LONGEST_PAUSE_STEPS", 1)
+    monkeypatch.setattr("plimsoll.run.looks._LONGEST_PAUSE_STEPS", 1)
     (held,) = trained("all", num_steps=60).graphs.line_of(60).held
     assert held.marked_steps == (*range(1, 17), *range(44, 60))
 

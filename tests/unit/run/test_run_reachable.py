@@ -1,9 +1,11 @@
 """What training code can keep something in is found, whoever holds it, and its content can be put back."""
 
+import ctypes
 import functools
 import importlib
 import random
 import sys
+import threading
 import types
 from collections import deque
 
@@ -13,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from plimsoll.run.reachable import Attributes, _is_of_program, reached_from
+from plimsoll.run.reachable import SMALL_BYTES, Attributes, Numbers, _is_of_program, reached_from
 
 COUNT = [0]
 NUMBER = 0
@@ -156,3 +158,24 @@ def test_a_programs_own_module_may_have_the_name_of_a_library(tmp_path, monkeypa
     assert not reached_from([("bank", bank)]).places
     _is_of_program.cache_clear()
     monkeypatch.delitem(sys.modules, "trl")
+
+
+class Point(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_double), ("n", ctypes.c_int))
+
+
+def test_memory_of_c_and_of_a_thread_is_put_back():
+    point, number, view, own = Point(1.0, 2), ctypes.c_long(3), memoryview(bytearray(16)).cast("d"), threading.local()
+    own.count = 4
+    places = [place for _, place in reached_from([("all", [point, number, view, own])]).places]
+    contents = [place.content() for place in places]
+    point.x, point.n, number.value, view[1], own.count = 5.0, 6, 7, 8.0, 9
+    for place, content in zip(places, contents, strict=True):
+        place.fill(content)
+    assert (point.x, point.n, number.value, view.tolist(), own.count) == (1.0, 2, 3, [0.0, 0.0], 4)
+
+
+def test_memory_that_is_large_or_only_read_is_left_alone():
+    large = (ctypes.c_byte * (SMALL_BYTES + 1))()
+    values = [large, memoryview(large), memoryview(b"read")]
+    assert not any(isinstance(place, Numbers) for _, place in reached_from([("all", values)]).places)

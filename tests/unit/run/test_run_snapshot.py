@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from plimsoll.run.reachable import reached_from
+from plimsoll.run.kept import Kept
 from plimsoll.run.snapshot import Snapshot
 
 
@@ -17,7 +17,10 @@ class Keeper:
 
 
 def snapshot_of(owner, **arguments):
-    return Snapshot(reached_from([("owner", owner)]), arguments.pop("moving", set()), **arguments)
+    kept = Kept(lambda: [[("owner", owner)]])
+    kept.moving = arguments.pop("moving", kept.moving)
+    kept.begin()
+    return Snapshot(kept, **arguments)
 
 
 def test_all_that_work_changed_is_as_before_and_may_be_put_back_twice():
@@ -30,8 +33,7 @@ def test_all_that_work_changed_is_as_before_and_may_be_put_back_twice():
         keeper.array += 1
         keeper.new = torch.rand(1, generator=keeper.generator)
 
-    also = []
-    snapshot = snapshot_of(keeper, also=(lambda: also.append(True),))
+    snapshot = snapshot_of(keeper)
     snapshot.run(work)
     drawn = keeper.new
     for _ in range(2):
@@ -39,7 +41,6 @@ def test_all_that_work_changed_is_as_before_and_may_be_put_back_twice():
         assert (keeper.count, keeper.items) == (0, [1, 2])
         assert (keeper.tensor.tolist(), keeper.array.tolist()) == ([0, 0], [0, 0])
         assert not hasattr(keeper, "new")
-    assert also == [True] * 2
     work()
     assert torch.equal(keeper.new, drawn)
 
