@@ -359,7 +359,7 @@ def tried(kind: Kind, plan: Plan, references: dict[Any, State]) -> Trial:
         warnings.simplefilter("always", PlimsollWarning)
         trial = _tried(Run(kind, is_cut=plan.how == CUT), plan, references)
     named = [str(one.message) for one in warned if NAMES_STATE.search(str(one.message))]
-    if trial.outcome == DIFFERENT and named:
+    if trial.outcome in {DIFFERENT, CHANGED} and named:
         return trial._replace(outcome=NAMED, said=f"{trial.said}, as warned: {named[0]}")
     return trial
 

@@ -6,6 +6,7 @@ Written for `storm.py` without anything of Plimsoll's: what is compared must not
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -73,7 +74,18 @@ def _leaves(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, 
         yield name, sorted(map(repr, value))
     elif not callable(value) or type(value).__module__.startswith("_storm"):
         slots = {key: getattr(value, key) for key in getattr(value, "__slots__", ()) if hasattr(value, key)}
-        yield from _inside(name, {**slots, **getattr(value, "__dict__", {})}, seen)
+        yield from _inside(name, {**slots, **_attributes_of(value)}, seen)
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes, without asking a ``__getattr__`` that may raise anything."""
+    if isinstance(value, threading.local):
+        return vars(value)
+    try:
+        own: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return own
 
 
 def _inside(name: str, content: Mapping[str, Any], seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:

@@ -115,10 +115,10 @@ class Between:
         for (name, tensor), left in zip(before.watched.counted, moment.versions, strict=True):
             if tensor._version != left:
                 self.written.add(name)
-                if name not in copied:
-                    self.lost.append(name)
-                elif tensor.nbytes > SMALL_BYTES:
+                if name in copied:
                     self._changes.append(SavedTensor.of(tensor).restore)
+                else:
+                    self.lost.append(name)
         for saved in _tensors(before):  # compared, for ``.data`` counts no version
             if id(saved) in moment.values and not torch.equal(saved.value, moment.values[id(saved)]):
                 self._changes.append(SavedTensor(saved.owner, saved.value.clone()).restore)

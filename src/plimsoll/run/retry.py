@@ -167,6 +167,10 @@ class Retry:
         self._is_unproven = isinstance(found, OomEvent)
         if isinstance(found, OomEvent):
             self._backend.release()
+            _warn(
+                f"memory ran out while two passes of the same samples were compared ({found.shortage}), which is done "
+                "again in the next step: until then it is not known whether there is state that is not put back"
+            )
         elif found is not None:
             self._note(found)
         if moved := self.undo.moved_iterators():  # in a branch that no step has taken yet
@@ -294,10 +298,15 @@ class Retry:
                 f"{why}. Where memory runs out, no step is done again: give what keeps it as extra_state=[...], "
                 f"{_WHAT_TO_GIVE}"
             )
-        frame, level = sys._getframe(), 1  # at the line of the user's loop, however it called us
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("plimsoll."):
-            frame, level = frame.f_back, level + 1
-        warnings.warn(text, PlimsollWarning, stacklevel=level)
+        _warn(text)
+
+
+def _warn(text: str) -> None:
+    """Warn at the line of the user's loop, however it called us."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("plimsoll."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, PlimsollWarning, stacklevel=level)
 
 
 def first_samples(batch: Any, micro_batch: int, model: nn.Module) -> Any:

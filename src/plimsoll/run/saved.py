@@ -186,10 +186,11 @@ def _parts_of(value: Any, depth: int) -> Iterator[Any]:
     if value is None or isinstance(value, (*_PLAIN, range, *_OF_PROGRAMS)):
         yield value
         return
+    parts: Iterable[Any]
     if isinstance(value, GeneratorType):
         yield value.gi_frame and value.gi_frame.f_lasti
         found = gc.get_referents(value)  # what lies on its stack included, and its frame once that was asked for
-        parts: Iterable[Any] = [part for part in found if not isinstance(part, FrameType)]
+        parts = [part for part in found if not isinstance(part, FrameType)]
         yield from (part for part in parts if isinstance(part, Iterator))  # another one may be where this one was
     elif isinstance(value, _BaseDataLoaderIter):
         parts = (value._num_yielded,)
@@ -199,7 +200,10 @@ def _parts_of(value: Any, depth: int) -> Iterator[Any]:
                 parts = cast("tuple[Any, ...]", value.__reduce__())
         except TypeError:  # not in each version of Python
             parts = gc.get_referents(value)
-    elif type(value) in {list, tuple, dict, set, frozenset} and len(value) <= _MOST_ITEMS:
+    elif type(value) in {list, tuple, dict, set, frozenset}:
+        if len(value) > _MOST_ITEMS:  # data, and no state
+            yield from (value, len(value))
+            return
         parts = (type(value).__name__, len(value), *(value.items() if isinstance(value, dict) else value))
     else:
         raise _CannotTellError(type(value))
@@ -217,12 +221,15 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def is_same_state(state: Any, other: Any) -> bool:
-    """Whether two states of random number generators are one."""
+    """Whether two states, of random numbers or as a ``state_dict`` has them, hold the same."""
+    if type(state) is not type(other):
+        return False
     if isinstance(state, Tensor):
-        return torch.equal(state, other)
+        return state.dtype == other.dtype and torch.equal(state, other)
+    if isinstance(state, numpy.ndarray):
+        return state.dtype == other.dtype and numpy.array_equal(state, other)
     if isinstance(state, dict):
-        return all(is_same_state(value, other[name]) for name, value in state.items())
+        return state.keys() == other.keys() and all(is_same_state(value, other[name]) for name, value in state.items())
     if isinstance(state, list | tuple):
-        pairs = zip(state, other, strict=True)
-        return all(torch.equal(*pair) if isinstance(pair[0], Tensor) else pair[0] == pair[1] for pair in pairs)
-    return bool(state == other)
+        return len(state) == len(other) and all(map(is_same_state, state, other))
+    return state is other or (isinstance(state, _PLAIN) and state == other)

@@ -215,7 +215,8 @@ class Undo:
     def done(self) -> None:
         """Let go of the state of before the step."""
         self._let_go()
-        self._extra, self._failed, self._left, self._between, self._random_state = [], [], [], [], {}
+        self._extra, self._failed, self._left, self._random_state = [], [], [], {}
+        self._moments, self._between, self._resumed = [], [], ()
         if self._stays and self._reached is not None:  # what comes and goes is not held
             more = reached_from(self._stays, self._reached)
             self._reached.add(more)
