@@ -32,7 +32,8 @@ def trace_of(
     for number, (phase, step, script) in enumerate(ops):
         where = (text(f"aten.op{number}.default"), text(f"layer{number}"), text(f"train.py:{number}"))
         done = (work or {}).get(number, {})
-        rows.append((*where, phase, step, *(done.get(name, 0) for name in WORK), text("float32" if done else "")))
+        counted = (done.get(name, 0) for name in WORK)
+        rows.append((*where, phase, step, False, *counted, text("float32" if done else "")))
         words = script.replace("optimizer states", "optimizer_states").split()[::-1]
         while words:
             word = words.pop()
@@ -54,7 +55,7 @@ def trace_of(
                 storages[name][3] = number
             events.append((1 + row_of[name]) * (1 if sign == "+" else -1))
             event_op.append(number)
-    names = ("name", "module", "line", "phase", "step", *WORK, "dtype")
+    names = ("name", "module", "line", "phase", "step", "by_autograd", *WORK, "dtype")
     columns = ("num_bytes", "category", "born", "died", "shape", "name", "on_host")
     return Trace(
         source="predicted",
@@ -70,5 +71,5 @@ def trace_of(
     )
 
 
-_NO_OPS = OpTable(name=(), module=(), line=(), phase=(), step=(), flops=(), moved_bytes=(), outside_bytes=(), dtype=())
+_NO_OPS = OpTable(**dict.fromkeys(OpTable.model_fields, ()))
 _NO_STORAGES = StorageTable(num_bytes=(), category=(), born=(), died=(), shape=(), name=(), on_host=())

@@ -10,8 +10,9 @@ thread ran: threads that wait for one another on a machine that others use tell 
 bounded by what they can. A measurement holds for a processor, a number of threads
 and a torch; it is kept in ``PLIMSOLL_CACHE``, or ``plimsoll`` in the user's cache folder.
 
-Of a GPU in the table peaks are known and not what a training reaches of them: the shares taken here are assumed, and
-widen the range. It does NOT know clocks that fall when a device gets hot, nor what other programs do meanwhile.
+Of a GPU in the table peaks are known and not what a training reaches of them: shares and calls are those of the one
+card that was recorded, and the host that a call runs on matters more than the card, so that the range is wide. It does
+NOT know clocks that fall when a device gets hot, nor what other programs do meanwhile.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from plimsoll.device.launches import measure_launches
 from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import cache_folder
 from plimsoll.records.gpu import DeviceSpec
@@ -38,15 +40,21 @@ _MIB = 1 << 20
 _MEASURED_SPREAD, _TABLE_SPREAD = 0.25, 0.5
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# A training calls its ops from Python, through modules and autograd: so many times what a bare call in a loop takes
-# (benchmarks/plan_time_model.py, models of Hugging Face and torch.nn with very small tensors).
+# On a processor a training calls its ops from Python, through modules and autograd: so many times what a bare call in
+# a loop takes (benchmarks/plan_time_model.py, models of Hugging Face and torch.nn with very small tensors).
 _CALL_FACTOR = 7.0
-# The best share of a GPU's peak that products reach, by operations a byte; and of its bandwidth that ops reach.
-_PRODUCT_SHARES = ((4.0, 0.25), (32.0, 0.5), (256.0, 0.7))
+# What an H200 reached (benchmarks/recorded), as shares of its peaks: products by their operations a byte, over the
+# operations a byte at which the card could do as many operations as it can move bytes; and other ops by their kind.
+_PRODUCT_SHARES = ((0.03, 0.02), (0.3, 0.1), (1.0, 0.33), (4.0, 0.6), (16.0, 0.75))
 _MOVING_SHARES: dict[MovingKind, float] = {
-    "plain": 0.8, "strided": 0.6, "transcendental": 0.75, "normalize": 0.6, "random": 0.6, "gather": 0.4,
+    "plain": 0.8, "strided": 0.45, "transcendental": 0.65, "normalize": 0.65, "random": 0.35, "gather": 0.3,
 }  # fmt: skip
-_GPU_CALL_SECONDS, _GPU_KERNEL_SECONDS = 10e-6, 3e-6
+# A call on that H200's host: bare as recorded; in a module's forward and by autograd from the recorded passes of five
+# models (42 to 46 and 8 to 14 microseconds where one of them is left out, benchmarks/plan_time_gpu.py --hold-out).
+_GPU_OP_SECONDS, _GPU_MODULE_OP_SECONDS, _GPU_BACKWARD_OP_SECONDS = 7.3e-6, 42e-6, 14e-6
+_GPU_KERNEL_SECONDS = 3e-6
+_NUM_QUEUED = 8  # kernels in a row, so that their calls are hidden behind them
+_HOST_BYTES_PER_SECOND = 12e9  # of an AdamW on the host, from the recorded steps of layer_streaming
 _LINK_SHARE = 0.8
 _FILE_SHARE = 0.5  # pages that were written to the disk meanwhile are faulted in again at the next write
 _LEAST_GAIN = 0.6  # of the number of threads
@@ -88,18 +96,24 @@ def measure_speed(device: str = "cpu") -> Speed:
         device: see `measured_speed`.
     """
     probe, name = _Probe(device), name_of(device)
+    launches = None if probe.is_cpu else measure_launches(device)
     with torch.no_grad(), torch.random.fork_rng([] if probe.is_cpu else [torch.device(device)]):
         gain = probe.gain_of_threads()
         with _one_thread():
+            op_seconds = probe.call_seconds() * (_CALL_FACTOR if probe.is_cpu else 1.0)
+            link_rate = probe.file_rate() if probe.is_cpu else probe.host_link_rate()
             return Speed(
                 device=name,
                 source="measured",
                 flops_per_second={name: _faster(probe.products(dtype), gain) for name, dtype in _DTYPES.items()},
                 bytes_per_second={kind: _faster(curve, gain) for kind, curve in probe.moving().items()},
-                op_seconds=probe.call_seconds() * (_CALL_FACTOR if probe.is_cpu else 1.0) + probe.extra_call_seconds,
+                op_seconds=op_seconds,
+                module_op_seconds=launches.module_op_seconds if launches else op_seconds,
+                backward_op_seconds=launches.backward_op_seconds if launches else op_seconds,
                 kernel_seconds=0.0 if probe.is_cpu else _GPU_KERNEL_SECONDS,
                 fresh_seconds_per_byte=probe.fresh_seconds_per_byte() / gain if probe.is_cpu else 0.0,
-                link_bytes_per_second=probe.file_rate() if probe.is_cpu else probe.host_link_rate(),
+                link_bytes_per_second=link_rate,
+                host_bytes_per_second=link_rate if probe.is_cpu else _HOST_BYTES_PER_SECOND,
                 overlaps=not probe.is_cpu,
                 spread=_MEASURED_SPREAD,
             )
@@ -114,18 +128,22 @@ def speed_of(spec: DeviceSpec) -> Speed:
     return Speed(
         device=spec.name,
         source="table",
-        flops_per_second={name: _shares_of(best) for name, best in peaks.items()},
+        flops_per_second={name: _shares_of(best, moved) for name, best in peaks.items()},
         bytes_per_second={kind: (Point(at=1, rate=share * moved),) for kind, share in _MOVING_SHARES.items()},
-        op_seconds=_GPU_CALL_SECONDS,
+        op_seconds=_GPU_OP_SECONDS,
+        module_op_seconds=_GPU_MODULE_OP_SECONDS,
+        backward_op_seconds=_GPU_BACKWARD_OP_SECONDS,
         kernel_seconds=_GPU_KERNEL_SECONDS,
         link_bytes_per_second=_LINK_SHARE * (spec.host_link_bytes_per_second or _UNKNOWN_LINK_BYTES_PER_SECOND),
+        host_bytes_per_second=_HOST_BYTES_PER_SECOND,
         overlaps=True,
         spread=_TABLE_SPREAD,
     )
 
 
-def _shares_of(flops_per_second: float) -> Curve:
-    return tuple(Point(at=at, rate=share * flops_per_second) for at, share in _PRODUCT_SHARES)
+def _shares_of(flops_per_second: float, bytes_per_second: float) -> Curve:
+    ridge = flops_per_second / bytes_per_second
+    return tuple(Point(at=at * ridge, rate=share * flops_per_second) for at, share in _PRODUCT_SHARES)
 
 
 def name_of(device: str) -> str:
@@ -166,20 +184,20 @@ class _Probe:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         self.is_cpu = self._device.type == "cpu"
-        # Python, modules and autograd around a call, where the device does not wait for it.
-        self.extra_call_seconds = 0.0 if self.is_cpu else _GPU_CALL_SECONDS / 2
 
     def best_seconds(self, run: Callable[[], object], most_seconds: float = 0.02, num_least: int = 3) -> float:
-        """The shortest of several runs, of which the first does not count."""
+        """The shortest of several runs, of which the first does not count; on a GPU of several in its queue each."""
+        num_queued = 1 if self.is_cpu else _NUM_QUEUED
         run()
         found: list[float] = []
         ends = time.perf_counter() + most_seconds
         while len(found) < num_least or time.perf_counter() < ends:
             self._wait()
             started = self._now()
-            run()
+            for _ in range(num_queued):
+                run()
             self._wait()
-            found.append(self._now() - started)
+            found.append((self._now() - started) / num_queued)
         return min(found)
 
     def _now(self) -> float:

@@ -12,6 +12,7 @@ Not covered: graphs kept for a second backward pass, or that no backward pass fo
 from __future__ import annotations
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 _OUTSIDE = -1  # of any backward pass
 
@@ -53,3 +54,10 @@ class Graphs:
 def _running_node() -> int:
     node = torch._C._current_autograd_node()
     return _OUTSIDE if node is None else int(node._sequence_nr())
+
+
+def calls_by_itself() -> bool:
+    """Whether autograd calls the next op: not Python, in a recomputation or in the backward of a custom function."""
+    if torch._C._current_graph_task_id() == _OUTSIDE or torch.is_grad_enabled():
+        return False
+    return not isinstance(torch._C._current_autograd_node(), BackwardCFunction)

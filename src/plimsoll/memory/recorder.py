@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.memory.accumulate import accumulating_in_place
-from plimsoll.memory.graphs import Graphs
+from plimsoll.memory.graphs import Graphs, calls_by_itself
 from plimsoll.memory.lowering.base import Run
 from plimsoll.memory.resized import noting_resizes
 from plimsoll.memory.work import NO_WORK, WorkCounter, hearing
@@ -103,8 +103,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._code_is_inside: dict[CodeType, bool] = {}
         self._forward_of: dict[int, tuple[int, int]] = {}  # autograd's sequence number -> module, line
         self._storages = _Storages(self)
-        self._ops: tuple[list[int], ...] = ([], [], [], [])  # name, module, line, step
-        self._work: tuple[list[int], ...] = ([], [], [], [])  # flops, moved bytes, outside bytes, dtype
+        self._ops: tuple[list[Any], ...] = ([], [], [], [], [])  # name, module, line, step, by autograd
+        self._work: tuple[list[Any], ...] = ([], [], [], [])  # flops, moved bytes, outside bytes, dtype
         self._counter = WorkCounter(lambda tensor: self._on_host(tensor) or self._storages.is_outside(tensor))
         self._phases: list[Phase] = []
         self._stack = ExitStack()
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def trace(self, source: Any, lowered_to: str, assumptions: tuple[Assumption, ...] = ()) -> Trace:
         """Return what was recorded."""
-        columns = dict(zip(("name", "module", "line", "step"), map(tuple, self._ops), strict=True))
+        columns = dict(zip(("name", "module", "line", "step", "by_autograd"), map(tuple, self._ops), strict=True))
         work = dict(zip(("flops", "moved_bytes", "outside_bytes", "dtype"), map(tuple, self._work), strict=True))
         table, events, event_ops = self._storages.tables(self._phases)
         return Trace(
@@ -272,11 +272,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name is None:
             name = self._op_names[op] = self.text(str(op))
         module, line, phase = self._where()
-        names, modules, lines, steps = self._ops
+        names, modules, lines, steps, by_autograd = self._ops
         names.append(name)
         modules.append(module)
         lines.append(line)
         steps.append(self.step)
+        by_autograd.append(calls_by_itself())
         for column in self._work:
             column.append(0)
         self._phases.append(phase)

@@ -4,14 +4,18 @@
 
 Each op takes what its products take at the device's rate for such products, or what its bytes take, whichever is more
 (a roofline); on a processor also the clearing of memory that the process grows by, since what its heap has given back
-is taken anew each time; and its call. On a GPU calls, kernels and the copies over the link run beside one another, and
-the slowest counts. Exchanges between ranks take what `ExchangeSpeed` says: gradients that are added up after the passes
-are waited for, and on a GPU what passes gather and scatter is fetched beside their kernels. A rehearsal has at most two
-micro-batches, from which those of the real step follow; recomputation, copies and the work of any technique are ops of
-the trace like others.
+is taken anew each time; and its call. On a GPU a call puts a kernel into a queue: a kernel begins when it has been
+called and the one before it has ended, so that small micro-batches take the time of their calls and large ones that of
+their kernels. A call from Python (a forward, a recomputation) costs more than one by autograd, and that more than one
+of an optimizer. Copies over the link run beside both. Exchanges between ranks take what `ExchangeSpeed` says: gradients
+that are added up after the passes are waited for, and on a GPU what passes gather and scatter is fetched beside their
+kernels. A rehearsal has at most two micro-batches, from which those of the real step follow; recomputation, copies and
+the work of any technique are ops of the trace like others.
 
 What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` holds that against
-measured steps. It does NOT cover reading the data, evaluation, and waiting for ranks that are slower than this one.
+measured steps of a processor, `benchmarks/plan_time_gpu.py` against recorded ones of a GPU. It takes all copies over
+the link for hidden behind the rest of a pass. It does NOT cover reading the data, evaluation, and waiting for ranks
+that are slower than this one.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from plimsoll.device.launches import VIEW_SHARE
 from plimsoll.memory.predict import Counted
 from plimsoll.records.comparison import Calibration, Learned, Target
 from plimsoll.records.plan import Duration
@@ -27,7 +32,8 @@ from plimsoll.records.trace import Phase, Trace
 
 _OF_A_PIECE: frozenset[Phase] = frozenset({"copy", "forward", "loss", "backward"})
 _NOT_COUNTED: frozenset[Phase] = frozenset({"setup", "evaluation"})
-_VIEW_SHARE = 0.3  # of what a call takes, where an op moves nothing: no memory is asked for, no kernel is set up
+_CALLED_BARE: frozenset[Phase] = frozenset({"copy", "clip", "optimizer"})
+_CAST_BELOW = frozenset({"_to_copy"})  # most are autocast's, which no Python calls
 
 # Of ops with products in them their bytes hardly ever count; any other op that is not named here is plain.
 _KIND_NAMES: dict[MovingKind, str] = {
@@ -53,22 +59,34 @@ _EXCHANGES: dict[str, ExchangeKind] = {
 
 
 @dataclass
-class _Seconds:
-    """What a stretch of ops keeps busy: the device, the caller, the links to memory outside and to other ranks.
+class _Stretch:
+    """When the ops of a stretch are done, in seconds from its begin, at which nothing runs.
 
-    Gradients that are added up when a pass has ended are waited for; what a pass exchanges is fetched beside it.
+    ``host`` is the processor that calls the ops, ``device`` the queue of kernels, ``link`` the copies to and from
+    memory outside. Gradients that are added up when a pass has ended are ``waited`` for; what a pass exchanges is
+    ``fetched`` beside it. Where nothing overlaps, the processor does it all.
     """
 
-    kernels: float = 0.0
-    calls: float = 0.0
+    overlaps: bool
+    host: float = 0.0
+    device: float = 0.0
     link: float = 0.0
     fetched: float = 0.0
     waited: float = 0.0
 
-    def total(self, overlaps: bool) -> float:
-        if overlaps:
-            return max(self.kernels, self.calls, self.link, self.fetched) + self.waited
-        return self.kernels + self.calls + self.link + self.fetched + self.waited
+    def call(self, call_seconds: float, kernel_seconds: float, copy_seconds: float) -> None:
+        self.host += call_seconds
+        if not self.overlaps:
+            self.host += kernel_seconds + copy_seconds
+            return
+        self.link += copy_seconds
+        if kernel_seconds:
+            self.device = max(self.device, self.host) + kernel_seconds
+
+    def total(self) -> float:
+        if self.overlaps:
+            return max(self.host, self.device, self.link, self.fetched) + self.waited
+        return self.host + self.fetched + self.waited
 
 
 def step_duration(
@@ -224,8 +242,8 @@ def _stretches(
     trace, fresh_bytes = counted.trace, counted.fresh_bytes
     ops = trace.ops
     names = [_plain_name(text) for text in trace.texts]
-    pieces: list[_Seconds] = []
-    once, last_phase = _Seconds(), None
+    pieces: list[_Stretch] = []
+    once, last_phase = _Stretch(speed.overlaps), None
     rows = [row for row, phase in enumerate(ops.phase) if phase not in _NOT_COUNTED]
     wanted = max((ops.step[row] for row in rows), default=0) if step is None else step
     for row in rows:
@@ -234,7 +252,7 @@ def _stretches(
         stretch, phase = once, ops.phase[row]
         if phase in _OF_A_PIECE:
             if not pieces or (last_phase == "backward" and phase != "backward"):
-                pieces.append(_Seconds())
+                pieces.append(_Stretch(speed.overlaps))
             stretch, last_phase = pieces[-1], phase
         name = names[ops.name[row]]
         if exchange is not None and name in _EXCHANGES:
@@ -245,25 +263,43 @@ def _stretches(
             else:
                 stretch.fetched += seconds
             continue
-        _add_op(stretch, trace, row, name, speed)
-        stretch.kernels += fresh_bytes.get(row, 0) * speed.fresh_seconds_per_byte
-    return [piece.total(speed.overlaps) for piece in pieces], once.total(speed.overlaps)
+        kernel_seconds = _kernel_seconds(trace, row, name, speed)
+        kernel_seconds += fresh_bytes.get(row, 0) * speed.fresh_seconds_per_byte
+        call_seconds, copy_seconds = _host_seconds(trace, row, name, speed)
+        stretch.call(call_seconds, kernel_seconds, copy_seconds)
+    return [piece.total() for piece in pieces], once.total()
 
 
-def _add_op(stretch: _Seconds, trace: Trace, row: int, name: str, speed: Speed) -> None:
+def _host_seconds(trace: Trace, row: int, name: str, speed: Speed) -> tuple[float, float]:
+    """What an op keeps the processor and the link busy; in the memory outside a GPU the processor works itself."""
     ops = trace.ops
-    flops, moved_bytes, outside_bytes = ops.flops[row], ops.moved_bytes[row], ops.outside_bytes[row]
-    stretch.calls += speed.op_seconds * (1.0 if moved_bytes or flops or outside_bytes else _VIEW_SHARE)
-    stretch.link += outside_bytes / speed.link_bytes_per_second
-    if not moved_bytes and not flops:
-        return
+    moved_bytes, outside_bytes = ops.moved_bytes[row], ops.outside_bytes[row]
+    call_seconds = _call_seconds(ops.phase[row], ops.by_autograd[row] or name in _CAST_BELOW, speed)
+    if not (moved_bytes or ops.flops[row] or outside_bytes):
+        return call_seconds * VIEW_SHARE, 0.0
+    if speed.overlaps and not moved_bytes:
+        return call_seconds + outside_bytes / speed.host_bytes_per_second, 0.0
+    return call_seconds, outside_bytes / speed.link_bytes_per_second
+
+
+def _call_seconds(phase: Phase, is_below: bool, speed: Speed) -> float:
+    if phase in _CALLED_BARE:
+        return speed.op_seconds
+    return speed.backward_op_seconds if is_below else speed.module_op_seconds
+
+
+def _kernel_seconds(trace: Trace, row: int, name: str, speed: Speed) -> float:
+    ops = trace.ops
+    flops, moved_bytes = ops.flops[row], ops.moved_bytes[row]
+    if not (moved_bytes or flops) or (speed.overlaps and ops.outside_bytes[row]):  # a view, or a copy over the link
+        return 0.0
     curves = speed.bytes_per_second
     seconds = moved_bytes / rate_at(curves.get(_KINDS.get(name, "plain")) or curves["plain"], moved_bytes or 1)
     if flops:
         products = speed.flops_per_second
         curve = products.get(trace.texts[ops.dtype[row]]) or products["float32"]
         seconds = max(seconds, flops / rate_at(curve, flops / (moved_bytes or 1)))
-    stretch.kernels += max(seconds, speed.kernel_seconds)
+    return max(seconds, speed.kernel_seconds)
 
 
 def _plain_name(op: str) -> str:

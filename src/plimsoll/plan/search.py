@@ -152,7 +152,10 @@ class _Search:
         if middle > 2 * small.micro_batch:
             size = max(size for size in sizes if size <= middle)
             looks[size] = self._look(base, size)
-        self._reference = small
+        self._reference, self._plain_looks = small, tuple(looks.values())
+        # What techniques take is told where they would be used, should larger micro-batches be worth their room.
+        between = [look for size, look in looks.items() if small.micro_batch < size < large.micro_batch]
+        self._learned_at = next(filter(self._is_faster, between), small).micro_batch
         offered = {name: self._menu.options[name] for name in UNTRACED if name in self._menu.options}
         allowed = {name: tuple(filter(self._goes_with_base, choices)) for name, choices in offered.items()}
         heaps = tuple(chain.from_iterable(allowed.values()))
@@ -216,30 +219,38 @@ class _Search:
 
     def _may_be_of_use(self, name: str, only_faster: bool) -> bool:
         technique = technique_of(name)
-        reached_bytes = sum(self._reference.parts.get(category, 0) for category in technique.reaches)
-        may_help = not only_faster and reached_bytes >= _LEAST_PART * self._reference.need_bytes
+        looks = [self._reference, *filter(self._is_faster, self._plain_looks)]
+        reached_shares = (
+            sum(look.parts.get(part, 0) for part in technique.reaches) / look.need_bytes for look in looks
+        )
+        may_help = not only_faster and max(reached_shares) >= _LEAST_PART
         is_wanted = may_help or technique.may_be_faster or name in self._problem.decided.required
         return is_wanted and name not in self._asked
+
+    def _is_faster(self, look: Look) -> bool:
+        """Whether larger micro-batches than the reference would be worth a technique that gives them room."""
+        return look.seconds * (1 + SAME_SECONDS) < self._reference.seconds
 
     def _learn(self, choice: Choice) -> bool:
         """Trace one choice on top of the base; returns whether it is of use."""
         base, reaches = self._menu.base, technique_of(choice.technique).reaches
-        for size in dict.fromkeys((self._reference.micro_batch, self._menu.sizes[0])):
+        nearer = (self._learned_at, self._reference.micro_batch)
+        for size in dict.fromkeys((*nearer, self._menu.sizes[0])):
             without = self._look(base, size)
-            reached_bytes = sum(without.parts.get(category, 0) for category in reaches)
-            if size > self._reference.micro_batch and without.need_bytes - reached_bytes > self._problem.limit_bytes:
+            left_bytes = without.need_bytes - sum(without.parts.get(category, 0) for category in reaches)
+            if size not in nearer and left_bytes > self._problem.limit_bytes:
                 continue  # with all it reaches gone the whole batch would not fit
             if self._compatibility.allows((micro_batch_choice(size), *in_order((*base, choice)))):
                 return self._learn_at(choice, size) or choice.technique in self._problem.decided.required
         return False
 
     def _learn_at(self, choice: Choice, micro_batch: int) -> bool:
-        base, is_useful = self._menu.base, False
+        base, is_useful, reaches = self._menu.base, False, technique_of(choice.technique).reaches
         for heap, surrogate in self._surrogates.items():
             mix = () if heap == self._usual_heap else (heap,)
             if self._compatibility.allows(in_order((*base, choice, *mix))):
                 look = self._look((*base, choice, *mix), micro_batch)
-                surrogate.learn_effect(choice, look, self._look((*base, *mix), micro_batch))
+                surrogate.learn_effect(choice, look, self._look((*base, *mix), micro_batch), reaches)
                 is_useful |= surrogate.is_useful(choice)
         return is_useful
 

@@ -3,8 +3,9 @@
 Within one phase the effects of techniques nearly add up; between phases they do not (a smaller backward does nothing
 for a peak in the update), so a peak is the largest of the phases' estimates. A few traces of the plain training give a
 line over micro-batches for each phase, and the time between them; a trace of each technique alone says what it takes
-from each phase and what time it adds. A trace of a mix corrects what is guessed of that mix and of those most like it.
-No plan is made from these guesses: what is chosen is traced as a whole.
+from each phase and what time it adds: to the update once, to passes in proportion to what they take. Where small passes
+are bound by calls, recomputing in a few large ones is cheap. A trace of a mix corrects what is guessed of that mix and
+of those most like it. No plan is made from these guesses: what is chosen is traced as a whole.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from numpy.typing import NDArray
 
 from plimsoll.plan.look import Look
 from plimsoll.records.plan import Choice
-from plimsoll.records.trace import Phase
+from plimsoll.records.trace import Category, Phase
 from plimsoll.techniques import Choices
 
 Column = NDArray[Any]
 
 _WORTH_SHARE = 0.01  # of the time or the need
+_OF_AN_UPDATE: frozenset[Category] = frozenset({"gradients", "optimizer states"})  # else it is done in passes
 _ALIKE = 2  # choices in which mixes may differ for the error of one to be taken for the other's
 
 
@@ -64,20 +66,25 @@ class Surrogate:
         self._fixed_effect: dict[Choice, dict[Phase, float]] = defaultdict(dict)
         self._growing_effect: dict[Choice, dict[Phase, float]] = defaultdict(dict)
         self._added_seconds: dict[Choice, float] = {}
+        self._passes_seconds: dict[Choice, float] = {}  # of the training that they were added to
         self._beyond_effect: dict[Choice, float] = {}
         self._saved_bytes: dict[Choice, float] = {}
         self._reference = plain[0]
         self._bytes_off: dict[Choices, dict[int, float]] = {}
         self._seconds_off: dict[Choices, dict[int, float]] = {}
 
-    def learn_effect(self, choice: Choice, look: Look, without: Look) -> None:
-        """Learn what one choice does, from two traces that differ in it alone."""
+    def learn_effect(
+        self, choice: Choice, look: Look, without: Look, reaches: frozenset[Category] = frozenset()
+    ) -> None:  # fmt: skip
+        """Learn what one choice does, to what its technique reaches, from two traces that differ in it alone."""
         for phase in self._alive:
             after, before = look.phases.get(phase), without.phases.get(phase)
             if after is not None and before is not None:
                 self._fixed_effect[choice][phase] = after.fixed_bytes - before.fixed_bytes
                 self._growing_effect[choice][phase] = (after.growing_bytes - before.growing_bytes) / look.micro_batch
         self._added_seconds[choice] = look.seconds - without.seconds
+        if not reaches <= _OF_AN_UPDATE:
+            self._passes_seconds[choice] = without.seconds
         self._beyond_effect[choice] = _beyond(look) - _beyond(without)
         phases = set(look.phases) & set(without.phases)
         self._saved_bytes[choice] = max(
@@ -93,6 +100,8 @@ class Surrogate:
             effects[choice] = {phase: bytes_share * value for phase, value in effects[strong].items()}
         self._beyond_effect[choice] = bytes_share * self._beyond_effect[strong]
         self._added_seconds[choice] = seconds_share * self._added_seconds[strong]
+        if strong in self._passes_seconds:
+            self._passes_seconds[choice] = self._passes_seconds[strong]
 
     def correct(self, look: Look) -> None:
         """Learn from a trace of a whole mix."""
@@ -119,8 +128,12 @@ class Surrogate:
 
     def seconds(self, mix: Choices, micro_batches: Column) -> Any:
         """Guess the time of a step, for each of several micro-batches."""
-        added = sum(self._added_seconds.get(choice, 0.0) for choice in mix if choice not in self._base)
-        return self._seconds.at(np.log2(micro_batches)) + added + self._off(self._seconds_off, mix, micro_batches)
+        plain = self._seconds.at(np.log2(micro_batches))
+        seconds = plain + self._off(self._seconds_off, mix, micro_batches)
+        for choice in self._added_seconds.keys() & set(mix) - self._base:
+            passes_seconds = self._passes_seconds.get(choice)
+            seconds += self._added_seconds[choice] * (plain / passes_seconds if passes_seconds else 1.0)
+        return seconds
 
     def is_useful(self, choice: Choice) -> bool:
         """Whether a choice that was learned saves time, or memory in any phase, that is worth another trace."""

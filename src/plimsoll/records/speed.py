@@ -46,22 +46,31 @@ class Speed(Record):
     ``flops_per_second`` is a curve for each type: over the operations of a product by the bytes it moves, which are few
     where a side of a matrix is small. ``bytes_per_second`` is one for each kind of op: over the bytes that it moves,
     more than the caches hold or less. A type or kind that is missing is as ``float32`` or ``plain``.
-    ``fresh_seconds_per_byte`` is what memory costs that was not touched before (pages are cleared). An op costs
-    ``op_seconds`` of the processor that calls it, and at least ``kernel_seconds`` of the device. Where ``overlaps``,
-    device, calls and the copies over the link run beside one another. ``link_bytes_per_second`` is to and from memory
-    outside the device: of a GPU the host's, of a processor files. ``spread`` is how far off a step may be, as a share.
+    ``fresh_seconds_per_byte`` is what memory costs that was not touched before (pages are cleared).
+
+    The call of an op keeps the processor busy, whatever the op does: for ``op_seconds`` if it is called bare, as an
+    optimizer's are; for ``module_op_seconds`` in a forward, where modules are called and autograd takes note; for
+    ``backward_op_seconds`` where torch's own code calls it, as autograd in a backward. Its kernel keeps the device busy
+    for at least ``kernel_seconds``. Where ``overlaps``, a call only puts a kernel into the device's queue, and copies
+    over the link run beside both. ``link_bytes_per_second`` is to and from memory outside the device: of a GPU the
+    host's, of a processor files; ``host_bytes_per_second`` what the processor itself does in that memory.
+    ``spread`` is how far off a step may be, as a share.
     """
 
     record_kind: ClassVar[str] = "speed"
+    schema_version: ClassVar[int] = 2
 
     device: str
     source: Literal["measured", "table"]
     flops_per_second: dict[str, Curve]
     bytes_per_second: dict[MovingKind, Curve]
     op_seconds: float
+    module_op_seconds: float
+    backward_op_seconds: float
     kernel_seconds: float = 0.0
     fresh_seconds_per_byte: float = 0.0
     link_bytes_per_second: float
+    host_bytes_per_second: float
     overlaps: bool = False
     spread: float
 

@@ -37,7 +37,8 @@ class OpTable(Frozen):
     """One row per op that ran. ``name``, ``module`` and ``line`` are numbers of texts; ``step`` counts from 1.
 
     ``flops`` are the operations of its products, in the type whose text has the number ``dtype``; ``moved_bytes`` are
-    read or written in the device's memory, ``outside_bytes`` in other memory. A view has none of these.
+    read or written in the device's memory, ``outside_bytes`` in other memory. A view has none of these. An op is
+    ``by_autograd`` if autograd's own code called it in a backward pass, and not Python, as in a recomputation.
     """
 
     name: tuple[int, ...]
@@ -45,6 +46,7 @@ class OpTable(Frozen):
     line: tuple[int, ...]
     phase: tuple[Phase, ...]
     step: tuple[int, ...]
+    by_autograd: tuple[bool, ...]
     flops: tuple[int, ...]
     moved_bytes: tuple[int, ...]
     outside_bytes: tuple[int, ...]
@@ -92,7 +94,7 @@ class Trace(Record):
     """
 
     record_kind: ClassVar[str] = "trace"
-    schema_version: ClassVar[int] = 2
+    schema_version: ClassVar[int] = 3
 
     source: Literal["predicted", "measured"]
     lowered_to: str

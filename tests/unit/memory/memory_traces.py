@@ -39,6 +39,7 @@ def trace_of(ops: list[str], storages: list[Storage], phase: Phase = "forward", 
             line=(0,) * len(ops),
             phase=(phase,) * len(ops),
             step=(1,) * len(ops),
+            by_autograd=(False,) * len(ops),
             **dict.fromkeys(("flops", "moved_bytes", "outside_bytes", "dtype"), (0,) * len(ops)),
         ),
         storages=StorageTable(

@@ -114,6 +114,20 @@ def test_what_is_recomputed_belongs_to_its_module_again():
     assert [phase for phase, _ in places] == ["forward", "backward"]
 
 
+def test_what_autograd_calls_by_itself_is_told_from_what_python_calls():
+    net = Net(lambda hidden: checkpoint(torch.exp, Square.apply(hidden), use_reentrant=False))
+    with recorded() as found:
+        net(torch.ones(3, 4)).sum().backward()
+    ops = found.trace.ops
+    called: dict[tuple[str, str], list[bool]] = {}
+    for name, phase, by_autograd in zip(ops.name, ops.phase, ops.by_autograd, strict=True):
+        called.setdefault((found.trace.texts[name], phase), []).append(by_autograd)
+    assert not any(sum(calls) for (_, phase), calls in called.items() if phase != "backward")
+    assert called["aten.exp.default", "backward"] == [False]  # recomputed
+    assert called["aten.mul.Tensor", "backward"] == [True, False, False]  # of exp, and two of Square's in Python
+    assert all(called["aten.mm.default", "backward"])
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_module_is_named_in_forward_and_backward(reentrant: bool):
     class Outer(nn.Module):

@@ -17,11 +17,15 @@ SPEED = Speed(
     flops_per_second={"float32": (Point(at=1, rate=100),)},
     bytes_per_second={"plain": (Point(at=1, rate=10),)},
     op_seconds=1,
+    module_op_seconds=1,
+    backward_op_seconds=1,
     link_bytes_per_second=5,
+    host_bytes_per_second=2,
     spread=0.25,
 )
 MAPPED = HeapRules(mmap_threshold_bytes=4096, is_dynamic=False)
 GPU = SPEED.model_copy(update={"overlaps": True, "kernel_seconds": 3})
+NO_CALLS = dict.fromkeys(("op_seconds", "module_op_seconds", "backward_op_seconds"), 0)
 # A step of two micro-batches, and an update.
 TWO = (
     ("setup", 0, ""), ("forward", 1, ""), ("forward", 2, ""), ("backward", 2, ""), ("forward", 2, ""),
@@ -124,20 +128,59 @@ def test_what_the_heap_has_given_back_is_cleared_anew(heap, num_pages):
     """In the second step; the first has made the heap as large as it has to be."""
     names = {1: ("a", "b"), 2: ("c", "d")}
     ops = [("forward", step, f"+{name} activations {1 << 20} -{name}") for step in names for name in names[step]]
-    speed = SPEED.model_copy(update={"fresh_seconds_per_byte": 1 / 4096, "op_seconds": 0})
+    speed = SPEED.model_copy(update={"fresh_seconds_per_byte": 1 / 4096} | NO_CALLS)
     assert seconds_of(trace_of(*ops), speed, heap=heap) == num_pages
 
 
 def test_memory_outside_is_not_cleared():
-    speed = SPEED.model_copy(update={"fresh_seconds_per_byte": 0.5, "op_seconds": 0})
+    speed = SPEED.model_copy(update={"fresh_seconds_per_byte": 0.5} | NO_CALLS)
     assert one({}, ("forward", 1, "+large@host activations 64"), speed=speed, heap=MAPPED) == 0
 
 
-def test_on_a_gpu_the_slowest_of_kernels_calls_and_link_counts():
-    assert one({"moved_bytes": 50}, speed=GPU) == 5
-    assert one({"moved_bytes": 10}, speed=GPU) == 3  # no kernel is shorter
-    assert one({"moved_bytes": 10, "outside_bytes": 35}, speed=GPU) == 7
+def test_on_a_gpu_a_kernel_begins_when_it_is_called_and_the_one_before_it_has_ended():
+    assert one({"moved_bytes": 50}, speed=GPU) == 1 + 5
+    assert one({"moved_bytes": 10}, speed=GPU) == 1 + 3  # no kernel is shorter
+    large, small, view = {"moved_bytes": 80}, {"moved_bytes": 40}, {}
+    assert in_a_row(large, small, small) == 1 + 8 + 4 + 4  # called meanwhile
+    assert in_a_row(*[view] * 20, small) == pytest.approx(20 * 0.3 + 1 + 4)  # waited for
+    assert in_a_row(large, *[view] * 40, small) == pytest.approx(1 + 40 * 0.3 + 1 + 4)  # the queue has run empty
     assert one({}, speed=GPU) == pytest.approx(0.3)
+
+
+def test_on_a_gpu_copies_over_the_link_run_beside_the_rest():
+    copy = {"moved_bytes": 35, "outside_bytes": 35}
+    assert in_a_row({"moved_bytes": 20}, copy) == 7
+    assert in_a_row({"moved_bytes": 80}, copy) == 9
+
+
+def test_memory_of_the_host_is_worked_on_by_the_processor_that_calls():
+    assert in_a_row({"outside_bytes": 20}, {"moved_bytes": 30}) == 1 + 20 / 2 + 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("phase", "name", "by_autograd", "seconds"),
+    [
+        ("forward", "aten.add.Tensor", False, 40),
+        ("forward", "aten._to_copy.default", False, 16),  # autocast's
+        ("loss", "aten.add.Tensor", False, 40),
+        ("backward", "aten.add.Tensor", True, 16),
+        ("backward", "aten.add.Tensor", False, 40),  # recomputed
+        ("clip", "aten.add.Tensor", False, 7),
+        ("optimizer", "aten.add.Tensor", False, 7),
+    ],
+)
+def test_a_call_costs_what_it_takes_where_it_comes_from(phase, name, by_autograd, seconds):
+    calls = {"op_seconds": 7, "module_op_seconds": 40, "backward_op_seconds": 16}
+    trace = trace_of((phase, 1, ""), work={0: {"moved_bytes": 30}})
+    texts = tuple(text.replace("aten.op0.default", name) for text in trace.texts)
+    ops = trace.ops.model_copy(update={"by_autograd": (by_autograd,)})
+    trace = trace.model_copy(update={"texts": texts, "ops": ops})
+    assert seconds_of(trace, GPU.model_copy(update=calls)) == seconds + 3
+
+
+def in_a_row(*works):
+    ops = [("forward", 1, "")] * len(works)
+    return seconds_of(trace_of(*ops, work={number: work for number, work in enumerate(works) if work}), GPU)
 
 
 def test_an_empty_trace_takes_no_time():

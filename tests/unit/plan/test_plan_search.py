@@ -61,6 +61,15 @@ def test_a_technique_that_saves_passes_may_be_faster_than_small_micro_batches(in
     assert found.chosen.micro_batch == 16  # 116 bytes in a pass: one pass is enough
 
 
+def test_what_saves_nothing_with_small_passes_is_chosen_where_large_ones_are_faster(inhabited):
+    """Within 250 bytes 8 samples go plainly, and the update is the peak; a pass is 1 s, and 0.5 s to recompute."""
+    world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.5,))], pass_seconds=1))
+    found, problem = searched(world, 250)
+    assert [choice.technique for choice in found.chosen.mix] == ["recompute"]
+    assert (found.chosen.micro_batch, found.chosen.seconds) == (16, 1 + 1.5)
+    assert found.chosen.seconds == best_by_trying_all(world, problem).seconds
+
+
 def test_the_update_sets_the_peak_and_only_what_reaches_it_is_chosen(inhabited):
     states = MadeUp("offload", (0,), saves_fixed=100, seconds=(0.1,), reaches=frozenset({"optimizer states"}))
     world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.05,)), states]))

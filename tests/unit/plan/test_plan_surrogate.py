@@ -68,6 +68,16 @@ def test_effects_add_up_within_a_phase_and_the_largest_phase_counts():
     assert times(surrogate, (HALF, STATES), 16) == pytest.approx([1.1 + 0.2 + 0.4])
 
 
+def test_what_is_done_in_every_pass_takes_its_share_of_them():
+    """Learned at 2 samples, where passes take 1.4 s and it half as much: at 16 samples half of 1.1 s."""
+    surrogate = Surrogate(PLAIN)
+    surrogate.learn_effect(HALF, look(2, (HALF,), per_sample=5, seconds=2.1), PLAIN[0], frozenset({"activations"}))
+    surrogate.learn_effect(STATES, look(2, (STATES,), update=120, seconds=1.6), PLAIN[0])
+    surrogate.interpolate(NONE, HALF, bytes_share=0.5, seconds_share=0.5)
+    assert times(surrogate, (HALF, STATES), 2, 16) == pytest.approx([1.4 + 0.7 + 0.2, 1.1 + 0.55 + 0.2])
+    assert times(surrogate, (NONE,), 16) == pytest.approx([1.1 + 0.275])
+
+
 def test_what_grows_is_saved_for_each_sample():
     """Learned at 2 samples, where it is hidden below the update, and used at 16."""
     surrogate = Surrogate(PLAIN)

@@ -56,9 +56,13 @@ class MadeUp:
 
 @dataclass
 class World:
-    """100 bytes fixed in the passes, 200 in the update, 10 a sample; 1 s of work and 0.01 s a pass."""
+    """100 bytes fixed in the passes, 200 in the update, 10 a sample; 1 s of work and 0.01 s a pass.
+
+    With ``pass_seconds`` a technique takes its seconds in each pass, and parts are those of the peak, as really.
+    """
 
     techniques: list[MadeUp]
+    pass_seconds: float | None = None
     clashes_bytes: int = 0  # what two techniques together need more than they would alone
     asked: list = field(default_factory=list)
 
@@ -70,16 +74,19 @@ class World:
         self.asked.append(choices)
         size = next(choice.options["samples"] for choice in choices if choice.technique == "micro_batch")
         others = [choice for choice in choices if choice.technique != "micro_batch"]
-        per_sample, fixed, seconds = 10, 200, 1 + 0.01 * -(-BATCH_SIZE // size)
+        num_passes = -(-BATCH_SIZE // size)
+        per_sample, fixed, seconds = 10, 200, 1 + (self.pass_seconds or 0.01) * num_passes
         for choice in others:
             technique, level = self.registry[choice.technique], choice.options["level"]
             per_sample -= technique.saves_per_sample[min(level, len(technique.saves_per_sample) - 1)]
             fixed -= technique.saves_fixed
-            seconds += technique.seconds[level]
+            seconds += technique.seconds[level] * (num_passes if self.pass_seconds else 1)
         passes = PhasePeak(100 + self.clashes_bytes * max(len(others) - 1, 0), max(per_sample, 1) * size)
         update = PhasePeak(fixed, 0)
         need = 50 + max(passes.fixed_bytes + passes.growing_bytes, fixed)
         parts = {"activations": max(per_sample, 1) * size, "parameters": 100, "optimizer states": 100}
+        if self.pass_seconds and passes.fixed_bytes + passes.growing_bytes < fixed:
+            parts["activations"] = 0
         return Look(
             tuple(choices),
             size,

@@ -50,7 +50,8 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
     curve = (Point(at=1.0, rate=2.0),)
     speed = Speed(
         device="cpu", source="measured", flops_per_second={"float32": curve}, bytes_per_second={"plain": curve},
-        op_seconds=1e-5, link_bytes_per_second=1e9, spread=0.25,
+        op_seconds=1e-5, module_op_seconds=4e-5, backward_op_seconds=2e-5, link_bytes_per_second=1e9,
+        host_bytes_per_second=1e10, spread=0.25,
     )  # fmt: skip
     exchange = ExchangeSpeed(
         device="cpu", source="assumed", num_ranks=2, bytes_per_second={"all_gather": curve}, call_seconds=1e-4,

@@ -21,6 +21,9 @@ def test_a_speed_is_a_file(tmp_path):
         flops_per_second={"float32": CURVE},
         bytes_per_second={"plain": CURVE},
         op_seconds=1e-5,
+        module_op_seconds=4e-5,
+        backward_op_seconds=2e-5,
+        host_bytes_per_second=1e10,
         link_bytes_per_second=1e9,
         spread=0.25,
     )

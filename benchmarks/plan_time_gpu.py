@@ -1,0 +1,384 @@
+"""Whether the planner's time model tells how long recorded steps of a GPU took: predicted without a GPU.
+
+    python benchmarks/plan_time_gpu.py [--only gpt2] [--hold-out] [--out FOLDER]
+    python benchmarks/plan_time_gpu.py --replay [--limits 4 8] [--out FOLDER]
+
+The rows are those of `benchmarks/recorded` (README there): forward and backward of one micro-batch in plain PyTorch,
+updates, and steps of one job by hand and with techniques. Each is rehearsed here with the kernels of the card, and its
+time is what `plimsoll plan --device h200` would say, with the table's speed. Errors are of seconds; of two settings of
+one job that differ by more than 10 % the model should say the right one is faster. For forward and backward the job is
+the model in one precision, and what counts is the time of a sample.
+
+``--hold-out`` chooses the costs of calls from a grid again, without one model at a time, and predicts that one.
+``--replay`` plans the job of the grid at limits from 1.2 to 32 GiB, and compares what is chosen with the fastest
+recorded setting that fits: a plan that was recorded has its recorded time, another one that of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from _results import add_out, file_result, keep_printed, quantile, table
+from plimsoll.data.sketch import TextSketch
+from plimsoll.device.gpus import find_gpu
+from plimsoll.device.speed import speed_of
+from plimsoll.memory.predict import Counted, count_on_cuda
+from plimsoll.memory.trace import Rehearsal, rehearsal
+from plimsoll.plan.cost import step_duration
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice
+from plimsoll.records.speed import Speed
+from plimsoll.records.trace import Phase, Trace
+from plimsoll.run.plan import planner_of
+from plimsoll.run.rehearse import rehearse_job, rehearsed_samples
+from plimsoll.run.targets import gpu_target
+from plimsoll.techniques import UNTRACED, in_order
+
+RECORDED = Path(__file__).parent / "recorded"
+ROWS, GRID = RECORDED / "h200-times-torch2.11.0.json.gz", RECORDED / "h200-gpt2-grid-torch2.11.0.csv"
+CARD = find_gpu("H200")
+SPEED = speed_of(CARD)
+OUTSIDE_BYTES = 502 << 20  # what the recorded processes took outside of the allocator
+WORTH_TELLING = 0.1
+LIMITS_GIB = (1.2, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+CALLS = [(module * 1e-6, backward * 1e-6) for module in range(22, 59, 4) for backward in range(8, 27, 2)]
+
+# model, vocabulary
+MODELS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
+    "gpt2-124m": (lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config()), 50257),
+    "bert-base": (lambda: transformers.BertForMaskedLM(transformers.BertConfig()), 30522),
+    "t5-small": (
+        lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(
+            d_model=512, d_ff=2048, num_layers=6, num_heads=8, decoder_start_token_id=0)),
+        32128,
+    ),
+    "llama-1b-gqa": (
+        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_attention_heads=32,
+            num_key_value_heads=8)),
+        32000,
+    ),
+    "qwen3-0.6b": (
+        lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+            vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+            num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)),
+        151936,
+    ),
+}  # fmt: skip
+OPTIONS = {
+    "micro_batch": "samples", "checkpointing": "blocks", "optimizer_offload": "to", "activation_offload": "to",
+    "chunked_loss": "chunk_tokens", "optimizer_kernel": "kernel", "layer_streaming": "blocks",
+}  # fmt: skip
+KERNELS = {"foreach": {}, "fused": {"fused": True}, "loop": {"foreach": False}}
+BATCH_SIZE, VOCABULARY, LENGTH = 64, 8000, 512
+JOB = Job.from_fields({
+    "model": {"architecture": "gpt2", "n_positions": LENGTH}, "data": {"train": "nowhere.txt"},
+    "tokenizer": {"train": "bpe", "vocab_size": VOCABULARY}, "sequence_length": LENGTH, "batch_size": BATCH_SIZE,
+    "precision": "bf16", "optimizer": {"name": "adamw", "lr": 3e-4, "clip_norm": 1.0},
+})  # fmt: skip
+TEXTS = TextSketch(VOCABULARY, None, 0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recorded time. Settings of one ``group`` do the same in ``samples`` steps, and can be compared."""
+
+    kind: str
+    group: str
+    setting: str
+    seconds: float
+    samples: int
+    fields: dict
+
+    @property
+    def task(self) -> tuple:
+        """What is rehearsed for it: the same for all rows with the same task."""
+        if self.kind == "forward and backward":
+            names = ("model", "precision", "checkpointing", "micro", "length")
+            return ("passes", *(self.fields[name] for name in names))
+        if self.kind == "update":
+            return ("update", self.fields["model"], self.setting)
+        return ("step", self.fields["choices"])
+
+    @property
+    def name(self) -> str:
+        return f"{self.group} {self.setting}"
+
+
+# -- what was recorded -------------------------------------------------------------------------------------------------
+
+
+def recorded_rows() -> list[Row]:
+    recorded = json.loads(gzip.decompress(ROWS.read_bytes()))["rows"]
+    rows = [row for fields in recorded if "error" not in fields for row in rows_of(fields)]
+    return rows + [grid_row(fields) for fields in csv.DictReader(GRID.read_text("utf-8").splitlines())]
+
+
+def rows_of(fields: dict) -> Iterator[Row]:
+    if fields["kind"] == "plain":
+        setting = f"micro_batch={fields['micro']}" + " + checkpointing" * fields["checkpointing"]
+        group = f"{fields['model']} {fields['precision']}"
+        yield Row("forward and backward", group, setting, fields["seconds"], fields["micro"], fields)
+    if fields["kind"] == "technique":
+        seconds = statistics.median(fields["step_seconds"][1:])
+        yield Row("step with techniques", "the job", fields["choices"], seconds, 1, fields)
+    if fields["kind"] == "update":
+        yield Row("update", f"{fields['model']} AdamW", fields["optimizer"], fields["seconds"], 1, fields)
+
+
+def grid_row(fields: dict) -> Row:
+    words = f"micro_batch={fields['micro_batch']}"
+    if fields["checkpointing"] != "none":
+        words += f" + checkpointing={fields['checkpointing']}"
+    return Row("step by hand", "the job by hand", words, float(fields["step_seconds"]), 1, {**fields, "choices": words})
+
+
+def choices_of(words: str) -> tuple[Choice, ...]:
+    pairs = (word.split("=") for word in words.split(" + "))
+    values = [(name, int(value) if value.isdecimal() else value) for name, value in pairs]
+    return in_order(tuple(Choice(technique=name, options={OPTIONS[name]: value}) for name, value in values))
+
+
+# -- what is predicted -------------------------------------------------------------------------------------------------
+
+
+def predict(task: tuple, speeds: Iterable[Speed] = (SPEED,)) -> list[float]:
+    """Seconds with each speed, of one rehearsal."""
+    trace, batch_size, micro_batch = traced(*task)
+    counted, samples = counted_on_card(trace), rehearsed_samples(batch_size, micro_batch)
+    sizes = {"batch_size": batch_size, "micro_batch": micro_batch, "rehearsed_samples": samples}
+    return [step_duration(counted, speed, **sizes).likely_seconds for speed in speeds]
+
+
+def counted_on_card(trace: Trace) -> Counted:
+    return count_on_cuda(trace, CARD, CARD.capacity_bytes)
+
+
+def traced(kind: str, *what: Any) -> tuple[Trace, int, int]:
+    """The trace of a task, its last step like those that were timed, with the samples of a step and of a pass."""
+    if kind == "passes":
+        return trace_loop(lambda place, say: passes(place, say, *what)), what[3], what[3]
+    if kind == "update":
+        return trace_loop(lambda place, say: updates(place, say, *what)), 1, 1
+    choices = choices_of(*what)
+    samples = next(int(one.options["samples"]) for one in choices if one.technique == "micro_batch")
+    return rehearse_job(JOB, TEXTS, gpu_target(CARD, None).lowering(), choices, is_short=True), BATCH_SIZE, samples
+
+
+def trace_loop(train: Callable[[Rehearsal, Callable[[Phase], None]], None]) -> Trace:
+    phases: list[Phase] = ["setup"]
+    with rehearsal(gpu_target(CARD, None).lowering(), lambda: phases[-1]) as place:
+        train(place, phases.append)
+        return place.trace()
+
+
+def passes(
+    place: Rehearsal, say: Callable[[Phase], None], name: str, precision: str, checkpointing: bool, micro: int,
+    length: int,
+) -> None:  # fmt: skip
+    """Forward and backward, twice: the second meets gradients."""
+    build, vocabulary = MODELS[name]
+    model = build().to("cuda").train()
+    if checkpointing:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    tokens = torch.arange(micro * length).view(micro, length) * 7919 % (vocabulary - 2) + 1
+    tokens = place.fake_batch(tokens).to("cuda")
+    for step in (1, 2):
+        place.recorder.step = step
+        say("forward")
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        say("backward")
+        loss.backward()
+        del loss
+
+
+def updates(place: Rehearsal, say: Callable[[Phase], None], name: str, kernel: str) -> None:
+    """Two updates: the first makes the states."""
+    model = MODELS[name][0]().to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **KERNELS[kernel])
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    say("optimizer")
+    for step in (1, 2):
+        place.recorder.step = step
+        optimizer.step()
+
+
+def settle() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+
+
+def predicted_of(rows: list[Row], num_processes: int, speeds: Iterable[Speed] = (SPEED,)) -> list[list[float]]:
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    with multiprocessing.get_context("spawn").Pool(num_processes, settle) as pool:
+        found = pool.starmap(predict, [(task, tuple(speeds)) for task in tasks], chunksize=1)
+    of_task = dict(zip(tasks, found, strict=True))
+    return [of_task[row.task] for row in rows]
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def figures_of(rows: list[Row], predicted: list[float]) -> dict:
+    """How far off, and how often the faster of two is told."""
+    errors = [abs(seconds / row.seconds - 1) for row, seconds in zip(rows, predicted, strict=True)]
+    right, wrong = 0, []
+    for (first, ours), (second, others) in itertools.combinations(zip(rows, predicted, strict=True), 2):
+        if first.group != second.group:
+            continue
+        pairs = [(row.seconds / row.samples, seconds / row.samples, row.setting)
+                 for row, seconds in ((first, ours), (second, others))]  # fmt: skip
+        fast, slow = sorted(pairs)
+        if slow[0] < fast[0] * (1 + WORTH_TELLING):
+            continue
+        if fast[1] < slow[1]:
+            right += 1
+        else:
+            wrong.append(f"{first.group}: {fast[2]} before {slow[2]}")
+    return {
+        "rows": len(rows), "median": statistics.median(errors), "p90": quantile(errors, 0.9), "worst": max(errors),
+        "pairs": right + len(wrong), "told": right / max(right + len(wrong), 1), "wrong": wrong,
+    }  # fmt: skip
+
+
+def figures_by_kind(rows: list[Row], predicted: list[float]) -> dict[str, dict]:
+    pairs = list(zip(rows, predicted, strict=True))
+    kinds = dict.fromkeys(row.kind for row in rows)
+    by_kind = {kind: [pair for pair in pairs if pair[0].kind == kind] for kind in kinds} | {"all": pairs}
+    return {kind: figures_of(*map(list, zip(*chosen, strict=True))) for kind, chosen in by_kind.items()}
+
+
+def summary(found: dict[str, dict]) -> str:
+    return table(
+        ("recorded", "rows", "median error", "90 % within", "worst", "pairs", "faster one told"),
+        [
+            (kind, one["rows"], *(f"{one[name]:.1%}" for name in ("median", "p90", "worst")), one["pairs"],
+             f"{one['told']:.1%}" if one["pairs"] else "-")
+            for kind, one in found.items()
+        ],
+    )  # fmt: skip
+
+
+def row_table(rows: list[Row], predicted: list[float]) -> str:
+    lines = [(row.name, f"{row.seconds * 1e3:.1f}", f"{seconds * 1e3:.1f}", f"{seconds / row.seconds:.2f}")
+             for row, seconds in zip(rows, predicted, strict=True)]  # fmt: skip
+    return table(("row", "recorded ms", "predicted ms", "ratio"), lines)
+
+
+def held_out(rows: list[Row], num_processes: int) -> tuple[str, dict]:
+    """Choose the costs of calls on all models but one, and predict that one."""
+    rows = [row for row in rows if row.kind == "forward and backward"]
+    speeds = [SPEED.model_copy(update={"module_op_seconds": module, "backward_op_seconds": backward})
+              for module, backward in CALLS]  # fmt: skip
+    ratios = [[seconds / row.seconds for seconds in of_row]
+              for row, of_row in zip(rows, predicted_of(rows, num_processes, speeds), strict=True)]  # fmt: skip
+    lines, errors = [], []
+    for model in dict.fromkeys(row.fields["model"] for row in rows):
+        is_out = [row.fields["model"] == model for row in rows]
+        kept = [of_row for of_row, out in zip(ratios, is_out, strict=True) if not out]
+        best = min(range(len(CALLS)), key=lambda one: sum(abs(of_row[one] - 1) for of_row in kept))
+        found = [abs(of_row[best] - 1) for of_row, out in zip(ratios, is_out, strict=True) if out]
+        errors += found
+        module, backward = (f"{seconds * 1e6:.0f}" for seconds in CALLS[best])
+        lines.append((model, module, backward, len(found), f"{statistics.median(found):.1%}", f"{max(found):.1%}"))
+    heads = ("left out", "module op, us", "backward op, us", "rows", "median error", "worst")
+    return table(heads, lines), {"median": statistics.median(errors), "p90": quantile(errors, 0.9)}
+
+
+# -- replaying the planner ---------------------------------------------------------------------------------------------
+
+
+def replay(limits_gib: Iterable[float]) -> tuple[list[list[str]], list[float]]:
+    """What is planned at each limit beside the fastest recorded setting that fits, and the ratios of their seconds."""
+    grid = map(grid_row, csv.DictReader(GRID.read_text("utf-8").splitlines()))
+    recorded = {frozenset(choices_of(row.fields["choices"])): row for row in grid}
+    spec = CARD.model_copy(update={"context_low_bytes": OUTSIDE_BYTES, "context_high_bytes": OUTSIDE_BYTES})
+    lines, ratios = [], []
+    with planner_of(JOB, "h200", None, ((), ()), None, None, texts=TEXTS) as planner:
+        for limit in limits_gib:
+            planner._target = gpu_target(spec, int(limit * 2**30))  # traces are kept from limit to limit
+            plan = planner.plan()
+            rung = plan.rungs[0]
+            same = recorded.get(frozenset(one for one in rung.choices if one.technique not in UNTRACED))
+            seconds = same.seconds if same else rung.step_time.likely_seconds
+            room_mib = limit * 1024 - OUTSIDE_BYTES / 2**20
+            fitting = (row for row in recorded.values() if float(row.fields["peak_reserved_mib"]) <= room_mib)
+            best = min(fitting, key=lambda row: row.seconds, default=None)
+            cells = ("none", "", "")
+            if best:
+                cells = (best.setting, f"{best.seconds:.3f}", f"{seconds / best.seconds:.2f}")
+            choices = " + ".join(map(str, rung.choices)) if plan.fits else "nothing fits"
+            source = "recorded" if same else "modelled"
+            lines.append([f"{limit:g} GiB", choices, f"{seconds:.3f}", source, *cells])
+            print(*lines[-1], sep=" | ", file=sys.stderr)
+            if best:
+                ratios.append(seconds / best.seconds if plan.fits else float("inf"))
+    return lines, ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose names contain this")
+    parser.add_argument("--hold-out", action="store_true", help="choose the costs of calls without one model at a time")
+    parser.add_argument("--replay", action="store_true", help="plan the job at several limits, in place of the rest")
+    parser.add_argument("--limits", type=float, nargs="+", default=LIMITS_GIB, help="of --replay, in GiB")
+    parser.add_argument("--data", help="not used: nothing is read but what was recorded")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
+    add_out(parser)
+    arguments = parser.parse_args()
+    settle()
+    started, printed = time.perf_counter(), keep_printed()
+    found = show_replay(arguments.limits) if arguments.replay else show_rows(arguments)
+    print(f"\n{time.perf_counter() - started:.0f} s in all.\n")
+    what = ("plan-replay-gpu", "Plans at limits, replayed against recorded steps of a GPU")
+    if not arguments.replay:
+        what = ("plan-time-gpu", "The planner's time model against recorded steps of a GPU")
+    file_result(arguments.out, *what, printed.text, threads=1)
+    print(json.dumps(found))
+
+
+def show_rows(arguments: argparse.Namespace) -> dict:
+    rows = [row for row in recorded_rows() if arguments.only in row.name]
+    predicted = [seconds for (seconds,) in predicted_of(rows, arguments.processes)]
+    found = figures_by_kind(rows, predicted)
+    wrong = [f"- {one}" for one in found["all"]["wrong"]]
+    print(summary(found), "", sep="\n")
+    if wrong:
+        print("Pairs of which the first was faster and the second is said to be:\n", *wrong, "", sep="\n")
+    if arguments.hold_out:
+        text, found["held out"] = held_out(rows, arguments.processes)
+        print("Each model with the costs of calls that fit the others best:\n", text, "", sep="\n")
+    print(row_table(rows, predicted))
+    return found
+
+
+def show_replay(limits_gib: Iterable[float]) -> dict:
+    lines, ratios = replay(limits_gib)
+    print(f"A plan takes at most {max(ratios):.2f} times as long as the fastest recorded setting that fits.\n")
+    heads = ("limit", "planned", "seconds", "", "fastest recorded that fits", "seconds", "ratio")
+    print(table(heads, lines))
+    return {"worst": max(ratios), "ratios": ratios}
+
+
+if __name__ == "__main__":
+    main()
