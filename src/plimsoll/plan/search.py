@@ -23,6 +23,7 @@ import numpy as np
 
 from plimsoll.memory.lowering.cudnn_rnn import MOST_STEPS
 from plimsoll.plan.blocks import some_blocks
+from plimsoll.plan.candidates import FALLS_SHARE, can_follow, candidates_beside
 from plimsoll.plan.look import Look, LookAt, PhasePeak
 from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of
 from plimsoll.plan.reasons import SAME_SECONDS, rejected
@@ -36,9 +37,6 @@ _MOST_LOOKS = 8  # at mixes, for the plan ...
 _MOST_FALLBACK_LOOKS = 1  # ... and for each fallback, which need not be the fastest
 _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
 _WEAKER_SECONDS = 0.5  # of the time that the strongest option adds
-_FALLS_SHARE = 0.95  # of what is before it: what needs more is no fallback
-# Taking one back needs room in the crisis.
-_MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload", "layer_streaming")
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 # Of what the plan needs: close by where it needs most of the limit, since most that runs out lacked a little. A peak
 # that is higher still is for the leanest.
@@ -47,7 +45,10 @@ _FALLBACK_SHARES = (0.85, 0.72, 0.6)
 
 @dataclass(frozen=True)
 class Found:
-    """The mix in force and its fallbacks; ``fits`` is False if ``chosen`` is only what needs least."""
+    """The mix in force and its fallbacks; ``fits`` is False if ``chosen`` is only what needs least.
+
+    ``candidates`` are others that are about as fast by the model, for a trial.
+    """
 
     chosen: Look
     fallbacks: tuple[Look, ...]
@@ -55,6 +56,7 @@ class Found:
     fits: bool
     rejected: tuple[Rejected, ...]
     openings: tuple[Look, ...]
+    candidates: tuple[Look, ...] = ()
 
 
 def search(problem: Problem, look_at: LookAt) -> Found:
@@ -312,7 +314,7 @@ class _Search:
     def _learned_mixes(self, after: Choices | None = None) -> list[_Mix]:
         """Those of what was learned, and where a mix is given that can come after it in a run."""
         learned = (mix for mix in self._mixes() if self._only_guessed.isdisjoint(mix.choices))
-        return [mix for mix in learned if after is None or _can_follow(after, mix.choices)]
+        return [mix for mix in learned if after is None or can_follow(after, mix.choices)]
 
     def _all_mixes(self) -> list[_Mix]:
         base, required = self._menu.base, self._problem.decided.required
@@ -377,7 +379,7 @@ class _Search:
         names = {choice.technique for choice in look.mix}
         has_size = look.micro_batch in self._menu.sizes
         has_all = set(self._menu.base) <= set(look.mix) and self._problem.decided.required <= names
-        return has_size and has_all and (after is None or _can_follow(after, look.mix))
+        return has_size and has_all and (after is None or can_follow(after, look.mix))
 
     def _best_guess(self, mixes: list[_Mix], limit_bytes: int) -> Choices | None:
         """The choices to take: of those about as fast as the fastest, the fewest techniques, then the largest size."""
@@ -411,7 +413,7 @@ class _Search:
                 yield following
                 last = following
         leanest = self._leanest(last.mix)
-        if leanest.need_bytes < _FALLS_SHARE * last.need_bytes:
+        if leanest.need_bytes < FALLS_SHARE * last.need_bytes:
             yield leanest
             last = leanest
         single = (micro_batch_choice(self._menu.sizes[-1]), *last.mix)
@@ -464,6 +466,8 @@ class _Search:
             and (_heap_of(look.choices) == self._usual_heap or _in_heap(look.choices, self._usual_heap) == ours)
         ]  # fmt: skip
         reasons = [rejected(look, chosen, self._problem) for look in others]
+        possible = [look for look in self._looks.values() if self._can_be(look, None)]
+        candidates = candidates_beside(chosen, fallbacks, possible, self._problem.limit_bytes) if fits else ()
         return Found(
             chosen,
             fallbacks,
@@ -471,6 +475,7 @@ class _Search:
             fits,
             (*reasons, *self._menu.rejected),
             openings,
+            candidates,
         )
 
 
@@ -482,13 +487,6 @@ def _in_heap(choices: Choices, heap: Choice | None) -> Choices:
     """The same choices in another heap; ``None`` is the one that a budget sets by itself."""
     rest = tuple(choice for choice in choices if choice.technique not in UNTRACED)
     return rest if heap is None else in_order((*rest, heap))
-
-
-def _can_follow(before: Choices, mix: Choices) -> bool:
-    """Whether a mix can come after another in a run: what changes the training and what has moved states stays."""
-    for_the_run = [tuple(one for one in both if technique_of(one.technique).is_for_the_run) for both in (before, mix)]
-    moved = [tuple(one for one in both if one.technique in _MOVES) for both in (before, mix)]
-    return for_the_run[0] == for_the_run[1] and moved[1][: len(moved[0])] == moved[0]
 
 
 def _about(need_bytes: float) -> float:
