@@ -83,7 +83,8 @@ def schedule(first: Rung, fallbacks: Sequence[Rung], others: Sequence[Rung] = ()
 
 
 def _can_fall(before: Rung, after: Rung) -> bool:
-    return _need_of(after) < _need_of(before) and can_follow(before.others, after.others)
+    is_smaller = after.others != before.others or after.micro_batch < before.micro_batch
+    return is_smaller and _need_of(after) < _need_of(before) and can_follow(before.others, after.others)
 
 
 def _need_of(rung: Rung) -> float:

@@ -53,7 +53,8 @@ from plimsoll.workload import batch_size_of, pick_samples
 _MOST_SECONDS = {"cpu": 10.0, "cuda": 5.0}
 _MOST_STEPS = 2  # of the plan, on a CPU, where these take longer
 _LEAST_GAIN = 0.05  # of a step: what plans about as fast differ by in the median, see docs/LOG.md
-_STEPS_OF_A_TRIAL = 3  # that each candidate takes, at most
+# What each candidate takes: so many steps at most, and so long to look at what its techniques change.
+_STEPS_OF_A_TRIAL, _SECONDS_OF_A_TRIAL = 4, 0.5
 _MOST_COPIED_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # outside of the device and back takes a second or two
 _MOST_PIECES = 4  # in a timed part of a step that is not timed whole ...
 _MOST_REPEATS = 3
@@ -97,7 +98,7 @@ def try_plan(
 
 
 def try_before_training(
-    step: TrainStep, plan: Plan, loader: Loader, directory: RunDirectory, num_steps: int, quiet: bool
+    step: TrainStep, plan: Plan, loader: Loader, directory: RunDirectory, *, num_steps: int, quiet: bool
 ) -> Plan:  # fmt: skip
     """Try the plan of a run that begins (see `try_plan`), if there is anything to try; say, write and learn it."""
     if not plan.candidates:
@@ -123,8 +124,9 @@ def _reason_against(step: TrainStep, plan: Plan, batch: Any, num_steps: int | No
     if copied_bytes > _MOST_COPIED_BYTES[kind]:
         return f"to copy {format_bytes(copied_bytes)} of parameters and put them back would take longer"
     if num_steps is not None:
-        seconds = time_of_step.likely_seconds
-        trial_seconds = min(_most_seconds(plan, kind), _STEPS_OF_A_TRIAL * (1 + len(plan.candidates)) * seconds)
+        seconds, num_candidates = time_of_step.likely_seconds, 1 + len(plan.candidates)
+        expected_seconds = num_candidates * (_SECONDS_OF_A_TRIAL + _STEPS_OF_A_TRIAL * seconds)
+        trial_seconds = min(_most_seconds(plan, kind), expected_seconds)
         if trial_seconds > _LEAST_GAIN * num_steps * seconds:
             run = f"{num_steps:,} steps of about {format_seconds(seconds)}"
             return f"in {run} it would hardly gain what it takes, up to {format_seconds(trial_seconds)}"
@@ -216,28 +218,32 @@ class _Tries:
         self._step.backend.release()
         self._step.backend.reset_peak()
         try:
-            timed = self._timed(candidate.rung, (self._ends - now) / num_left)
+            timed = self._put_to_work() or self._refused(candidate.rung)
+            timed = timed or self._timed(candidate.rung, now + (self._ends - now) / num_left)
         except TornStepError:
             raise
         except PlimsollError as error:  # of this candidate: the training says it again if it is the only one
             return _Found(candidate, "failed", why=str(error))
+        if isinstance(timed, str):
+            return _Found(candidate, "failed", why=timed)
         if isinstance(timed, OomEvent):
             if (ran_out := ran_out_of(timed)) is not None and candidate.rung.peak is not None:
                 self._most_bytes = min(self._most_bytes, ran_out.most_bytes(_needed_bytes(candidate.rung)))
             return _Found(candidate, "ran out", why=f"memory ran out in the {timed.phase} phase ({timed.shortage})")
         return _Found(candidate, "slower", timed, self._step.backend.use().peak_bytes)
 
-    def _timed(self, rung: Rung, most_seconds: float) -> float | OomEvent:
+    def _refused(self, rung: Rung) -> str | None:
+        """Why it is not tried, with its techniques at work."""
+        if self._doubt is not None:
+            return self._doubt
+        if rung.micro_batch >= self._batch_size:
+            return None
+        reason = self._step._whole.reason() or self._step.additivity.before_cut(self._batch)
+        return None if reason is None else f"the batch must not be cut: {reason}"
+
+    def _timed(self, rung: Rung, ends: float) -> float | OomEvent:
         """Seconds of a whole step, as few passes let expect."""
-        step, ends = self._step, time.perf_counter() + most_seconds
-        event = self._put_to_work()
-        if event is not None or self._doubt is not None:
-            return event or math.inf
         num_pieces = -(-self._batch_size // rung.micro_batch)
-        if num_pieces > 1 and (reason := step._whole.reason() or step.additivity.before_cut(self._batch)):
-            step._put_back()
-            self._doubt = f"the batch must not be cut: {reason}"
-            return math.inf
         warm = self._seconds_of(rung, 1)
         one = warm if isinstance(warm, OomEvent) else self._seconds_of(rung, 1)
         if isinstance(one, OomEvent):
@@ -266,7 +272,7 @@ class _Tries:
 
         event = step._together(work)
         self._doubt = step._retry.doubt
-        step._put_back()
+        step._retry.put_back(step._put_back_own)
         return event if isinstance(event, OomEvent) else None
 
     def _seconds_of(self, rung: Rung, num_pieces: int) -> float | OomEvent:

@@ -265,7 +265,7 @@ def _able_to_begin_anew(work: Callable[P, None]) -> Callable[P, None]:
 
 # long: what a start does, in its order, with the imports it needs
 @_able_to_begin_anew
-def train_run(  # noqa: PLR0915 -- as above
+def train_run(  # noqa: PLR0912, PLR0915 -- as above
     path: Path,
     *,
     resume: bool,
@@ -387,7 +387,8 @@ def train_run(  # noqa: PLR0915 -- as above
         if device == "cpu":
             set_up_for_steps(first)
         is_tried = trial and saved is None and not restarts and ranks.is_alone
-        plan = try_before_training(step, plan, parts.loader, directory, job.steps, quiet) if is_tried else plan
+        if is_tried:
+            plan = try_before_training(step, plan, parts.loader, directory, num_steps=job.steps, quiet=quiet)
         offset_seconds = max((line.time_seconds for line in directory.each_line()), default=0.0)
         training = Training(job, parts, step, directory, marks, MemorySampler(step.backend, offset_seconds), view, host)
         if saved is not None:
