@@ -159,7 +159,7 @@ def loss_sentence(plan: Plan) -> str:
 def trial_sentence(plan: Plan) -> str:
     """Say whether the plan was run beside others before it was believed; empty where nothing fits, or was predicted."""
     trial, num_others = plan.trial, len(plan.candidates)
-    if not plan.fits or plan.prediction is None:
+    if not plan.fits or (trial is None and plan.prediction is None):
         return ""
     if trial is None and num_others:
         others = "one other that is" if num_others == 1 else f"{num_others} others that are"

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from small_runs import small_job, train_here
+from plans_to_try import plan_of, rung
+from small_runs import train_here
 from torch import nn
 
-from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError
-from plimsoll.plan.cost import learned_ratio
-from plimsoll.records.device import Budget
-from plimsoll.records.plan import Candidate, Choice, Duration, Plan, Rung, Trial, micro_batch_choice
-from plimsoll.records.prediction import Estimate
+from plimsoll.records.plan import Choice, Plan, Rung, Trial
 from plimsoll.records.run import RunRecord
-from plimsoll.run import trial
+from plimsoll.run import learning, trial
+from plimsoll.run.failpoints import armed
 from plimsoll.run.learning import known_calibration
 from plimsoll.run.step import TrainStep
 from plimsoll.run.trial import try_plan
 from processes import run_program
 from workloads import BATCH_SIZE, CASES, Case, weights_of
 
-MIB = 1 << 20
 GPT2, _, LSTM, CNN = CASES
 FUSED = Choice(technique="optimizer_kernel", options={"kernel": "fused"})
 ON_DISK = Choice(technique="optimizer_offload", options={"to": "disk"})
@@ -31,20 +29,6 @@ PARAMETERS = Choice(technique="parameter_offload", options={"gradients": True})
 RECOMPUTED = Choice(technique="checkpointing", options={"blocks": "all"})
 KEPT = Choice(technique="heap", options={"mapped_from": "never"})
 EARLY = Choice(technique="optimizer_in_backward")
-
-
-def rung(samples: int, *others: Choice, mib: int = 100, seconds: float = 1.0) -> Rung:
-    """One way to run a step; ``mib`` and ``seconds`` are what is predicted."""
-    peak = Estimate(likely_bytes=mib * MIB, low_bytes=mib * MIB, high_bytes=mib * MIB)
-    step_time = Duration(likely_seconds=seconds, low_seconds=seconds / 2, high_seconds=2 * seconds)
-    return Rung(choices=(micro_batch_choice(samples), *others), peak=peak, step_time=step_time)
-
-
-def plan_of(first: Rung, *candidates: Rung, fallbacks: tuple[Rung, ...] = ()) -> Plan:
-    return Plan(
-        budget=Budget(), rungs=(first, *fallbacks), candidates=tuple(Candidate(rung=one) for one in candidates),
-        made_for={"target": "cpu"},
-    )  # fmt: skip
 
 
 def step_of(case: Case, rungs: tuple[Rung, ...], make=None, **options: object) -> TrainStep:
@@ -179,8 +163,8 @@ BATCH = torch.ones(BATCH_SIZE, 4)
 
 
 def test_the_fastest_that_was_measured_is_in_force_and_what_needs_less_is_behind_it():
-    slow, fast = rung(1, mib=90, seconds=1.0), rung(8, mib=100, seconds=1.2)
-    behind = (rung(4, mib=60, seconds=1.5), rung(1, KEPT, mib=30, seconds=3.0))
+    slow, fast = rung(1, KEPT, mib=90, seconds=1.0), rung(8, mib=100, seconds=1.2)
+    behind = (rung(4, mib=60, seconds=1.5), rung(1, mib=30, seconds=3.0))
     step = paced(rungs=(slow, *behind))
     plan = try_plan(step, plan_of(slow, fast, fallbacks=behind), BATCH)
     assert plan.rungs == (fast, slow, *behind)
@@ -188,9 +172,6 @@ def test_the_fastest_that_was_measured_is_in_force_and_what_needs_less_is_behind
     assert [one.predicted_seconds for one in plan.trial.tried] == [1.0, 1.2]
     assert plan.candidates == ()
     assert (step.rung, step(BATCH).micro_batch) == (0, 8)
-    assert not step._rungs.has_one_in_force or step._rungs.names == [
-        f"{size.samples} {step._rungs.described(size.level)}" for size in step._rungs.sizes
-    ]
 
 
 def test_what_fails_by_itself_is_left_to_the_others():
@@ -215,7 +196,7 @@ def test_what_fails_by_itself_is_left_to_the_others():
     ("changes", "num_steps", "reason"),
     [
         ({"candidates": ()}, 10**6, "no other plan is about as fast"),
-        ({}, 100, "in 100 steps of about 1 s it would hardly gain what it takes, up to 9.0 s"),
+        ({}, 100, "in 100 steps of about 1.0 s it would hardly gain what it takes, up to 9.0 s"),
     ],
 )
 def test_what_would_not_be_worth_it_is_left_out(changes, num_steps, reason):
@@ -255,5 +236,105 @@ def test_nothing_is_begun_when_the_time_is_over(monkeypatch):
     assert [one.outcome for one in plan.trial.tried] == ["not tried"] * 3 or plan.trial.left_out
 
 
-def test_what_was_measured_is_learned(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLIMSOLL_CACHE", str(tmp_path))
+RUNS_OUT = """
+import json, sys, torch, plimsoll
+from torch import nn
+from plimsoll.device.base import backend_for
+from plimsoll.run.step import TrainStep
+from plimsoll.run.trial import try_plan
+sys.path[:0] = sys.argv[1:2]
+from plans_to_try import plan_of, rung
+
+torch.set_num_threads(1)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8000, 16), nn.Linear(16, 8000)
+
+    def forward(self, ids):
+        hidden = nn.functional.dropout(self.embedding(ids), 0.1)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+
+def step_of(rungs):
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    return TrainStep(model, optimizer, lambda model, ids: model(ids), units="samples", rungs=rungs, recut_loss=True)
+
+ids = torch.randint(0, 8000, (32, 64), generator=torch.Generator().manual_seed(0))
+backend = backend_for("cpu")
+step_of((rung(1),))(ids[:2])  # imports and starts what a step needs
+whole, most, few = rung(32, mib=200), rung(30, mib=199), rung(4, mib=40)
+step = step_of((whole, few))
+with plimsoll.limited(backend.use().used_bytes + (120 << 20)):  # the logits and their gradient take 62 MiB each
+    plan = try_plan(step, plan_of(whole, most, few), ids)
+    results = [step(ids) for _ in range(2)]
+plain = step_of(plan.rungs)
+print(json.dumps({
+    "outcomes": [one.outcome for one in plan.trial.tried], "why": plan.trial.tried[0].why,
+    "sizes": [result.micro_batch for result in results], "num_ooms": sum(len(result.oom_events) for result in results),
+    "rungs": [one.micro_batch for one in plan.rungs],
+    "is_same": [result.loss for result in results] == [plain(ids).loss for _ in range(2)],
+}))
+"""
+
+
+def test_what_runs_out_of_memory_is_struck_before_the_training_with_what_would_need_too_much_as_well():
+    """In a process whose allocator is limited. By the shortage of the first a second would need too much."""
+    done = run_program(RUNS_OUT, Path(__file__).parent)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("why").startswith("memory ran out in the ")
+    assert found == {
+        "outcomes": ["ran out", "struck", "fastest"], "sizes": [4, 4], "num_ooms": 0, "rungs": [4], "is_same": True,
+    }  # fmt: skip
+
+
+def test_where_nothing_holds_the_training_begins_with_a_fallback():
+    first, other, behind = rung(8), rung(4, mib=90), (rung(2, mib=60), rung(1, mib=30))
+    step = paced(rungs=(first, *behind))
+    with armed("forward", 1, 2):
+        plan = try_plan(step, plan_of(first, other, fallbacks=behind), BATCH)
+    assert {one.outcome for one in plan.trial.tried} <= {"ran out", "struck"}
+    assert set(plan.rungs) <= set(behind)
+    assert step(BATCH).micro_batch == plan.rungs[0].micro_batch
+
+
+def run_of(new_run, *candidates: Rung, **changes: object):
+    """A run directory whose plan has the whole batch in force."""
+    directory = new_run(**({"steps": 3} | changes))
+    plan_of(rung(8), *candidates, fallbacks=(rung(2, mib=50),)).save(directory.plan)
+    return directory
+
+
+def test_a_run_tries_its_plan_before_the_first_step_and_keeps_what_it_found(new_run, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PLIMSOLL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(trial, "_LEAST_GAIN", 1e9)  # so that 3 steps are worth it
+    monkeypatch.setattr(learning, "_MOST_RATIO", 1e9)  # and a step of a millisecond is learned where 1 s was predicted
+    directory = run_of(new_run, rung(4, mib=80), rung(8, FUSED, mib=90))
+    train_here(directory, quiet=False)
+    plan = Plan.load(directory.plan)
+    assert plan.trial is not None
+    fastest = next(one for one in plan.trial.tried if one.outcome == "fastest")
+    assert plan.choices == fastest.choices
+    record = RunRecord.from_directory(directory.path)
+    assert (record.plan, [step.micro_batch for step in record.steps]) == (plan, [plan.rungs[0].micro_batch] * 3)
+    assert "the fastest of 3 plans" in capsys.readouterr().err
+    target = known_calibration().targets["cpu"]
+    assert set(target.step_ratios) == {"", "optimizer_kernel"}
+    begun = directory.plan.read_bytes()
+    train_here(directory, resume=True)
+    assert directory.plan.read_bytes() == begun
+
+
+@pytest.mark.parametrize("options", [{"trial": False}, {"restarts": 1, "resume_newest": True}, {}])
+def test_a_run_that_is_not_to_be_tried_begins_with_its_plan(new_run, options):
+    """As it was told, after the death of its process, and where it has too few steps."""
+    directory = run_of(new_run, rung(4))
+    train_here(directory, **options)
+    plan = Plan.load(directory.plan)
+    assert plan.choices == rung(8).choices
+    assert (plan.trial is None) == bool(options)
+    assert options or plan.trial.left_out.startswith("in 3 steps of about 1.0 s it would hardly gain what it takes")
+    assert [step.micro_batch for step in RunRecord.from_directory(directory.path).steps] == [8] * 3
