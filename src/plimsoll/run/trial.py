@@ -218,8 +218,8 @@ class _Tries:
         self._step.backend.release()
         self._step.backend.reset_peak()
         try:
-            timed = self._put_to_work() or self._refused(candidate.rung)
-            timed = timed or self._timed(candidate.rung, now + (self._ends - now) / num_left)
+            ends = now + (self._ends - now) / num_left
+            timed = self._put_to_work() or self._refused(candidate.rung) or self._timed(candidate.rung, ends)
         except TornStepError:
             raise
         except PlimsollError as error:  # of this candidate: the training says it again if it is the only one
