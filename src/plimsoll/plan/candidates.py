@@ -2,7 +2,8 @@
 
 The model of time has a spread. Plans within it of the fastest are its candidates: where the device is here they are
 run (`plimsoll.run.trial`), and the fastest is taken. A few that are unlike each other in what decides the time
-(micro-batch, checkpointing, heap) are worth more than many that are nearly alike.
+(micro-batch, checkpointing, heap) are worth more than many that are nearly alike. The range of a predicted peak is wide
+where a heap keeps what is freed: what probably fits is a candidate, too, and taken only if it was measured to.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def candidates_beside(
         for look in looks
         if look is not chosen
         and look.fits
-        and look.need_bytes <= limit_bytes
+        and look.peak.likely_bytes <= limit_bytes
         and look.seconds <= chosen.step_time.high_seconds
         and _for_the_run(look.mix) == _for_the_run(chosen.mix)
         and (not fallbacks or any(_can_fall(look.rung(), one.rung()) for one in fallbacks))

@@ -403,10 +403,13 @@ class _Search:
     def _look_beside(self, chosen: Look) -> None:
         """Trace what is guessed to be about as fast with other micro-batches: a trial may show that it is faster."""
         limit_bytes, most_seconds = self._problem.limit_bytes, chosen.step_time.high_seconds
+        alike = {heap: self._look_at_choices(in_heap(self._reference.choices, heap)) for heap in self._surrogates}
+        likely = {heap: look.peak.likely_bytes / look.need_bytes for heap, look in alike.items()}
         fastest: dict[int, tuple[float, int, Choices]] = {}  # of each size
         for number, mix in enumerate(self._learned_mixes()):
             needs, seconds, possible = self._guessed(mix)
-            for row in np.flatnonzero((needs <= limit_bytes) & (seconds <= most_seconds) & possible):
+            fits = likely[heap_of(mix.choices)] * needs <= limit_bytes
+            for row in np.flatnonzero(fits & (seconds <= most_seconds) & possible):
                 size, guess = int(mix.sizes[row]), (float(seconds[row]), number, mix.with_sizes[row])
                 fastest[size] = min(fastest.get(size, guess), guess, key=lambda one: one[:2])
         fastest.pop(chosen.micro_batch, None)

@@ -142,11 +142,12 @@ class Tried(Frozen):
 
     ``predicted_seconds`` are of a step, without what earlier runs have taught; ``measured_seconds`` of a step as the
     passes that were run let expect it; ``peak_bytes`` is the most that was in use in them. A candidate that was struck
-    would need more than memory turned out to hold when another one ran out of it.
+    would need more than memory turned out to hold when another one ran out of it; one that was too near the limit may
+    need more in a long run.
     """
 
     choices: tuple[Choice, ...]
-    outcome: Literal["fastest", "slower", "ran out", "struck", "failed", "not tried"]
+    outcome: Literal["fastest", "slower", "ran out", "struck", "too near", "failed", "not tried"]
     predicted_seconds: float | None = None
     measured_seconds: float | None = None
     peak_bytes: int | None = None

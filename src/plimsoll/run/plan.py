@@ -402,10 +402,10 @@ class Planner:
         )
 
     def _near(self, found: Found, chosen: Look) -> Iterator[Look]:
-        """Look at the candidates beside the plan as long as the plan was; those of them that fit."""
+        """Look at the candidates beside the plan as long as the plan was; those of them that probably fit."""
         for one in found.candidates:
             look = self.look(one.choices, is_short=True, is_long=True)
-            if look.choices != chosen.choices and look.fits and look.need_bytes <= self._target.limit_bytes:
+            if look.choices != chosen.choices and look.fits and look.peak.likely_bytes <= self._target.limit_bytes:
                 yield look
 
     def _candidate(self, look: Look, is_short: bool) -> Candidate:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,6 +59,8 @@ _MOST_COPIED_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # outside of the device 
 _MOST_PIECES = 4  # in a timed part of a step that is not timed whole ...
 _MOST_REPEATS = 3
 _SAME_SECONDS = 0.01  # of a step: no faster than what comes before it
+_MOST_NOISE = 0.25  # of a step, by which repeated passes may differ
+_HOLDS_SHARE = 0.97  # of the limit: what may need more than that in a long run must have been measured below
 
 Progress = Callable[[str], None]
 
@@ -154,12 +156,13 @@ class _Found:
     candidate: Candidate
     outcome: str
     measured_seconds: float | None = None
+    noise_seconds: float = 0.0
     peak_bytes: int | None = None
     why: str = ""
 
     @property
     def fits(self) -> bool:
-        return self.outcome not in {"ran out", "struck", "failed"}
+        return self.outcome not in {"ran out", "struck", "failed", "too near"}
 
     def record(self) -> Tried:
         rung = self.candidate.rung
@@ -230,7 +233,20 @@ class _Tries:
             if (ran_out := ran_out_of(timed)) is not None and candidate.rung.peak is not None:
                 self._most_bytes = min(self._most_bytes, ran_out.most_bytes(_needed_bytes(candidate.rung)))
             return _Found(candidate, "ran out", why=f"memory ran out in the {timed.phase} phase ({timed.shortage})")
-        return _Found(candidate, "slower", timed, self._step.backend.use().peak_bytes)
+        seconds, noise_seconds = timed
+        found = _Found(candidate, "slower", seconds, noise_seconds, self._step.backend.use().peak_bytes)
+        return self._held(found)
+
+    def _held(self, found: _Found) -> _Found:
+        """Strike what may need more than there is, by what was predicted, and was not measured to need clearly less."""
+        limit_bytes, peak = self._plan.limit_bytes, found.candidate.rung.peak
+        if limit_bytes is None or peak is None or peak.high_bytes <= limit_bytes:
+            return found
+        if (found.peak_bytes or 0) <= _HOLDS_SHARE * limit_bytes:
+            return found
+        taken, limit = format_bytes(found.peak_bytes), format_bytes(limit_bytes)
+        found.outcome, found.why = "too near", f"it took {taken} of {limit}, and a long run may take more"
+        return found
 
     def _refused(self, rung: Rung) -> str | None:
         """Why it is not tried, with its techniques at work."""
@@ -241,8 +257,8 @@ class _Tries:
         reason = self._step._whole.reason() or self._step.additivity.before_cut(self._batch)
         return None if reason is None else f"the batch must not be cut: {reason}"
 
-    def _timed(self, rung: Rung, ends: float) -> float | OomEvent:
-        """Seconds of a whole step, as few passes let expect."""
+    def _timed(self, rung: Rung, ends: float) -> tuple[float, float] | OomEvent:
+        """Seconds of a whole step, as few passes let expect, and by how much these differ."""
         num_pieces = -(-self._batch_size // rung.micro_batch)
         warm = self._seconds_of(rung, 1)
         one = warm if isinstance(warm, OomEvent) else self._seconds_of(rung, 1)
@@ -256,9 +272,11 @@ class _Tries:
             if isinstance(several, OomEvent):
                 return several
             times.append(several)
-        if most == num_pieces:
-            return min(times)
-        return min(times) + (num_pieces - most) * max(min(times) - one, 0.0) / (most - 1)
+        least, second, *_ = sorted([*times, (1 + _SAME_SECONDS) * max(times)])
+        noise_share = min(second / least - 1, _MOST_NOISE)
+        if most < num_pieces:
+            least += (num_pieces - most) * max(least - one, 0.0) / (most - 1)
+        return least, noise_share * least
 
     def _put_to_work(self) -> OomEvent | None:
         """Install its techniques, and see before the first pass that all it changes can be put back."""
@@ -308,9 +326,7 @@ class _Tries:
     # -- what follows --------------------------------------------------------------------------------------------------
 
     def _chosen(self, found: list[_Found]) -> Plan:
-        plan, measured = self._plan, [one for one in found if one.measured_seconds is not None]
-        least = min((one.measured_seconds for one in measured if one.measured_seconds), default=0.0)
-        fastest = next((one for one in measured if (one.measured_seconds or 0) <= (1 + _SAME_SECONDS) * least), None)
+        plan, fastest = self._plan, _fastest(found)
         if fastest is not None:
             fastest.outcome = "fastest"
         trial = Trial(seconds=self._seconds(), tried=tuple(one.record() for one in found))
@@ -330,6 +346,17 @@ class _Tries:
         step._rungs.exchange(rungs)
         step.ladder = None
         step._evaluator.begin_at(step._rungs.sizes[0].samples)
+
+
+def _fastest(found: Sequence[_Found]) -> _Found | None:
+    """The first of those that held, unless another was faster by more than repeated passes differ."""
+    best: tuple[_Found, float] | None = None
+    for one in found:
+        seconds = one.measured_seconds
+        if seconds is not None and one.fits:
+            noise_seconds = max(one.noise_seconds, best[0].noise_seconds) if best else 0.0
+            best = (one, seconds) if best is None or seconds + noise_seconds < best[1] else best
+    return best[0] if best else None
 
 
 def _needed_bytes(rung: Rung) -> int:

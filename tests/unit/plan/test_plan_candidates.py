@@ -16,9 +16,9 @@ HALVED = Choice(technique="autocast", options={"dtype": "bf16"})
 LIMIT_BYTES = 100
 
 
-def look(samples, *mix, need=90, seconds=1.0, fits=True):
+def look(samples, *mix, need=90, seconds=1.0, fits=True, likely=None):
     """What a trace says: bytes, and seconds that may be a quarter more."""
-    peak = Estimate(likely_bytes=need, low_bytes=need, high_bytes=need)
+    peak = Estimate(likely_bytes=likely or need, low_bytes=likely or need, high_bytes=need)
     step_time = Duration(likely_seconds=seconds, low_seconds=seconds / 1.25, high_seconds=1.25 * seconds)
     return Look((micro_batch_choice(samples), *mix), samples, peak, fits, step_time, {}, {})
 
@@ -31,6 +31,11 @@ def test_candidates_are_those_that_fit_within_the_spread_of_the_fastest():
     near, far = look(4, seconds=1.25), look(2, seconds=1.26)
     too_large, failing = look(16, need=101), look(1, fits=False)
     assert beside(look(8), near, far, too_large, failing) == (near,)
+
+
+def test_what_probably_fits_is_a_candidate_since_a_trial_says_whether_it_does():
+    kept = look(8, KEPT, need=120, likely=100, seconds=0.9)
+    assert beside(look(8), kept, look(4, KEPT, need=120, likely=101, seconds=0.8)) == (kept,)
 
 
 def test_what_is_unlike_comes_before_what_is_nearly_alike_and_the_fastest_first():
