@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from plans_to_try import plan_of, rung
+from plans_to_try import MIB, plan_of, rung
 from small_runs import train_here
 from torch import nn
 
 from plimsoll.errors import InputError
-from plimsoll.records.plan import Choice, Plan, Rung, Trial
+from plimsoll.records.plan import Candidate, Choice, Plan, Rung, Trial
 from plimsoll.records.run import RunRecord
 from plimsoll.run import learning, trial
 from plimsoll.run.failpoints import armed
@@ -289,6 +289,62 @@ def test_what_runs_out_of_memory_is_struck_before_the_training_with_what_would_n
     assert found == {
         "outcomes": ["ran out", "struck", "fastest"], "sizes": [4, 4], "num_ooms": 0, "rungs": [4], "is_same": True,
     }  # fmt: skip
+
+
+def made_up(*found: tuple[float | None, float, str]) -> list[trial._Found]:
+    """Seconds, noise and outcome of candidates."""
+    return [
+        trial._Found(Candidate(rung=rung(number + 1)), outcome, seconds, noise)
+        for number, (seconds, noise, outcome) in enumerate(found)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "fastest"),
+    [
+        ([(1.0, 0.01, "slower"), (0.9, 0.01, "slower"), (0.95, 0.01, "slower")], 1),
+        ([(1.0, 0.01, "slower"), (0.9, 0.2, "slower")], 0),  # passes of the second differ by more
+        ([(1.0, 0.2, "slower"), (0.9, 0.01, "slower")], 0),
+        ([(1.0, 0.01, "slower"), (0.5, 0.0, "too near"), (None, 0.0, "not tried")], 0),
+        ([(None, 0.0, "ran out"), (None, 0.0, "struck"), (3.0, 0.0, "slower")], 2),
+        ([(None, 0.0, "ran out")], None),
+    ],
+)
+def test_the_plan_stays_unless_another_is_faster_by_more_than_noise(found, fastest):
+    candidates = made_up(*found)
+    best = trial._fastest(candidates)
+    assert best is (None if fastest is None else candidates[fastest])
+
+
+@pytest.mark.parametrize(("room_seconds", "most"), [(1e6, 8), (100.0, 4), (9.0, 2), (0.0, 2)])
+def test_the_time_of_a_whole_step_follows_from_that_of_a_part(monkeypatch, room_seconds, most):
+    """An update of 1 s and 8 pieces of 2 s each; 50 passes of one piece would be room for all of them."""
+    done = []
+
+    def seconds_of(_tries, _rung, num_pieces):
+        done.append(num_pieces)
+        return 1.0 + 2.0 * num_pieces
+
+    monkeypatch.setattr(trial._Tries, "_seconds_of", seconds_of)
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: 0.0)
+    tries = trial._Tries(paced(rungs=(rung(1),)), plan_of(rung(1)), BATCH, lambda text: None)
+    monkeypatch.setattr(trial, "_MOST_PIECES", 4)
+    seconds, noise_seconds = tries._timed(rung(1), room_seconds)
+    assert seconds == pytest.approx(17.0)
+    assert noise_seconds <= 0.01 * seconds + 1e-9
+    assert max(done) == (8 if room_seconds / 3.0 >= 8 else most)
+
+
+@pytest.mark.parametrize(("limit_mib", "outcomes"), [(1 << 20, ["slower", "fastest"]), (1, ["fastest", "too near"])])
+def test_what_may_not_fit_is_taken_only_if_it_was_measured_clearly_below_the_limit(limit_mib, outcomes):
+    first, wide = rung(1, mib=1), rung(8, mib=2 * limit_mib)
+    step = paced(rungs=(first,))
+    plan = plan_of(first, wide).model_copy(update={"limit_bytes": limit_mib * MIB})
+    plan = try_plan(step, plan, BATCH)
+    assert [one.outcome for one in plan.trial.tried] == outcomes
+    assert plan.rungs == ((wide, first) if outcomes[1] == "fastest" else (first,))
+    if outcomes[1] == "too near":
+        assert " of 1.0 MiB, and a long run may take more" in plan.trial.tried[1].why
 
 
 def test_where_nothing_holds_the_training_begins_with_a_fallback():
