@@ -78,7 +78,7 @@ def try_plan(
         with plimsoll.limited("2GiB"):
             plan = plimsoll.try_plan(step, plan, batch)
 
-    At most 5 seconds on a GPU, and 10 or those of two steps on a CPU.
+    After a first pass it takes at most 5 seconds on a GPU, and 10 or those of two steps on a CPU.
 
     Args:
         step: of the training, made with ``plan.rungs``.
@@ -181,7 +181,9 @@ class _Tries:
         self._batch_size = batch_size_of(batch)
         self._copier = _copier_for(step.backend.kind)
         self._began = time.perf_counter()
-        self._ends = self._began + _most_seconds(plan, step.backend.kind)
+        # Not known before the first pass, which loads and proves what the training would as well.
+        self._ends: float | None = None
+        self._least_seconds = 0.0  # that a candidate took
         self._most_bytes = math.inf  # that may be predicted for a plan that fits
         self._doubt: str | None = None
 
@@ -212,17 +214,16 @@ class _Tries:
     # -- one candidate -------------------------------------------------------------------------------------------------
 
     def _found(self, candidate: Candidate, num_left: int) -> _Found:
-        now = time.perf_counter()
         if _needed_bytes(candidate.rung) > self._most_bytes:
             return _Found(candidate, "struck", why="it would need more than another one ran out of memory with")
-        if now >= self._ends:
+        began = time.perf_counter()
+        if self._ends is not None and began + self._least_seconds / 2 > self._ends:
             return _Found(candidate, "not tried", why="the time for the trial was over")
         self._go_on_with([candidate.rung])
         self._step.backend.release()
         self._step.backend.reset_peak()
         try:
-            ends = now + (self._ends - now) / num_left
-            timed = self._put_to_work() or self._refused(candidate.rung) or self._timed(candidate.rung, ends)
+            timed = self._put_to_work() or self._refused(candidate.rung) or self._timed(candidate.rung, num_left)
         except TornStepError:
             raise
         except PlimsollError as error:  # of this candidate: the training says it again if it is the only one
@@ -234,6 +235,8 @@ class _Tries:
                 self._most_bytes = min(self._most_bytes, ran_out.most_bytes(_needed_bytes(candidate.rung)))
             return _Found(candidate, "ran out", why=f"memory ran out in the {timed.phase} phase ({timed.shortage})")
         seconds, noise_seconds = timed
+        taken_seconds = time.perf_counter() - began
+        self._least_seconds = min(self._least_seconds or taken_seconds, taken_seconds)
         found = _Found(candidate, "slower", seconds, noise_seconds, self._step.backend.use().peak_bytes)
         return self._held(found)
 
@@ -257,16 +260,18 @@ class _Tries:
         reason = self._step._whole.reason() or self._step.additivity.before_cut(self._batch)
         return None if reason is None else f"the batch must not be cut: {reason}"
 
-    def _timed(self, rung: Rung, ends: float) -> tuple[float, float] | OomEvent:
+    def _timed(self, rung: Rung, num_left: int) -> tuple[float, float] | OomEvent:
         """Seconds of a whole step, as few passes let expect, and by how much these differ."""
         num_pieces = -(-self._batch_size // rung.micro_batch)
-        warm = self._seconds_of(rung, 1)
+        warm, now = self._seconds_of(rung, 1), time.perf_counter()
+        self._ends = self._ends or now + _most_seconds(self._plan, self._step.backend.kind)
+        ends = now + (self._ends - now) / num_left
         one = warm if isinstance(warm, OomEvent) else self._seconds_of(rung, 1)
         if isinstance(one, OomEvent):
             return one
         room = (ends - time.perf_counter()) / one  # in passes of one piece with its update, which take the longest
         most = num_pieces if room >= num_pieces else min(num_pieces, max(2, min(int(room / 2), _MOST_PIECES)))
-        times = list[float]()
+        times = [one] if most == 1 else []
         while len(times) < _MOST_REPEATS and (not times or time.perf_counter() + times[-1] < ends):
             several = self._seconds_of(rung, most)
             if isinstance(several, OomEvent):
