@@ -148,7 +148,7 @@ class Surrogate:
         return seconds
 
     def _share_left(self, added: Sequence[Choice], phase: Phase) -> float:
-        """What choices leave of the bytes that grow; what two save of one category, such as activations, is saved once."""
+        """What choices leave of the bytes that grow. What two save of one category (activations) is saved once."""
         left, least = 1.0, dict[frozenset[Category], float]()
         for choice in added:
             share, reaches = self._growing_share[choice].get(phase, 1.0), self._reaches.get(choice, frozenset())
