@@ -65,7 +65,9 @@ class Surrogate:
         }
         self._beyond = _Curve([(size, _beyond(look)) for size, look in looks.items()])
         self._batch_size, self._smallest = max(looks), min(looks)
-        self._pass_seconds = _Curve([(size, look.seconds / self._passes(size)) for size, look in looks.items()])
+        passes = {size: self._passes(size) for size in looks}
+        points = [(self._batch_size / passes[size], look.seconds / passes[size]) for size, look in looks.items()]
+        self._pass_seconds = _Curve(points)
         self._fixed_effect: dict[Choice, dict[Phase, float]] = defaultdict(dict)
         self._growing_share: dict[Choice, dict[Phase, float]] = defaultdict(dict)  # which is left of what grows
         self._added_seconds: dict[Choice, float] = {}
@@ -146,12 +148,12 @@ class Surrogate:
 
     def _plain_seconds(self, micro_batches: Column) -> Any:
         """The time of all passes: of one pass in a line between those traced, whether its calls or its work take it."""
-        smallest_seconds = self._pass_seconds.at(self._smallest)
+        passes = self._passes(micro_batches)
+        samples, smallest = self._batch_size / passes, self._batch_size / self._passes(self._smallest)
+        of_smallest = self._pass_seconds.at(smallest)
         # A smaller pass takes no less than its part of the smallest one that was traced, and no more than all of it.
-        least_seconds = smallest_seconds * np.minimum(micro_batches / self._smallest, 1)
-        below = np.clip(self._pass_seconds.at(micro_batches), least_seconds, smallest_seconds)
-        seconds = np.where(micro_batches < self._smallest, below, self._pass_seconds.at(micro_batches))
-        return seconds * self._passes(micro_batches)
+        below = np.clip(self._pass_seconds.at(samples), of_smallest * np.minimum(samples / smallest, 1), of_smallest)
+        return passes * np.where(samples < smallest, below, self._pass_seconds.at(samples))
 
     def _passes(self, micro_batches: Column | int) -> Any:
         return np.ceil(self._batch_size / np.asarray(micro_batches))
