@@ -21,7 +21,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,7 +44,10 @@ from plimsoll.report.progress import spinner
 from plimsoll.run.boundary import fitting
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.learning import learn_from_trial
+from plimsoll.run.outcome import Outcome
+from plimsoll.run.pieces import Shape
 from plimsoll.run.recover import Size
+from plimsoll.run.retry import scaler_as_now
 from plimsoll.run.rungs import ran_out_of
 from plimsoll.run.scratch import Scratch
 from plimsoll.run.step import TrainStep
@@ -260,23 +264,35 @@ class _Tries:
         reason = self._step._whole.reason() or self._step.additivity.before_cut(self._batch)
         return None if reason is None else f"the batch must not be cut: {reason}"
 
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Put everything back that the first pass of the block and those after it change."""
+        step, copies = self._step, self._copies()
+        try:
+            yield
+        finally:
+            step._retry.put_back(step._put_back_own)
+            copies.restore()
+            step._retry.undo.settle(all_of_it=True)
+
     def _timed(self, rung: Rung, num_left: int) -> tuple[float, float] | OomEvent:
         """Seconds of a whole step, as few passes let expect, and by how much these differ."""
         num_pieces = -(-self._batch_size // rung.micro_batch)
-        warm, now = self._seconds_of(rung, 1), time.perf_counter()
-        self._ends = self._ends or now + _most_seconds(self._plan, self._step.backend.kind)
-        ends = now + (self._ends - now) / num_left
-        one = warm if isinstance(warm, OomEvent) else self._seconds_of(rung, 1)
-        if isinstance(one, OomEvent):
-            return one
-        room = (ends - time.perf_counter()) / one  # in passes of one piece with its update, which take the longest
-        most = num_pieces if room >= num_pieces else min(num_pieces, max(2, min(int(room / 2), _MOST_PIECES)))
-        times = [one] if most == 1 else []
-        while len(times) < _MOST_REPEATS and (not times or time.perf_counter() + times[-1] < ends):
-            several = self._seconds_of(rung, most)
-            if isinstance(several, OomEvent):
-                return several
-            times.append(several)
+        with self._undone():
+            warm, now = self._seconds_of(rung, 1, is_first=True), time.perf_counter()
+            self._ends = self._ends or now + _most_seconds(self._plan, self._step.backend.kind)
+            ends = now + (self._ends - now) / num_left
+            one = warm if isinstance(warm, OomEvent) else self._seconds_of(rung, 1)
+            if isinstance(one, OomEvent):
+                return one
+            room = (ends - time.perf_counter()) / one  # in passes of one piece with its update, which take the longest
+            most = num_pieces if room >= num_pieces else min(num_pieces, max(2, min(int(room / 2), _MOST_PIECES)))
+            times = [one] if most == 1 else []
+            while len(times) < _MOST_REPEATS and (not times or time.perf_counter() + times[-1] < ends):
+                several = self._seconds_of(rung, most)
+                if isinstance(several, OomEvent):
+                    return several
+                times.append(several)
         least, second, *_ = sorted([*times, (1 + _SAME_SECONDS) * max(times)])
         noise_share = min(second / least - 1, _MOST_NOISE)
         if most < num_pieces:
@@ -298,26 +314,29 @@ class _Tries:
         step._retry.put_back(step._put_back_own)
         return event if isinstance(event, OomEvent) else None
 
-    def _seconds_of(self, rung: Rung, num_pieces: int) -> float | OomEvent:
-        """Do a step of the first pieces of the batch, and put everything back."""
+    def _seconds_of(self, rung: Rung, num_pieces: int, is_first: bool = False) -> float | OomEvent:
+        """Do a step of the first pieces of the batch; the state to go back to is that before the first one."""
         step, backend = self._step, self._step.backend
         num_samples = min(num_pieces * rung.micro_batch, self._batch_size)
-        batch = self._batch if num_samples == self._batch_size else pick_samples(self._batch, range(num_samples))
+        batch = pick_samples(self._batch, range(num_samples))  # copies, so that a model may write them
         shape = step._shape_of(batch)
         size = Size(min(rung.micro_batch, num_samples), 0)
         step.position.micro_batch = size.samples
-        copies = self._copies()
-        try:
-            backend.synchronize()
-            began = time.perf_counter()
-            outcome = step._run(batch, size, shape, shape)
-            backend.synchronize()
-            seconds = time.perf_counter() - began
-        finally:
-            step._retry.put_back(step._put_back_own)  # what the allocator keeps is for the next pass
-            copies.restore()
-            step._retry.undo.settle(all_of_it=True)
-        return outcome if isinstance(outcome, OomEvent) else seconds
+        backend.synchronize()
+        began = time.perf_counter()
+        outcome = step._run(batch, size, shape, shape) if is_first else self._again(batch, size.samples, shape)
+        backend.synchronize()
+        return outcome if isinstance(outcome, OomEvent) else time.perf_counter() - began
+
+    def _again(self, batch: Any, micro_batch: int, shape: Shape) -> Outcome | OomEvent:
+        """Do a step after another one, as if that had been taken, but that nothing is remembered to go back to."""
+        step = self._step
+        step._drop_gradients()
+        step._early = None
+        if step._scaler is not None:
+            step._scaler = scaler_as_now(step._scaler)
+        loss = step._together(lambda: step._gradients(batch, micro_batch, shape, shape))
+        return loss if isinstance(loss, OomEvent) else step._finish(loss)
 
     def _copies(self) -> PieceCopy | WholeCopy:
         optimizer = self._step.workload.optimizer

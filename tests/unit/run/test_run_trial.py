@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def test_a_training_has_the_same_bits_as_without_a_trial(case, make, tried, num_
     other.close()
 
 
-def test_updates_in_backward_and_what_a_model_keeps_in_python_are_put_back():
+def test_updates_in_backward_and_what_a_model_keeps_in_python_or_writes_into_its_batch_are_put_back():
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -121,12 +122,15 @@ def test_updates_in_backward_and_what_a_model_keeps_in_python_are_put_back():
 
         def forward(self, **batch):
             self.calls.append(len(self.calls))
+            batch["input_ids"][:, 0] = 1
             return self.lstm(**batch)
 
     case = Case("counting", Counting, LSTM.data, LSTM.units)
     first, others = rung(8, EARLY), [rung(4), rung(8)]
     step = step_of(case, (first,), clip_norm=None)
-    plan = try_plan(step, plan_of(first, *others), case.batches()[0])
+    batch, as_it_was = case.batches()[0], case.batches()[0]
+    plan = try_plan(step, plan_of(first, *others), batch)
+    assert torch.equal(batch["input_ids"], as_it_was["input_ids"])
     assert [one.measured_seconds is not None for one in plan.trial.tried] == [True] * 3
     assert step.workload.model.calls == []
     assert (step.num_steps, step.workload.optimizer.state) == (0, {})
@@ -330,11 +334,12 @@ def test_the_time_of_a_whole_step_follows_from_that_of_a_part(monkeypatch, room_
     """An update of 1 s and 8 pieces of 2 s each; 50 passes of one piece would be room for all of them."""
     done = []
 
-    def seconds_of(_tries, _rung, num_pieces):
+    def seconds_of(_tries, _rung, num_pieces, is_first=False):
         done.append(num_pieces)
         return 1.0 + 2.0 * num_pieces
 
     monkeypatch.setattr(trial._Tries, "_seconds_of", seconds_of)
+    monkeypatch.setattr(trial._Tries, "_undone", lambda _tries: nullcontext())
     monkeypatch.setattr(trial.time, "perf_counter", lambda: 0.0)
     tries = trial._Tries(paced(rungs=(rung(1),)), plan_of(rung(1)), BATCH, lambda text: None)
     monkeypatch.setattr(trial, "_MOST_PIECES", 4)
