@@ -99,7 +99,7 @@ def try_plan(
     """
     reason = _reason_against(step, plan, batch, num_steps)
     if reason is not None:
-        return plan.model_copy(update={"trial": Trial(left_out=reason)})
+        return plan.model_copy(update={"trial": Trial(left_out=reason), "candidates": ()})
     return _Tries(step, plan, batch, progress).settled()
 
 
@@ -205,7 +205,8 @@ class _Tries:
                 )
                 found.append(self._found(candidate, len(candidates) - number))
                 if self._doubt is not None:
-                    return plan.model_copy(update={"trial": Trial(left_out=self._doubt, seconds=self._seconds())})
+                    left_out = Trial(left_out=self._doubt, seconds=self._seconds())
+                    return plan.model_copy(update={"trial": left_out, "candidates": ()})
             return self._chosen(found)
         finally:
             self._step._retry.undo.done()
