@@ -11,20 +11,22 @@ and what is other code with other versions (`_is_other_code`) is left out.
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import statistics
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
-from benchmarks.gpu.cases import RECURRENT, Case, build, train
-from benchmarks.gpu.record import RECORDINGS
+from benchmarks.gpu.cases import JOB_MODEL, RECURRENT, Case, build, train
+from benchmarks.gpu.record import RECORDED, RECORDINGS
 
 from plimsoll.device.gpus import cublas_workspace_bytes
 from plimsoll.device.segments import text_of
@@ -36,6 +38,7 @@ from plimsoll.memory.workspaces import deltas_with_workspaces
 from plimsoll.records.trace import Trace
 
 _BEFORE = -1  # a storage that is not of the trace
+_MOST_MICRO_BATCHES = 4  # of a step that are traced: what comes after the second repeats it
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def predict(case: Case, header: dict[str, Any], before_bytes: int = 0, limit_byt
         limit_bytes: what the allocator may reserve.
     """
     capability = (header["capability"][0], header["capability"][1])
-    trace, marks = trace_of(case, capability, header.get("num_sms", 132))
+    trace, marks = trace_of(_in_short(case), capability, header.get("num_sms", 132))
     deltas = list(_with_workspaces(trace, f"{capability[0]}.{capability[1]}"))
     allocator = CachingAllocator(rules_from_text(text_of(header.get("environment", {}))), limit_bytes)
     given = [] if case.model in RECURRENT else [(-1, _BEFORE, before_bytes)] * (before_bytes > 0)
@@ -151,6 +154,12 @@ def predict(case: Case, header: dict[str, Any], before_bytes: int = 0, limit_byt
     )
 
 
+def _in_short(case: Case) -> Case:
+    """The same micro-batches, and fewer of them."""
+    kept = min(case.accumulation, _MOST_MICRO_BATCHES)
+    return replace(case, batch_size=case.batch_size // case.accumulation * kept, accumulation=kept)
+
+
 def _with_workspaces(trace: Trace, architecture: str) -> Iterator[tuple[int, int, int]]:
     """``(op, storage, bytes)`` of the device, with cuBLAS's workspaces."""
     own_ops = (trace.event_op[event] for event, _, _ in trace.deltas())
@@ -165,8 +174,12 @@ def _with_workspaces(trace: Trace, architecture: str) -> Iterator[tuple[int, int
 
 
 def recordings() -> list[Path]:
-    """All files that are kept."""
-    return sorted(RECORDINGS.glob("*.json.gz"))
+    """All files that are kept: of trainings alone, and of `make gpu`."""
+    return sorted(path for folder in (RECORDINGS, RECORDED) for path in folder.glob("*.json.gz") if _has_runs(path))
+
+
+def _has_runs(path: Path) -> bool:
+    return "runs" in json.loads(gzip.decompress(path.read_bytes()))
 
 
 def comparable(recording: dict[str, Any]) -> list[dict[str, Any]]:
@@ -192,8 +205,9 @@ def _is_other_code(case: Case, header: dict[str, Any]) -> bool:
 
 
 def of_first_cases(rows: list[dict[str, Any]], num_cases: int) -> list[dict[str, Any]]:
-    """The rows of the first few cases, whatever the kind of the run: a case is traced once."""
-    first = list(dict.fromkeys(Case.from_dict(row["case"]) for row in rows))[:num_cases]
+    """The rows of the first few cases, the small ones first, whatever the kind of the run: a case is traced once."""
+    all_of_them = dict.fromkeys(Case.from_dict(row["case"]) for row in rows)
+    first = sorted(all_of_them, key=lambda case: case.model == JOB_MODEL)[:num_cases]
     return [row for row in rows if Case.from_dict(row["case"]) in first]
 
 

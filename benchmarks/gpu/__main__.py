@@ -1,0 +1,320 @@
+"""`make gpu`: all that only a card can show, in one command of at most 12 minutes.
+
+    python -m benchmarks.gpu [--minutes 12] [--only PART ...] [--resume] [--out FILE] [--results FOLDER]
+
+The parts run in order of value, each in a process of its own with a time limit of its own; what the time does not reach
+is said. Parts that need no quiet card run at the same time where the card has room. Prints one table (part, what,
+measured, bound, ok), files it in ``benchmarks/results``, and writes one recording, by default
+``benchmarks/recorded/<card>-torch<version>.json.gz``, which tests and benchmarks replay on any machine. ``--resume``
+goes on with that recording: what it has is not done again. Exits with 0 if everything that was reached is as it should
+be, with 1 if something is not, and with 2 where there is no card or a package is missing.
+
+It needs torch, transformers, pytest and Plimsoll's own requirements, and installs nothing. ``--device cpu`` goes
+through the same code with small models, to try it; its numbers say nothing, and it writes nothing that is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+NODES = ("nvidiactl", "nvidia0", "dxg", "kfd")  # of drivers, in /dev: NVIDIA's, WSL's, AMD's
+GIB = 1 << 30
+ROOM_BYTES = 40 * GIB  # of a card on which parts run at the same time
+LEAST_SECONDS, GRACE_SECONDS = 15.0, 20.0
+_OTHER_NAMES = {"nvidia-ml-py": "pynvml", "pyyaml": "yaml"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part: the function ``module:name``, and how long it may take. Parts of a ``stage`` can run together."""
+
+    name: str
+    about: str
+    function: str
+    seconds: float
+    stage: int
+
+
+PARTS = (
+    Part("tests", "the tests marked gpu", "part_tests:run_part", 180, 1),
+    Part("demo", "a plain loop dies inside a limit, Plimsoll finishes", "part_demo:run_part", 200, 1),
+    Part("plans", "a plan of one job for each of four limits", "part_job:run_plans", 200, 1),
+    Part("recurrent", "an LSTM saved and resumed", "part_recurrent:run_part", 120, 1),
+    Part("grid", "the job by hand: micro-batch and checkpointing", "part_job:run_grid", 80, 2),
+    Part("planned", "the job inside the limits as planned", "part_job:run_planned", 260, 3),
+    Part("storm", "memory taken away by another process", "part_storm:run_part", 60, 4),
+    Part("predictions", "what was predicted of the job", "part_predictions:run_part", 90, 4),
+    Part("recovery", "speed after an event", "part_recovery:run_part", 60, 5),
+    Part("peaks", "peaks of other models, as many as there is time for", "part_peaks:run_part", 600, 6),
+)
+
+
+# -- a part, in its own process ----------------------------------------------------------------------------------------
+
+
+def run_alone(options: argparse.Namespace) -> None:
+    """Be the process of one part."""
+    until = time.monotonic() + options.seconds
+    from benchmarks.gpu.parts import Task  # which loads torch
+
+    part = next(part for part in PARTS if part.name == options.part)
+    task = Task(part.name, options.device, options.folder, options.out, options.rows, until)
+    module, _, name = part.function.partition(":")
+    getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)(task)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """One command: its time, its files, and what was found so far."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.folder = options, folder
+        self.until = time.monotonic() + options.minutes * 60
+        self.recording: Path = options.out or folder / "recording.json.gz"
+        self.rows: list[dict[str, Any]] = []
+
+    @property
+    def seconds_left(self) -> float:
+        return self.until - time.monotonic()
+
+    def begin(self) -> None:
+        """Write the header, or read what there is to go on with.
+
+        Raises:
+            SystemExit: if the device does not answer.
+        """
+        from benchmarks.gpu import record
+
+        if self.recording.is_file() and not self.options.resume:
+            raise SystemExit(f"{self.recording} exists: go on with it by --resume, or give another --out")
+        words = ["-m", "benchmarks.gpu.record", "--out", str(self.recording), "--only", "nothing", "--resume"]
+        words += ["--device", "cpu", "--tiny"] if self.options.device == "cpu" else []
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(f"the device does not answer: {(done.stderr.strip().splitlines() or ['nothing was said'])[-1]}")
+            sys.exit(2)
+        self.rows = record.read_recording(self.recording)["runs"]
+
+    def is_done(self, part: Part) -> bool:
+        return any(row["id"] == f"part:{part.name}" for row in self.rows)
+
+    def run(self, parts: Sequence[Part], together: bool) -> None:
+        """Run parts of a stage, and add what they found to the recording."""
+        with ThreadPoolExecutor(max_workers=len(parts) if together else 1) as pool:
+            found = list(pool.map(self._run_part, parts))
+        from benchmarks.gpu.record import read_recording, write_recording
+
+        recording = read_recording(self.recording)
+        rows = {row["id"]: row for row in (*recording["runs"], *(row for rows in found for row in rows))}
+        for part, ours in zip(parts, found, strict=True):
+            said = {row["id"] for row in ours}
+            stale = [name for name, row in rows.items() if row.get("part") == part.name and name not in said]
+            for name in stale:  # of an earlier try of the part
+                del rows[name]
+        self.rows = recording["runs"] = list(rows.values())
+        write_recording(self.recording, recording)
+
+    def _run_part(self, part: Part) -> list[dict[str, Any]]:
+        span = min(part.seconds, self.seconds_left)
+        if span < LEAST_SECONDS:
+            return [left(part, "nothing of it: the time was over")]
+        rows = self.folder / f"{part.name}.jsonl"
+        rows.unlink(missing_ok=True)
+        words = ["--part", part.name, "--seconds", f"{span:.0f}", "--device", self.options.device]
+        words += ["--folder", str(self.folder), "--out", str(self.recording), "--rows", str(rows)]
+        started, log = time.monotonic(), self.folder / f"{part.name}.log"
+        print(f"{part.name}: {part.about}, at most {span:.0f} s", flush=True)
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *path_before()])},
+            )  # fmt: skip
+            code = ended(process, span + GRACE_SECONDS)
+        seconds = time.monotonic() - started
+        found = [json.loads(line) for line in rows.read_text("utf-8").splitlines()] if rows.is_file() else []
+        if code != 0:
+            lines = [line for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+            how = "was stopped: its time was long over" if code is None else f"exit code {code}"
+            found.append(check(part, "its process ends well", f"{how}: {(lines or ['silent'])[-1][:150]}"))
+        is_whole = code == 0 and not any(row["kind"] == "left" for row in found)
+        print(f"{part.name}: {'done' if is_whole else 'ended'} in {seconds:.0f} s", flush=True)
+        for row in found:
+            if row["kind"] in {"check", "left"}:
+                print(f"    {line_of(row)}", flush=True)
+        ok = all(row.get("ok", True) for row in found)
+        end = {"id": f"part:{part.name}", "kind": "part", "part": part.name, "seconds": round(seconds, 1)}
+        return [*found, end] if is_whole and ok else found
+
+
+def path_before() -> list[str]:
+    return list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+
+
+def ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Wait for a process; None if it had to be stopped."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return None
+
+
+def left(part: Part, what: str) -> dict[str, Any]:
+    return {"id": f"left:{part.name}:{what}", "kind": "left", "part": part.name, "what": what}
+
+
+def check(part: Part, what: str, measured: str) -> dict[str, Any]:
+    return {"id": f"check:{part.name}:{what}", "kind": "check", "part": part.name, "what": what,
+            "measured": measured, "bound": "0", "ok": False}  # fmt: skip
+
+
+def line_of(row: dict[str, Any]) -> str:
+    return " | ".join(cells_of(row)[1:])
+
+
+def cells_of(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    if row["kind"] == "left":
+        return [row["part"], row["what"], "not reached", "", ""]
+    return [row["part"], row["what"], row["measured"], row["bound"], "yes" if row["ok"] else "NO"]
+
+
+# -- before it begins --------------------------------------------------------------------------------------------------
+
+
+def has_driver(nodes: Iterable[str] = NODES) -> bool:
+    """Whether a driver of a card is here, without loading torch."""
+    return any((Path("/dev") / node).exists() for node in nodes)
+
+
+def missing() -> list[str]:
+    """Requirements of Plimsoll, and of the tests, that this interpreter does not have."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    names = [re.split(r"[><=;\[ ]", one, maxsplit=1)[0] for one in (*wanted, "pytest")]
+    return [name for name in names if find_spec(_OTHER_NAMES.get(name, name)) is None]
+
+
+def has_room(device: str) -> bool:
+    """Whether parts can run at the same time on this card; asked in a process, so that this one holds nothing there."""
+    if device == "cpu":
+        return False
+    program = f"import torch; print(torch.cuda.mem_get_info({device!r})[0])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    return done.returncode == 0 and int(done.stdout) >= ROOM_BYTES
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [part.name for part in PARTS]
+    parser.add_argument("--minutes", type=float, default=12.0, help="stop after so long (default: %(default)s)")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)}"
+    )
+    parser.add_argument("--resume", action="store_true", help="keep what the recording has and go on")
+    parser.add_argument("--device", default="cuda:0", help="cuda:0, or cpu to try the code (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="the recording (default: below benchmarks/recorded)")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is filed"
+    )
+    parser.add_argument("--folder", type=Path, help="for files that are not kept (default: a temporary one)")
+    for told in ("--part", "--rows"):  # the process of one part
+        parser.add_argument(told, type=Path if told == "--rows" else str, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.part:
+        run_alone(options)
+        return 0
+    if options.device != "cpu" and not has_driver():
+        print(f"make gpu needs a GPU, and this machine has none (no {', '.join(f'/dev/{node}' for node in NODES)}): "
+              "run it where there is one")  # fmt: skip
+        return 2
+    if lacking := missing():
+        print(f"{sys.executable} lacks {', '.join(lacking)}: install them, or choose another interpreter, PYTHON=...")
+        return 2
+    with tempfile.TemporaryDirectory(prefix="plimsoll-gpu-") as temporary:
+        folder = (options.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        return go(options, folder)
+
+
+def go(options: argparse.Namespace, folder: Path) -> int:
+    started = time.monotonic()
+    if options.out is None and options.device != "cpu":
+        options.out = recording_here(options.device)
+    session = Session(options, folder)
+    session.begin()
+    wanted = [part for part in PARTS if part.name in options.only and not session.is_done(part)]
+    together = has_room(options.device)
+    for stage in sorted({part.stage for part in wanted}):
+        session.run([part for part in wanted if part.stage == stage], together)
+    return hand_over(session, time.monotonic() - started)
+
+
+def recording_here(device: str) -> Path:
+    """Where the recording of this card is kept; asked in a process of its own."""
+    from benchmarks.gpu.record import RECORDED, default_path
+
+    program = f"import json, torch; print(json.dumps([torch.cuda.get_device_name({device!r}), torch.__version__]))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"torch finds no GPU here: {(done.stderr.strip().splitlines() or ['it does not say why'])[-1]}")
+        sys.exit(2)
+    name, version = json.loads(done.stdout)
+    return default_path({"device": name, "torch": version}, RECORDED)
+
+
+def hand_over(session: Session, seconds: float) -> int:
+    """Print the table, file it, and say whether everything is as it should be."""
+    from benchmarks._results import file_result, table
+    from benchmarks.gpu.record import read_recording
+
+    order = [part.name for part in PARTS]
+    found = [row for row in session.rows if row["kind"] in {"check", "left"}]
+    found.sort(key=lambda row: order.index(row["part"]))
+    faults = [row for row in found if row["kind"] == "check" and not row["ok"]]
+    num_left = sum(row["kind"] == "left" for row in found)
+    printed = table(("part", "what", "measured", "bound", "ok"), map(cells_of, found))
+    header = read_recording(session.recording)["header"]
+    said = (
+        f"{len(found) - num_left} checks, {len(faults)} not as they should be, {num_left} not reached; {seconds:.0f} s"
+    )
+    print(f"\n{printed}\n\n{header['device']}, torch {header['torch']}: {said}. Recorded: {session.recording.name}")
+    for row in faults:
+        print(f"fault: {line_of(row)}", file=sys.stderr)
+    if session.options.device != "cpu":
+        title = f"What only a card can show: {header['device']}"
+        text = f"{said}. Recorded in `benchmarks/recorded/{session.recording.name}`.\n\n{printed}"
+        file_result(session.options.results, "make-gpu", title, text, device="gpu", command=["make", "gpu"])
+    print(json.dumps({"checks": len(found) - num_left, "faults": len(faults), "left": num_left}))
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
