@@ -5,7 +5,7 @@
 The parts run in order of value, each in a process of its own with a time limit of its own; what the time does not reach
 is said. Parts that need no quiet card run at the same time where the card has room. Prints one table (part, what,
 measured, bound, ok), files it in ``benchmarks/results``, and writes one recording, by default
-``benchmarks/recorded/<card>-torch<version>.json.gz``, which tests and benchmarks replay on any machine. ``--resume``
+``benchmarks/recorded/make-gpu-<card>-torch<version>.json.gz``, which tests and benchmarks replay on any machine. ``--resume``
 goes on with that recording: what it has is not done again. Exits with 0 if everything that was reached is as it should
 be, with 1 if something is not, and with 2 where there is no card or a package is missing.
 
@@ -34,6 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 NODES = ("nvidiactl", "nvidia0", "dxg", "kfd")  # of drivers, in /dev: NVIDIA's, WSL's, AMD's
+OF_A_PART = ("-m", "benchmarks.gpu")
 GIB = 1 << 30
 ROOM_BYTES = 40 * GIB  # of a card on which parts run at the same time
 LEAST_SECONDS, GRACE_SECONDS = 15.0, 20.0
@@ -42,13 +43,17 @@ _OTHER_NAMES = {"nvidia-ml-py": "pynvml", "pyyaml": "yaml"}
 
 @dataclass(frozen=True)
 class Part:
-    """One part: the function ``module:name``, and how long it may take. Parts of a ``stage`` can run together."""
+    """One part: the function ``module:name``, and how long it may take. Parts of a ``stage`` can run together.
+
+    ``kept_seconds`` are left for it by the parts before it.
+    """
 
     name: str
     about: str
     function: str
     seconds: float
     stage: int
+    kept_seconds: float = 0.0
 
 
 PARTS = (
@@ -58,7 +63,7 @@ PARTS = (
     Part("recurrent", "an LSTM saved and resumed", "part_recurrent:run_part", 120, 1),
     Part("grid", "the job by hand: micro-batch and checkpointing", "part_job:run_grid", 80, 2),
     Part("planned", "the job inside the limits as planned", "part_job:run_planned", 260, 3),
-    Part("storm", "memory taken away by another process", "part_storm:run_part", 60, 4),
+    Part("storm", "memory taken away by another process", "part_storm:run_part", 60, 4, kept_seconds=60),
     Part("predictions", "what was predicted of the job", "part_predictions:run_part", 90, 4),
     Part("recovery", "speed after an event", "part_recovery:run_part", 60, 5),
     Part("peaks", "peaks of other models, as many as there is time for", "part_peaks:run_part", 600, 6),
@@ -113,8 +118,11 @@ class Session:
             sys.exit(2)
         self.rows = record.read_recording(self.recording)["runs"]
 
-    def is_done(self, part: Part) -> bool:
-        return any(row["id"] == f"part:{part.name}" for row in self.rows)
+    @property
+    def wanted(self) -> list[Part]:
+        """What is asked for and not done."""
+        done = {row["id"] for row in self.rows}
+        return [part for part in PARTS if part.name in self.options.only and f"part:{part.name}" not in done]
 
     def run(self, parts: Sequence[Part], together: bool) -> None:
         """Run parts of a stage, and add what they found to the recording."""
@@ -133,7 +141,8 @@ class Session:
         write_recording(self.recording, recording)
 
     def _run_part(self, part: Part) -> list[dict[str, Any]]:
-        span = min(part.seconds, self.seconds_left)
+        kept = sum(later.kept_seconds for later in self.wanted if later.stage > part.stage)
+        span = min(part.seconds, self.seconds_left - kept)
         if span < LEAST_SECONDS:
             return [left(part, "nothing of it: the time was over")]
         rows = self.folder / f"{part.name}.jsonl"
@@ -144,7 +153,7 @@ class Session:
         print(f"{part.name}: {part.about}, at most {span:.0f} s", flush=True)
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+                [sys.executable, *OF_A_PART, *words], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *path_before()])},
             )  # fmt: skip
             code = ended(process, span + GRACE_SECONDS)
@@ -270,8 +279,7 @@ def go(options: argparse.Namespace, folder: Path) -> int:
         options.out = recording_here(options.device)
     session = Session(options, folder)
     session.begin()
-    wanted = [part for part in PARTS if part.name in options.only and not session.is_done(part)]
-    together = has_room(options.device)
+    wanted, together = session.wanted, has_room(options.device)
     for stage in sorted({part.stage for part in wanted}):
         session.run([part for part in wanted if part.stage == stage], together)
     return hand_over(session, time.monotonic() - started)
@@ -287,7 +295,7 @@ def recording_here(device: str) -> Path:
         print(f"torch finds no GPU here: {(done.stderr.strip().splitlines() or ['it does not say why'])[-1]}")
         sys.exit(2)
     name, version = json.loads(done.stdout)
-    return default_path({"device": name, "torch": version}, RECORDED)
+    return RECORDED / f"make-gpu-{default_path({'device': name, 'torch': version}).name}"
 
 
 def hand_over(session: Session, seconds: float) -> int:

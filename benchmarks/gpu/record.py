@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from benchmarks._results import processor
 from benchmarks.gpu.cases import Case, all_cases, bases, build, by_hand, train, weights_key
 from benchmarks.gpu.meter import FAILURES, Meter
 from benchmarks.gpu.probes import PROBES, context_growth
@@ -273,6 +274,8 @@ def describe(meter: Meter) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if meter.is_cuda else None,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
+        "processor": processor(),
+        "num_cores": len(os.sched_getaffinity(0)),
         "recorded": time.strftime("%Y-%m-%d"),
         "environment": {name: value for name, value in os.environ.items() if _ENVIRONMENT.match(name)},
         "tf32": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
@@ -292,10 +295,10 @@ def describe(meter: Meter) -> dict[str, Any]:
     return header
 
 
-def default_path(header: dict[str, Any], folder: Path = RECORDINGS) -> Path:
+def default_path(header: dict[str, Any]) -> Path:
     """Where a recording of this machine is kept."""
     device = re.sub(r"[^a-z0-9]+", "-", header["device"].lower()).strip("-")
-    return folder / f"{device}-torch{header['torch'].partition('+')[0]}.json.gz"
+    return RECORDINGS / f"{device}-torch{header['torch'].partition('+')[0]}.json.gz"
 
 
 # -- the program -------------------------------------------------------------------------------------------------------
