@@ -14,8 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import plan_time_gpu  # noqa: E402
-
 from benchmarks.gpu import __main__ as command  # noqa: E402
 from benchmarks.gpu import (  # noqa: E402
     cases,
@@ -27,6 +25,8 @@ from benchmarks.gpu import (  # noqa: E402
     record,
 )
 from benchmarks.gpu.parts import Task  # noqa: E402
+
+import plan_time_gpu  # noqa: E402
 
 pytestmark = pytest.mark.cold  # its processes load no torch
 GIB, MIB = 1 << 30, 1 << 20
@@ -198,14 +198,14 @@ def test_parts_leave_time_for_those_that_it_is_kept_for(session, monkeypatch):
 # -- the job -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit_gib, best", [(12, 0.153), (8, 0.167), (4, 0.201), (3, None)])
+@pytest.mark.parametrize(("limit_gib", "best"), [(12, 0.153), (8, 0.167), (4, 0.201), (3, None)])
 def test_the_best_by_hand_is_the_fastest_that_the_limit_holds_with_the_context(tmp_path, limit_gib, best):
     """9,174 and 500 MiB are more than 8 GiB has left."""
     found = part_job.best_by_hand(task_with(tmp_path, GRID), limit_gib * GIB)
     assert (found and part_job.seconds_of(found)) == best
 
 
-@pytest.mark.parametrize("limit_gib, seconds, ooms, num_faults", [
+@pytest.mark.parametrize(("limit_gib", "seconds", "ooms", "num_faults"), [
     (4, 0.21, 0, 0), (4, 0.22, 0, 1), (4, 0.19, 1, 1), (2, 7.7, 0, 0), (2, 7.7, 2, 1),
 ])  # fmt: skip
 def test_a_plan_is_held_to_the_best_by_hand(tmp_path, limit_gib, seconds, ooms, num_faults):
@@ -245,9 +245,7 @@ def test_small_cases_of_a_recording_are_the_first_that_a_test_predicts():
     assert compare.of_first_cases([*GRID, small], 1) == [small]
 
 
-def test_what_repeats_in_a_step_is_not_traced(monkeypatch):
-    told: list[cases.Case] = []
-    monkeypatch.setattr(compare, "trace_of", lambda case, *_: told.append(case) or pytest.skip.Exception)
+def test_what_repeats_in_a_step_is_not_traced():
     many = next(one for one in cases.by_hand() if one.accumulation == 64)
     few = replace(cases.bases()[0], accumulation=4)
     assert [compare._in_short(case).accumulation for case in (many, few)] == [4, 4]
@@ -279,7 +277,7 @@ def test_a_storm_leaves_no_trace(storms, tmp_path):
     assert storm.train(3, resume=True).digests == calm.digests[-1:]  # saved after step 2
 
 
-@pytest.mark.parametrize("change, wrong", [
+@pytest.mark.parametrize(("change", "wrong"), [
     ({"digests": ["x"] * 3}, "weights after each step"),
     ({"losses": [1.0] * 3}, "losses"),
     ({"evaluations": [1.0]}, "evaluations"),
@@ -296,7 +294,7 @@ def test_what_a_storm_changes_is_a_fault(storms, tmp_path, change, wrong):
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inner, num_faults", [("", 0), ("<skipped/>", 0), ("<failure/>", 2), ("<error/>", 2)])
+@pytest.mark.parametrize(("inner", "num_faults"), [("", 0), ("<skipped/>", 0), ("<failure/>", 2), ("<error/>", 2)])
 def test_a_report_of_tests_is_read(tmp_path, inner, num_faults):
     report = tmp_path / "tests.xml"
     report.write_text(f"<testsuites><testsuite><testcase classname='a' name='b'>{inner}</testcase>"

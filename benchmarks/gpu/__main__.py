@@ -5,9 +5,9 @@
 The parts run in order of value, each in a process of its own with a time limit of its own; what the time does not reach
 is said. Parts that need no quiet card run at the same time where the card has room. Prints one table (part, what,
 measured, bound, ok), files it in ``benchmarks/results``, and writes one recording, by default
-``benchmarks/recorded/make-gpu-<card>-torch<version>.json.gz``, which tests and benchmarks replay on any machine. ``--resume``
-goes on with that recording: what it has is not done again. Exits with 0 if everything that was reached is as it should
-be, with 1 if something is not, and with 2 where there is no card or a package is missing.
+``benchmarks/recorded/make-gpu-<card>-torch<version>.json.gz``, which tests and benchmarks replay on any machine.
+``--resume`` goes on with that recording: what it has is not done again. Exits with 0 if everything that was reached is
+as it should be, with 1 if something is not, and with 2 where there is no card or a package is missing.
 
 It needs torch, transformers, pytest and Plimsoll's own requirements, and installs nothing. ``--device cpu`` goes
 through the same code with small models, to try it; its numbers say nothing, and it writes nothing that is kept.
@@ -302,6 +302,7 @@ def hand_over(session: Session, seconds: float) -> int:
     """Print the table, file it, and say whether everything is as it should be."""
     from benchmarks._results import file_result, table
     from benchmarks.gpu.record import read_recording
+    from benchmarks.gpu.shown import readme_part
 
     order = [part.name for part in PARTS]
     found = [row for row in session.rows if row["kind"] in {"check", "left"}]
@@ -318,8 +319,9 @@ def hand_over(session: Session, seconds: float) -> int:
         print(f"fault: {line_of(row)}", file=sys.stderr)
     if session.options.device != "cpu":
         title = f"What only a card can show: {header['device']}"
+        part = readme_part(session.rows, header, [(part.name, part.about) for part in PARTS])
         text = f"{said}. Recorded in `benchmarks/recorded/{session.recording.name}`.\n\n{printed}"
-        file_result(session.options.results, "make-gpu", title, text, device="gpu", command=["make", "gpu"])
+        file_result(session.options.results, "make-gpu", title, text, part, device="gpu", command=["make", "gpu"])
     print(json.dumps({"checks": len(found) - num_left, "faults": len(faults), "left": num_left}))
     return int(bool(faults))
 

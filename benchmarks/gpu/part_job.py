@@ -70,19 +70,31 @@ def run_plans(task: Task) -> None:
 
 
 def make_plan(task: Task, job: Path, limit_gib: int) -> None:
-    path, limit = task.folder / f"plan-{limit_gib}.json", f"{limit_gib}GiB"
-    done = run(task, "-m", "plimsoll", "plan", str(job), "--budget", limit, "-o", str(path), "--force", "-q")
-    if done.code is None:
-        task.not_reached(f"a plan for {limit} in {done.seconds:.0f} s")
-        return
-    row: Row = {"id": f"plan:{limit}", "kind": "plan", "seconds": round(done.seconds, 1)}
-    if done.code:
-        task.check(f"plan for {limit}", f"exit code {done.code}: {done.last_line}", "fits", ok=False)
-        return
-    plan = Plan.load(path)
-    task.say(row | {"plan_seconds": round(plan.plan_seconds, 1), "traces": plan.num_traces})
+    limit, path = f"{limit_gib}GiB", plan_file(task, limit_gib)
+    row = next((row for row in task.recorded if row["id"] == f"plan:{limit}"), None)
+    if row is None:
+        done = run(task, "-m", "plimsoll", "plan", str(job), "--budget", limit, "-o", str(path), "--force", "-q")
+        if done.code is None:
+            task.not_reached(f"a plan for {limit} in {done.seconds:.0f} s")
+            return
+        if done.code:
+            task.check(f"plan for {limit}", f"exit code {done.code}: {done.last_line}", "fits", ok=False)
+            return
+        row = {"id": f"plan:{limit}", "kind": "plan", "seconds": round(done.seconds, 1),
+               "plan": json.loads(path.read_text("utf-8"))}  # fmt: skip
+        task.say(row)
+    plan = Plan.from_json(json.dumps(row["plan"]))
     words = " + ".join(map(str, plan.choices))
-    task.check(f"plan for {limit} in {done.seconds:.0f} s", words, "fits", plan.fits)
+    task.check(f"plan for {limit} in {row['seconds']:.0f} s, {plan.num_traces} traces", words, "fits", plan.fits)
+
+
+def plan_file(task: Task, limit_gib: int) -> Path:
+    """Where the plan is, or is to be; one that only the recording has is written there."""
+    path = task.folder / f"plan-{limit_gib}.json"
+    row = next((row for row in task.recorded if row["id"] == f"plan:{limit_gib}GiB"), None)
+    if row is not None:
+        path.write_text(json.dumps(row["plan"]), encoding="utf-8")
+    return path
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
@@ -136,12 +148,12 @@ def judge_grid(task: Task, rows: list[Row]) -> None:
 
 def run_planned(task: Task) -> None:
     speed_row(task)
-    done = {row["id"] for row in task.recorded}
+    done = {row["id"]: row for row in task.recorded}
     for limit_gib in limits_of(task):
-        limit, plan = f"{limit_gib}GiB", task.folder / f"plan-{limit_gib}.json"
+        limit, plan = f"{limit_gib}GiB", plan_file(task, limit_gib)
         if f"planned:{limit}" in done:
-            continue
-        if not plan.is_file():
+            judge(task, done[f"planned:{limit}"])
+        elif not plan.is_file():
             task.not_reached(f"training inside {limit}: there is no plan")
         elif task.seconds_left < _OWN_SECONDS:
             task.not_reached(f"training inside {limit}")
@@ -161,9 +173,9 @@ def speed_row(task: Task) -> None:
     task.say({"id": "speed", "kind": "speed", "seconds": seconds, "speed": json.loads(speed.to_json())})
 
 
-def train(task: Task, limit_gib: int, plan_file: Path) -> None:
+def train(task: Task, limit_gib: int, plan: Path) -> None:
     limit, out = f"{limit_gib}GiB", task.folder / f"run-{limit_gib}"
-    words = ["train", str(job_file(task)), "--budget", limit, "--plan", str(plan_file), "--out", str(out)]
+    words = ["train", str(job_file(task)), "--budget", limit, "--plan", str(plan), "--out", str(out)]
     done = run(task, "-m", "plimsoll", *words, "--cache", str(task.folder / "data"), "--force", "-q")
     if done.code is None:
         task.not_reached(f"the end of training inside {limit} in {done.seconds:.0f} s")
@@ -199,16 +211,20 @@ def allocated_of(plan: Plan) -> Row | None:
 
 
 def judge(task: Task, row: Row) -> None:
-    limit = f"{row['limit_bytes'] // _GIB} GiB"
-    seconds = statistics.median(row["step_seconds"][WARM_STEPS:])
-    task.check(f"{limit}: ran out of memory", f"{row['ooms']} times", 0, row["ooms"] == 0)
-    if (best := best_by_hand(task, row["limit_bytes"])) is None:
-        task.check(f"{limit}: {row['choices']}", f"{seconds:.3f} s a step", "none by hand fits", ok=True)
+    limit_gib, best = row["limit_bytes"] // _GIB, best_by_hand(task, row["limit_bytes"])
+    seconds, best_seconds = seconds_of(row), best and seconds_of(best)
+    best_setting = best and setting_of(Case.from_dict(best["case"]))
+    task.check(f"{limit_gib} GiB: ran out of memory", f"{row['ooms']} times", 0, row["ooms"] == 0)
+    task.say({
+        "id": f"compared:{limit_gib}GiB", "kind": "compared", "part": task.part, "limit_gib": limit_gib,
+        "choices": row["choices"], "seconds": seconds, "best": best_setting, "best_seconds": best_seconds,
+    })  # fmt: skip
+    if best_seconds is None:
+        task.check(f"{limit_gib} GiB: {row['choices']}", f"{seconds:.3f} s a step", "none by hand fits", ok=True)
         return
-    best_seconds = seconds_of(best)
-    what = f"{limit}: {row['choices']} over {setting_of(Case.from_dict(best['case']))}"
     measured = f"{seconds:.3f} / {best_seconds:.3f} s = {seconds / best_seconds:.2f}"
-    task.check(what, measured, MOST_OF_BEST, task.is_tiny or seconds / best_seconds <= MOST_OF_BEST)
+    task.check(f"{limit_gib} GiB: {row['choices']} over {best_setting}", measured, MOST_OF_BEST,
+               task.is_tiny or seconds / best_seconds <= MOST_OF_BEST)  # fmt: skip
 
 
 def best_by_hand(task: Task, limit_bytes: int) -> Row | None:
