@@ -119,7 +119,7 @@ def trace_of(case: Case, capability: tuple[int, int], num_sms: int = 132) -> tup
     marks: list[int] = []
 
     def run(place: Rehearsal) -> None:
-        train(case, build(case), "cuda:0", lambda step, phase: marks.append(place.recorder.op_row))
+        train(_in_short(case), build(case), "cuda:0", lambda step, phase: marks.append(place.recorder.op_row))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries' advice
@@ -136,7 +136,7 @@ def predict(case: Case, header: dict[str, Any], before_bytes: int = 0, limit_byt
         limit_bytes: what the allocator may reserve.
     """
     capability = (header["capability"][0], header["capability"][1])
-    trace, marks = trace_of(_in_short(case), capability, header.get("num_sms", 132))
+    trace, marks = trace_of(case, capability, header.get("num_sms", 132))
     deltas = list(_with_workspaces(trace, f"{capability[0]}.{capability[1]}"))
     allocator = CachingAllocator(rules_from_text(text_of(header.get("environment", {}))), limit_bytes)
     given = [] if case.model in RECURRENT else [(-1, _BEFORE, before_bytes)] * (before_bytes > 0)
