@@ -57,7 +57,7 @@ def planned(limit_gib: int, seconds: float, **others: object) -> dict:
     bounds = {"likely_seconds": 0.2, "low_seconds": 0.15, "high_seconds": 0.25}
     peak = {"likely_bytes": 3000 * MIB, "low_bytes": 2900 * MIB, "high_bytes": 3100 * MIB}
     return {
-        "id": f"planned:{limit_gib}GiB", "kind": "planned", "limit_bytes": limit_gib * GIB, "ooms": 0,
+        "id": f"planned:{limit_gib}GiB", "kind": "planned", "limit_bytes": limit_gib * GIB, "ooms": 0, "seconds": 40.0,
         "choices": "checkpointing=all + micro_batch=16", "techniques": choices, "peak": 3000 * MIB,
         "step_seconds": [9.0, 9.0, seconds, seconds], "predicted_seconds": bounds, "predicted_allocated": peak,
         **others,

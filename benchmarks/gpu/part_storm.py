@@ -168,7 +168,8 @@ def taken_away(task: Task, device: str) -> Iterator[dict[str, float]]:
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert taker.stdout is not None
-    taker.stdout.readline()  # it has filled the card
+    if taker.stdout.readline() != "full\n":
+        raise RuntimeError(f"the other process could not fill {device}: see what it said above")
     over = threading.Event()
     giver = threading.Thread(target=give_back, args=(over,))
     giver.start()

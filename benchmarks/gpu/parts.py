@@ -95,15 +95,15 @@ def environment(task: Task, **more: str) -> dict[str, str]:
     return os.environ | own | {"HF_HUB_OFFLINE": "1"} | more
 
 
-def run(task: Task, *words: str, **more: str) -> Command:
-    """Run this interpreter with arguments until it ends or the part's time is over."""
+def run(task: Task, *words: str, most_seconds: float = float("inf")) -> Command:
+    """Run this interpreter with arguments until it ends, or the part's time is over, or its own."""
     started = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, env=environment(task, **more), text=True, stdin=subprocess.DEVNULL,
+        [sys.executable, *words], cwd=ROOT, env=environment(task), text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        output, errors = process.communicate(timeout=max(task.seconds_left, 1.0))
+        output, errors = process.communicate(timeout=max(min(task.seconds_left, most_seconds), 1.0))
         code: int | None = process.returncode
     except subprocess.TimeoutExpired:
         process.terminate()  # a supervisor hands it on to its training
