@@ -24,7 +24,7 @@ from benchmarks.gpu import (  # noqa: E402
     part_tests,
     record,
 )
-from benchmarks.gpu.parts import Task  # noqa: E402
+from benchmarks.gpu.parts import Task, run  # noqa: E402
 
 import plan_time_gpu  # noqa: E402
 
@@ -116,6 +116,31 @@ def test_every_part_can_be_found():
     assert [part.stage for part in command.PARTS] == sorted(part.stage for part in command.PARTS)
     for part in command.PARTS:
         assert (ROOT / "benchmarks" / "gpu" / f"{part.function.split(':')[0]}.py").is_file()
+
+
+# -- a program of a part -----------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import pathlib, sys, time
+try:
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("it stops")
+    sys.exit(130)
+"""
+
+
+def test_a_program_that_has_done_enough_is_interrupted(tmp_path):
+    begun = tmp_path / "begun"
+    done = run(task_with(tmp_path, []), "-c", PROGRAM, str(begun), enough=begun.exists)
+    assert (done.code, done.last_line) == (130, "it stops")
+
+
+def test_a_program_is_stopped_when_the_time_is_over(tmp_path):
+    done = run(task_with(tmp_path, []), "-c", PROGRAM, str(tmp_path / "begun"), most_seconds=0.0)
+    assert done.code is None
+    assert done.last_line == "it said nothing"
 
 
 # -- a command of parts ------------------------------------------------------------------------------------------------

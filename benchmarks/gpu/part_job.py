@@ -2,9 +2,9 @@
 
 *plans* makes the plans, at the same time, each as `plimsoll plan` does for this card. *grid* trains every setting of
 `cases.by_hand` in a plain loop, by the recorder: in a first process one of them, and in a second, which resumes the
-recording of the first, the others. *planned* trains each plan with `plimsoll train` and compares its steps with the
-fastest setting by hand that fits the limit: of that count the allocator's reserved bytes and what the process has
-outside of it.
+recording of the first, the others. *planned* trains each plan with `plimsoll train`, which tries it and those that are
+about as fast, interrupts it after a few steps, and compares these with the fastest setting by hand that fits the limit:
+of that count the allocator's reserved bytes and what the process has outside of it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from plimsoll.records.plan import Plan
 from plimsoll.records.run import RunRecord
 
 LIMITS_GIB = (4, 12, 8, 2)  # the first are those where a person has the most to choose from
-STEPS, WARM_STEPS = 6, 2
+# The steps of the job, so that trying plans before them is worth it, and after how many the training is interrupted.
+STEPS, ENOUGH_STEPS, WARM_STEPS = 1000, 6, 2
 MOST_OF_BEST = 1.05
-_TEXT_BYTES = 3 << 20
+_TEXT_BYTES, _INTERRUPTED = 3 << 20, 130
 _GIB = 1 << 30
 _LEAST_SECONDS, _MOST_SECONDS = 45.0, 110.0  # of a training with all that is around it
 
@@ -177,12 +178,17 @@ def train(task: Task, limit_gib: int, plan: Path) -> None:
     limit, out = f"{limit_gib}GiB", task.folder / f"run-{limit_gib}"
     words = ["train", str(job_file(task)), "--budget", limit, "--plan", str(plan), "--out", str(out)]
     words += ["--cache", str(task.folder / "data"), "--force", "-q"]
-    done = run(task, "-m", "plimsoll", *words, most_seconds=_MOST_SECONDS)
+
+    def has_done_enough() -> bool:
+        path = out / "metrics.jsonl"
+        return path.is_file() and path.read_text("utf-8").count('"event":"step"') >= ENOUGH_STEPS
+
+    done = run(task, "-m", "plimsoll", *words, most_seconds=_MOST_SECONDS, enough=has_done_enough)
     if done.code is None:
         task.not_reached(f"the end of training inside {limit} in {done.seconds:.0f} s")
         return
-    if done.code:
-        task.check(f"training inside {limit}", f"exit code {done.code}: {done.last_line}", "finished", ok=False)
+    if done.code != _INTERRUPTED:
+        task.check(f"training inside {limit}", f"exit code {done.code}: {done.last_line}", _INTERRUPTED, ok=False)
         return
     row = planned_row(limit_gib, RunRecord.from_directory(out)) | {"seconds": round(done.seconds, 1)}
     task.say(row)
@@ -203,6 +209,7 @@ def planned_row(limit_gib: int, record: RunRecord) -> Row:
         "predicted_reserved": rung.peak and rung.peak.model_dump(),
         "predicted_allocated": allocated_of(plan) if rung is plan.rungs[0] else None,
         "predicted_seconds": rung.step_time and rung.step_time.model_dump(),
+        "trial": (trial := getattr(plan, "trial", None)) and trial.model_dump(),
     }  # fmt: skip
 
 

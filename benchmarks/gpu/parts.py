@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 from benchmarks.gpu.record import ROOT, read_recording
 
 Row = dict[str, Any]
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -95,22 +98,32 @@ def environment(task: Task, **more: str) -> dict[str, str]:
     return os.environ | own | {"HF_HUB_OFFLINE": "1"} | more
 
 
-def run(task: Task, *words: str, most_seconds: float = float("inf")) -> Command:
-    """Run this interpreter with arguments until it ends, or the part's time is over, or its own."""
-    started = time.monotonic()
+def run(
+    task: Task, *words: str, most_seconds: float = float("inf"), enough: Callable[[], bool] = lambda: False
+) -> Command:
+    """Run this interpreter with arguments until it ends, or the part's time is over, or its own.
+
+    Once it has done ``enough`` it is interrupted, as by Ctrl-C.
+    """
+    started, is_told = time.monotonic(), False
+    until = started + max(min(task.seconds_left, most_seconds), 1.0)
     process = subprocess.Popen(
         [sys.executable, *words], cwd=ROOT, env=environment(task), text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    try:
-        output, errors = process.communicate(timeout=max(min(task.seconds_left, most_seconds), 1.0))
-        code: int | None = process.returncode
-    except subprocess.TimeoutExpired:
-        process.terminate()  # a supervisor hands it on to its training
+    while time.monotonic() < until:
         try:
-            output, errors = process.communicate(timeout=5.0)
+            output, errors = process.communicate(timeout=_POLL_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()
-            output, errors = process.communicate()
-        code = None
-    return Command(code, output, errors, time.monotonic() - started)
+            if not is_told and enough():
+                process.send_signal(signal.SIGINT)
+                is_told = True
+        else:
+            return Command(process.returncode, output, errors, time.monotonic() - started)
+    process.terminate()  # a supervisor hands it on to its training
+    try:
+        output, errors = process.communicate(timeout=5.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, errors = process.communicate()
+    return Command(None, output, errors, time.monotonic() - started)
