@@ -150,7 +150,7 @@ def recorded_rows() -> list[Row]:
 def rows_of_recording(recording: dict) -> Iterator[Row]:
     """Steps of the job, by hand and as planned, that `make gpu` has recorded."""
     for fields in recording["runs"]:
-        if fields["kind"] == "planned":
+        if fields["kind"] in {"planned", "technique"} and "step_seconds" in fields:
             yield planned_row(fields, recording["header"])
         elif fields.get("case") and part_job.is_by_hand(fields) and fields["status"] == "ok":
             yield by_hand_row(fields, recording["header"])

@@ -65,8 +65,9 @@ PARTS = (
     Part("planned", "the job inside the limits as planned", "part_job:run_planned", 260, 3),
     Part("storm", "memory taken away by another process", "part_storm:run_part", 60, 4, kept_seconds=60),
     Part("predictions", "what was predicted of the job", "part_predictions:run_part", 90, 4),
-    Part("recovery", "speed after an event", "part_recovery:run_part", 60, 5),
-    Part("peaks", "peaks of other models, as many as there is time for", "part_peaks:run_part", 600, 6),
+    Part("techniques", "the job with each technique", "part_techniques:run_part", 150, 5),
+    Part("recovery", "speed after an event", "part_recovery:run_part", 60, 6),
+    Part("peaks", "peaks of other models, as many as there is time for", "part_peaks:run_part", 600, 7),
 )
 
 

@@ -244,7 +244,7 @@ def best_by_hand(task: Task, limit_bytes: int) -> Row | None:
 
 
 def seconds_of(row: Row) -> float:
-    return statistics.median(row["step_seconds"][WARM_STEPS:])
+    return statistics.median(row["step_seconds"][WARM_STEPS:] or row["step_seconds"][-1:])
 
 
 def setting_of(case: Case) -> str:

@@ -18,7 +18,7 @@ import torch
 import transformers
 from benchmarks.gpu import compare
 from benchmarks.gpu.cases import Case
-from benchmarks.gpu.part_job import WARM_STEPS, is_by_hand, limits_of, seconds_of, setting_of
+from benchmarks.gpu.part_job import is_by_hand, limits_of, seconds_of, setting_of
 from benchmarks.gpu.parts import ROOT, Row, Task
 from benchmarks.gpu.record import read_recording
 
@@ -48,7 +48,7 @@ def judge_planned(task: Task, row: Row) -> None:
         task.check(f"{name}, peak", f"predicted {share:+.2%} of {row['peak'] / 2**20:,.0f} MiB",
                    f"{PEAKS.allocated_worst:.0%}", task.is_tiny or abs(share) <= PEAKS.allocated_worst)  # fmt: skip
     if (duration := row["predicted_seconds"]) is not None:
-        seconds = statistics.median(row["step_seconds"][WARM_STEPS:])
+        seconds = seconds_of(row)
         low, high = duration["low_seconds"], duration["high_seconds"]
         task.check(f"{name}, time", f"{seconds:.3f} s, predicted {duration['likely_seconds']:.3f} s",
                    f"{low:.3f} to {high:.3f} s", task.is_tiny or low <= seconds <= high)  # fmt: skip
