@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-NODES = ("nvidiactl", "nvidia0", "dxg", "kfd")  # of drivers, in /dev: NVIDIA's, WSL's, AMD's
+NODES = ("nvidia*", "dxg", "kfd")  # of drivers, in /dev: NVIDIA's, WSL's, AMD's
 OF_A_PART = ("-m", "benchmarks.gpu")
 GIB = 1 << 30
 ROOM_BYTES = 40 * GIB  # of a card on which parts run at the same time
@@ -217,7 +217,7 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 
 def has_driver(nodes: Iterable[str] = NODES) -> bool:
     """Whether a driver of a card is here, without loading torch."""
-    return any((Path("/dev") / node).exists() for node in nodes)
+    return any(any(Path("/dev").glob(node)) for node in nodes)
 
 
 def missing() -> list[str]:
