@@ -149,7 +149,7 @@ def test_a_program_is_stopped_when_the_time_is_over(tmp_path):
 @pytest.fixture
 def session(tmp_path) -> command.Session:
     task_with(tmp_path, [{"id": "part:demo", "kind": "part", "part": "demo", "seconds": 1.0}])
-    options = command.parse(["--device", "cpu", "--out", str(tmp_path / "recording.json.gz"), "--minutes", "2"])
+    options = command.parse(["--device", "cpu", "--out", str(tmp_path / "recording.json.gz"), "--minutes", "20"])
     made = command.Session(options, tmp_path)
     made.rows = record.read_recording(made.recording)["runs"]
     return made
@@ -217,7 +217,7 @@ def test_parts_leave_time_for_those_that_it_is_kept_for(session, monkeypatch):
     session.run([part], together=False)
     kept = sum(other.kept_seconds for other in command.PARTS)
     assert kept > 0
-    assert told[0] - command.GRACE_SECONDS == pytest.approx(120 - kept, abs=30)
+    assert told[0] - command.GRACE_SECONDS == pytest.approx(1200 - kept, abs=30)
 
 
 # -- the job -----------------------------------------------------------------------------------------------------------

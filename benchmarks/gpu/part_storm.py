@@ -1,9 +1,9 @@
 """Memory taken away at random by another process, in every phase of a training, and an exact ledger.
 
-The other process fills the card but for `ROOM_BYTES`, and at moments drawn at random takes that, too, for a while.
-Meanwhile a thread of the training gives back what torch's allocator keeps, at random moments, so that any phase may
-have to ask the driver, and is refused. Where no way is left the training waits and gives the same batch again, as
-`plimsoll train` does.
+The other process fills the card but for `ROOM_BYTES`, and at moments drawn at random, every few steps, takes that, too,
+for a part of a step. Meanwhile a thread of the training gives back what torch's allocator keeps, at random moments, so
+that any phase may have to ask the driver, and is refused. Where no way is left the training waits and gives the same
+batch again, as `plimsoll train` does.
 
 *One way*: one micro-batch, with dropout: whatever happens, losses and weights after every step are those of the same
 training undisturbed, to the bit, and so is one that goes on from what was saved in the storm. *Smaller*: fallbacks of
@@ -14,7 +14,6 @@ Without a GPU the training asks for memory that no machine has, in a phase drawn
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -25,7 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,9 +41,14 @@ from plimsoll.run.failpoints import armed
 
 ROOM_BYTES = 3 << 30
 PHASES = ("forward", "backward", "optimizer", "evaluation")  # saving copies to the host, and asks for none
-FEWEST_STEPS, MOST_STEPS, EVALUATE_EVERY, SAVE_EVERY = 20, 400, 2, 5
+INJECTED = ("forward", "loss", "backward", "clip", "optimizer")
+EVALUATED = (10_000, 10_001)  # numbers of batches
+FEWEST_STEPS, MOST_STEPS, EVALUATE_EVERY, SAVE_EVERY = 12, 400, 2, 5
+# In steps: between two moments when memory is taken, how long it is held, and between two when it is given back.
+PAUSE_STEPS, HELD_STEPS, GIVEN_STEPS = (1.0, 4.0), (0.1, 0.6), (0.05, 0.4)
 CLOSE_LOSS, CLOSE_WEIGHTS = 1e-5, 1e-3
 _LENGTH, _VOCABULARY = 256, 2000
+_STORM_SHARE = 0.4  # of the time that is left, for each of the two
 _AGAIN_SECONDS = 0.02
 _LEFT_BYTES = 8 << 20  # of a full card: the driver's own granule is 2 MiB
 
@@ -60,6 +64,7 @@ class Trained:
     events: Counter[str] = field(default_factory=Counter)
     waited: int = 0
     num_cut: int = 0
+    seconds: list[float] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -72,6 +77,7 @@ class Storm:
     dropout: float
     sizes: tuple[int, ...]
     saved: Path
+    tell: Callable[[str], None] = print
 
     @property
     def batch_size(self) -> int:
@@ -79,10 +85,10 @@ class Storm:
 
     def make(self) -> tuple[torch.nn.Module, torch.optim.Optimizer, TrainStep]:
         torch.manual_seed(0)
-        width, layers = (32, 2) if self.tiny else (512, 4)
+        width, heads, layers = (32, 4, 2) if self.tiny else (384, 6, 4)
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
         config = transformers.GPT2Config(
-            vocab_size=_VOCABULARY, n_positions=_LENGTH, n_embd=width, n_layer=layers, n_head=4, bos_token_id=0,
+            vocab_size=_VOCABULARY, n_positions=_LENGTH, n_embd=width, n_layer=layers, n_head=heads, bos_token_id=0,
             eos_token_id=0, **dropout,
         )  # fmt: skip
         model = transformers.GPT2LMHeadModel(config).train().to(self.device)
@@ -95,9 +101,10 @@ class Storm:
         ids = torch.randint(0, _VOCABULARY, (self.batch_size, 16 if self.tiny else _LENGTH), generator=drawn)
         return {"input_ids": ids, "labels": ids}
 
-    def train(self, num_steps: int, until: float = float("inf"), disturbed: bool = False, resume: bool = False
-              ) -> Trained:  # fmt: skip
-        """Train until the steps are done or, in the storm, every phase was met and the time is over."""
+    def train(
+        self, num_steps: int, until: float = float("inf"), disturbed: bool = False, resume: bool = False
+    ) -> Trained:
+        """Train until the steps are done or, in the storm, every phase was met or the time is over."""
         found, drawn = Trained(), random.Random(0)
         model, optimizer, step = self._again(found, self.make)
         if resume:
@@ -111,18 +118,16 @@ class Storm:
             found.events[event.phase or "?"] += 1
 
         while step.num_steps < num_steps and not (disturbed and self._is_enough(found, until)):
-            phase = drawn.choice(("forward", "loss", "backward", "clip", "optimizer")) if drawn.random() < 0.5 else ""
-            with armed(phase, 1) if phase and disturbed and self.device == "cpu" else contextlib.nullcontext():
+            phase = drawn.choice(INJECTED) if disturbed and drawn.random() < 0.5 else None
+            with self._failing(phase, 1, 2):
                 result = self._again(found, lambda: step(self.batch(step.num_steps), on_oom=note))
+            found.seconds.append(result.step_seconds)
             found.losses.append(result.loss)
             found.num_cut += result.micro_batch < self.batch_size
             found.ledger.append((result.step, result.num_samples, result.num_units))
             found.digests.append(digest(model))
             if result.step % EVALUATE_EVERY == 0:
-                with armed("evaluation", 1) if disturbed and self.device == "cpu" else contextlib.nullcontext():
-                    evaluation = self._again(found, lambda: step.evaluate([self.batch(10_000)]))
-                found.events["evaluation"] += len(evaluation.oom_events)
-                found.evaluations.append(evaluation.loss)
+                self._evaluate(found, step, disturbed)
             if disturbed and result.step % SAVE_EVERY == 0:
                 random_state = self._again(found, step.backend.random_state)
                 torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
@@ -130,6 +135,18 @@ class Storm:
         found.weights = [parameter.detach().cpu() for parameter in model.parameters()]
         step.close()
         return found
+
+    def _evaluate(self, found: Trained, step: TrainStep, disturbed: bool) -> None:
+        with self._failing("evaluation" if disturbed else None, 1):
+            evaluation = self._again(found, lambda: step.evaluate(map(self.batch, EVALUATED)))
+        found.events["evaluation"] += len(evaluation.oom_events)
+        found.evaluations.append(evaluation.loss)
+        if disturbed:
+            self.tell(f"step {step.num_steps}, ran out of memory {sum(found.events.values())} times")
+
+    def _failing(self, phase: str | None, *hits: int) -> contextlib.AbstractContextManager[None]:
+        """Without a card, these passages of a phase run out of memory."""
+        return armed(phase, *hits) if phase and self.device == "cpu" else contextlib.nullcontext()
 
     def _again(self, found: Trained, work: Any) -> Any:
         """Do something until it has room."""
@@ -141,7 +158,7 @@ class Storm:
                 time.sleep(_AGAIN_SECONDS)
 
     def _is_enough(self, found: Trained, until: float) -> bool:
-        is_met = all(found.events[phase] > 1 for phase in PHASES) and len(found.losses) >= FEWEST_STEPS
+        is_met = all(found.events[phase] for phase in PHASES) and len(found.losses) >= FEWEST_STEPS
         return is_met or time.monotonic() > until
 
 
@@ -155,23 +172,30 @@ def digest(model: torch.nn.Module) -> str:
 # -- the other process -------------------------------------------------------------------------------------------------
 
 
+def start_taker(task: Task) -> subprocess.Popen[str] | None:
+    """Start the process that takes memory once it is told to; none without a card."""
+    if task.is_tiny:
+        return None
+    return subprocess.Popen(
+        [sys.executable, "-m", __spec__.name, task.device], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=environment(task, PYTORCH_NO_CUDA_MEMORY_CACHING="1"), text=True, bufsize=1,
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
-def taken_away(task: Task, device: str) -> Iterator[dict[str, float]]:
-    """Let another process take memory while the block runs, and this one give back what it does not use."""
+def taken_away(taker: subprocess.Popen[str] | None, seconds: float, step_seconds: float) -> Iterator[dict[str, float]]:
+    """Let the other process take memory while the block runs, so long at most, and this one give back what it can."""
     told: dict[str, float] = {}
-    if device == "cpu":
+    if taker is None:
         yield told
         return
-    command = [sys.executable, "-m", __spec__.name, "--take", device]
-    taker = subprocess.Popen(
-        command, cwd=ROOT, env=environment(task, PYTORCH_NO_CUDA_MEMORY_CACHING="1"), stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    assert taker.stdin is not None
     assert taker.stdout is not None
+    taker.stdin.write(f"{seconds} {step_seconds}\n")
     if taker.stdout.readline() != "full\n":
-        raise RuntimeError(f"the other process could not fill {device}: see what it said above")
+        raise RuntimeError("the other process could not fill the card: see what it said above")
     over = threading.Event()
-    giver = threading.Thread(target=give_back, args=(over,))
+    giver = threading.Thread(target=give_back, args=(over, step_seconds))
     giver.start()
     try:
         yield told
@@ -182,22 +206,24 @@ def taken_away(task: Task, device: str) -> Iterator[dict[str, float]]:
         told |= json.loads(output.splitlines()[-1])
 
 
-def give_back(over: threading.Event) -> None:
-    """Give back what the allocator keeps, at random moments; a phase takes some milliseconds."""
+def give_back(over: threading.Event, step_seconds: float) -> None:
+    """Give back what the allocator keeps, at random moments."""
     drawn = random.Random(1)
-    while not over.wait(drawn.uniform(0.002, 0.02)):
+    while not over.wait(drawn.uniform(*GIVEN_STEPS) * step_seconds):
         torch.cuda.empty_cache()
 
 
 def take(device: str) -> None:
-    """Fill the card but for the room, then take that, too, again and again, until told that it is over."""
+    """When told for how long, fill the card but for the room, and take that, too, again and again, until it is over."""
+    torch.zeros(1, device=device)
+    seconds, step_seconds = map(float, sys.stdin.readline().split())
     drawn, over, times, held_seconds = random.Random(2), threading.Event(), 0, 0.0
     threading.Thread(target=lambda: (sys.stdin.readline(), over.set()), daemon=True).start()
-    torch.zeros(1, device=device)
     ballast = torch.empty(max(torch.cuda.mem_get_info()[0] - ROOM_BYTES, 0), dtype=torch.uint8, device=device)
     print("full", flush=True)
-    while not over.wait(drawn.uniform(0.02, 0.12)):
-        begun, until = time.monotonic(), time.monotonic() + drawn.uniform(0.01, 0.08)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not over.wait(drawn.uniform(*PAUSE_STEPS) * step_seconds):
+        begun, until = time.monotonic(), time.monotonic() + drawn.uniform(*HELD_STEPS) * step_seconds
         held: list[torch.Tensor] = []
         while time.monotonic() < until:
             held += rest_of_card(device)
@@ -223,14 +249,18 @@ def run_part(task: Task) -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it products are not the same twice
     torch.use_deterministic_algorithms(True)
     sizes = (8, 4, 2, 1) if task.is_tiny else (32, 16, 8, 4)
-    whole = Storm(task.device, task.is_tiny, 0.1, sizes[:1], task.folder / "saved.pt")
-    cut = Storm(task.device, task.is_tiny, 0.0, sizes, task.folder / "saved-cut.pt")
-    for storm in (whole, cut):
-        storm.train(2)  # kernels are loaded, which need memory of the driver once
-    with taken_away(task, task.device) as told:
-        began, span = time.monotonic(), task.seconds_left
-        one = whole.train(MOST_STEPS, began + 0.4 * span, disturbed=True)
-        other = cut.train(MOST_STEPS, began + 0.65 * span, disturbed=True)
+    whole = Storm(task.device, task.is_tiny, 0.1, sizes[:1], task.folder / "saved.pt", task.tell)
+    cut = Storm(task.device, task.is_tiny, 0.0, sizes, task.folder / "saved-cut.pt", task.tell)
+    takers = [start_taker(task) for _ in range(2)]
+    told, disturbed_ones = [], []
+    for storm, taker in zip((whole, cut), takers, strict=True):
+        step_seconds = min(storm.train(3).seconds)  # kernels are loaded, which need memory of the driver once
+        task.tell(f"a step takes {step_seconds:.3f} s undisturbed")
+        span = _STORM_SHARE * task.seconds_left
+        with taken_away(taker, span, step_seconds) as found:
+            disturbed_ones.append(storm.train(MOST_STEPS, time.monotonic() + span, disturbed=True))
+        told.append(found)
+    one, other = disturbed_ones
     for name, storm, disturbed in (("one way", whole, one), ("smaller", cut, other)):
         judge(task, name, storm, disturbed, storm.train(len(disturbed.losses)))
     if whole.saved.is_file():
@@ -277,6 +307,4 @@ def largest(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--take")
-    take(parser.parse_args().take)
+    take(sys.argv[1])

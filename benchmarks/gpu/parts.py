@@ -38,6 +38,7 @@ class Task:
     recording: Path
     rows: Path
     until: float
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def is_tiny(self) -> bool:
@@ -63,6 +64,10 @@ class Task:
         """Note a row for the recording."""
         with self.rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+    def tell(self, text: str) -> None:
+        """Show what is being done, with the seconds of the part so far."""
+        print(f"    {self.part}, {time.monotonic() - self.began:.0f} s: {text}", flush=True)
 
     def check(self, what: str, measured: object, bound: object, ok: bool) -> None:
         """Note whether something is as it should be."""
@@ -107,6 +112,8 @@ def run(
     """
     started, is_told = time.monotonic(), False
     until = started + max(min(task.seconds_left, most_seconds), 1.0)
+    name = " ".join(Path(word).name for word in words if word not in {"-m", "-c"})[:100]
+    task.tell(name)
     process = subprocess.Popen(
         [sys.executable, *words], cwd=ROOT, env=environment(task), text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -119,7 +126,9 @@ def run(
                 process.send_signal(signal.SIGINT)
                 is_told = True
         else:
-            return Command(process.returncode, output, errors, time.monotonic() - started)
+            done = Command(process.returncode, output, errors, time.monotonic() - started)
+            task.tell(f"exit code {done.code} in {done.seconds:.0f} s: {name}")
+            return done
     process.terminate()  # a supervisor hands it on to its training
     try:
         output, errors = process.communicate(timeout=5.0)
