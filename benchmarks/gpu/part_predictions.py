@@ -60,7 +60,9 @@ def judge_by_hand(task: Task, rows: list[Row]) -> None:
     rows = sorted(rows, key=lambda row: row["case"]["accumulation"])
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # of the processes: no card is needed
     found: dict[str, tuple[float, float, float]] = {}
-    with multiprocessing.get_context("spawn").Pool(max(len(os.sched_getaffinity(0)) - _OTHERS_CORES, 1), settle) as pool:
+    with multiprocessing.get_context("spawn").Pool(
+        max(len(os.sched_getaffinity(0)) - _OTHERS_CORES, 1), settle
+    ) as pool:
         waiting = {row["id"]: pool.apply_async(errors_of, (task.recording, row["id"])) for row in rows}
         for name, result in waiting.items():
             try:
