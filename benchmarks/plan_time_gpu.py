@@ -38,8 +38,8 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.gpu import compare, part_job
-from benchmarks.gpu.record import read_recording
+from benchmarks.gpu import files, part_job
+from benchmarks.gpu.cases import Case
 
 from _results import add_out, file_result, keep_printed, quantile, table
 from plimsoll.data.sketch import TextSketch
@@ -144,7 +144,7 @@ def recorded_rows() -> list[Row]:
     recorded = json.loads(gzip.decompress(ROWS.read_bytes()))["rows"]
     rows = [row for fields in recorded if "error" not in fields for row in rows_of(fields)]
     rows += [grid_row(fields) for fields in csv.DictReader(GRID.read_text("utf-8").splitlines())]
-    return rows + [row for path in compare.recordings() for row in rows_of_recording(read_recording(path))]
+    return rows + [row for path in files.recordings() for row in rows_of_recording(files.read_recording(path))]
 
 
 def rows_of_recording(recording: dict) -> Iterator[Row]:
@@ -157,7 +157,7 @@ def rows_of_recording(recording: dict) -> Iterator[Row]:
 
 
 def by_hand_row(fields: dict, header: dict) -> Row:
-    words = part_job.setting_of(compare.Case.from_dict(fields["case"]))
+    words = part_job.setting_of(Case.from_dict(fields["case"]))
     group = f"the job by hand, {header['device']}"
     return Row("step by hand", group, words, part_job.seconds_of(fields), 1, {**fields, "choices": words},
                card_of(header))  # fmt: skip

@@ -18,11 +18,11 @@ from benchmarks.gpu import __main__ as command  # noqa: E402
 from benchmarks.gpu import (  # noqa: E402
     cases,
     compare,
+    files,
     part_job,
     part_predictions,
     part_storm,
     part_tests,
-    record,
 )
 from benchmarks.gpu.parts import Task, run  # noqa: E402
 
@@ -66,7 +66,7 @@ def planned(limit_gib: int, seconds: float, **others: object) -> dict:
 
 def task_with(folder: Path, rows: list[dict], device: str = "cuda:0") -> Task:
     path = folder / "recording.json.gz"
-    record.write_recording(path, {"format": record.FORMAT, "header": HEADER, "runs": rows})
+    files.write_recording(path, {"format": files.FORMAT, "header": HEADER, "runs": rows})
     return Task("part", device, folder, path, folder / "rows.jsonl", time.monotonic() + 60)
 
 
@@ -149,10 +149,8 @@ def test_a_program_is_stopped_when_the_time_is_over(tmp_path):
 @pytest.fixture
 def session(tmp_path) -> command.Session:
     task_with(tmp_path, [{"id": "part:demo", "kind": "part", "part": "demo", "seconds": 1.0}])
-    options = command.parse(["--device", "cpu", "--out", str(tmp_path / "recording.json.gz"), "--minutes", "20"])
-    made = command.Session(options, tmp_path)
-    made.rows = record.read_recording(made.recording)["runs"]
-    return made
+    options = command.parse(["--device", "cpu", "--minutes", "20"])
+    return command.Session(options, tmp_path, tmp_path / "recording.json.gz")
 
 
 def part_that(monkeypatch, program: str, **fields: object) -> command.Part:
@@ -169,7 +167,7 @@ def test_what_a_part_says_is_in_the_recording_and_it_is_done(session, monkeypatc
     assert [part.name for part in session.wanted if part.name in {"tests", "demo"}] == ["tests"]
     part = part_that(monkeypatch, CHECK.format("1", True))
     session.run([part], together=False)
-    kept = {row["id"]: row for row in record.read_recording(session.recording)["runs"]}
+    kept = {row["id"]: row for row in files.read_recording(session.recording)["runs"]}
     assert kept.keys() == {"part:demo", "check:tests:x", "part:tests"}
     assert "tests" not in [part.name for part in session.wanted]
     assert "x | 1 | 1 | yes" in capsys.readouterr().out

@@ -16,10 +16,12 @@ through the same code with small models, to try it; its numbers say nothing, and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,9 +32,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.gpu.files import RECORDED, ROOT, default_path, read_recording, write_recording
+
 NODES = ("nvidia*", "dxg", "kfd")  # of drivers, in /dev: NVIDIA's, WSL's, AMD's
 OF_A_PART = ("-m", "benchmarks.gpu")
 GIB = 1 << 30
@@ -92,33 +95,20 @@ def run_alone(options: argparse.Namespace) -> None:
 class Session:
     """One command: its time, its files, and what was found so far."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.options, self.folder = options, folder
+    def __init__(self, options: argparse.Namespace, folder: Path, recording: Path) -> None:
+        self.options, self.folder, self.recording = options, folder, recording
         self.until = time.monotonic() + options.minutes * 60
-        self.recording: Path = options.out or folder / "recording.json.gz"
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = read_recording(recording)["runs"]
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     @property
     def seconds_left(self) -> float:
         return self.until - time.monotonic()
 
-    def begin(self) -> None:
-        """Write the header, or read what there is to go on with.
-
-        Raises:
-            SystemExit: if the device does not answer.
-        """
-        from benchmarks.gpu import record
-
-        if self.recording.is_file() and not self.options.resume:
-            raise SystemExit(f"{self.recording} exists: go on with it by --resume, or give another --out")
-        words = ["-m", "benchmarks.gpu.record", "--out", str(self.recording), "--only", "nothing", "--resume"]
-        words += ["--device", "cpu", "--tiny"] if self.options.device == "cpu" else []
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"the device does not answer: {(done.stderr.strip().splitlines() or ['nothing was said'])[-1]}")
-            sys.exit(2)
-        self.rows = record.read_recording(self.recording)["runs"]
+    def stop(self) -> None:
+        """End the parts that run, with what they have started."""
+        for process in self._processes:
+            end(process)
 
     @property
     def wanted(self) -> list[Part]:
@@ -130,8 +120,6 @@ class Session:
         """Run parts of a stage, and add what they found to the recording."""
         with ThreadPoolExecutor(max_workers=len(parts) if together else 1) as pool:
             found = list(pool.map(self._run_part, parts))
-        from benchmarks.gpu.record import read_recording, write_recording
-
         recording = read_recording(self.recording)
         rows = {row["id"]: row for row in (*recording["runs"], *(row for rows in found for row in rows))}
         for part, ours in zip(parts, found, strict=True):
@@ -155,9 +143,10 @@ class Session:
         print(f"{part.name}: {part.about}, at most {span:.0f} s", flush=True)
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, *OF_A_PART, *words], cwd=ROOT, stderr=file,
+                [sys.executable, *OF_A_PART, *words], cwd=ROOT, stderr=file, process_group=0,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *path_before()])},
             )  # fmt: skip
+            self._processes.append(process)
             code = ended(process, span + GRACE_SECONDS)
         seconds = time.monotonic() - started
         found = [json.loads(line) for line in rows.read_text("utf-8").splitlines()] if rows.is_file() else []
@@ -184,13 +173,17 @@ def ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.terminate()
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
         return None
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a group, and the group: first so that they can tidy up."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
 
 
 def left(part: Part, what: str) -> dict[str, Any]:
@@ -228,13 +221,38 @@ def missing() -> list[str]:
     return [name for name in names if find_spec(_OTHER_NAMES.get(name, name)) is None]
 
 
-def has_room(device: str) -> bool:
-    """Whether parts can run at the same time on this card; asked in a process, so that this one holds nothing there."""
-    if device == "cpu":
-        return False
-    program = f"import torch; print(torch.cuda.mem_get_info({device!r})[0])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    return done.returncode == 0 and int(done.stdout) >= ROOM_BYTES
+def begun(options: argparse.Namespace, folder: Path) -> Path:
+    """Look at the device, and return the recording: with a header and no row yet, or the one to go on with.
+
+    Raises:
+        SystemExit: with 2 if the device does not answer, or there is a recording and nobody said to go on with it.
+    """
+    header_file = folder / "header.json.gz"
+    header_file.unlink(missing_ok=True)
+    words = ["-m", "benchmarks.gpu.record", "--out", str(header_file), "--only", "nothing"]
+    words += ["--device", "cpu", "--tiny"] if options.device == "cpu" else ["--device", options.device]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        refuse(f"{options.device} does not answer: {(done.stderr.strip().splitlines() or ['it does not say why'])[-1]}")
+    recording = read_recording(header_file)
+    kept = RECORDED if options.device != "cpu" else folder
+    path: Path = (options.out or kept / f"make-gpu-{default_path(recording['header']).name}").resolve()
+    if not path.is_file():
+        write_recording(path, recording)
+    elif not options.resume:
+        refuse(f"{path.name} exists: go on with it by --resume, or give another --out")
+    return path
+
+
+def refuse(text: str) -> NoReturn:
+    print(text)
+    sys.exit(2)
+
+
+def has_room(header: dict[str, Any]) -> bool:
+    """Whether parts can run at the same time on this card."""
+    free_bytes = header.get("total_bytes", 0) - header.get("outside_at_start_bytes", 0)
+    return bool(free_bytes >= ROOM_BYTES)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -263,8 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_alone(options)
         return 0
     if options.device != "cpu" and not has_driver():
-        print(f"make gpu needs a GPU, and this machine has none (no {', '.join(f'/dev/{node}' for node in NODES)}): "
-              "run it where there is one")  # fmt: skip
+        print(
+            f"make gpu needs a GPU, and this machine has none (no {', '.join(f'/dev/{node}' for node in NODES)}): "
+            "run it where there is one"
+        )
         return 2
     if lacking := missing():
         print(f"{sys.executable} lacks {', '.join(lacking)}: install them, or choose another interpreter, PYTHON=...")
@@ -277,33 +297,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def go(options: argparse.Namespace, folder: Path) -> int:
     started = time.monotonic()
-    if options.out is None and options.device != "cpu":
-        options.out = recording_here(options.device)
-    session = Session(options, folder)
-    session.begin()
-    wanted, together = session.wanted, has_room(options.device)
-    for stage in sorted({part.stage for part in wanted}):
-        session.run([part for part in wanted if part.stage == stage], together)
+    session = Session(options, folder, begun(options, folder))
+    wanted, together = session.wanted, has_room(read_recording(session.recording)["header"])
+    try:
+        for stage in sorted({part.stage for part in wanted}):
+            session.run([part for part in wanted if part.stage == stage], together)
+    except KeyboardInterrupt:
+        session.stop()
+        raise
     return hand_over(session, time.monotonic() - started)
-
-
-def recording_here(device: str) -> Path:
-    """Where the recording of this card is kept; asked in a process of its own."""
-    from benchmarks.gpu.record import RECORDED, default_path
-
-    program = f"import json, torch; print(json.dumps([torch.cuda.get_device_name({device!r}), torch.__version__]))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"torch finds no GPU here: {(done.stderr.strip().splitlines() or ['it does not say why'])[-1]}")
-        sys.exit(2)
-    name, version = json.loads(done.stdout)
-    return RECORDED / f"make-gpu-{default_path({'device': name, 'torch': version}).name}"
 
 
 def hand_over(session: Session, seconds: float) -> int:
     """Print the table, file it, and say whether everything is as it should be."""
     from benchmarks._results import file_result, table
-    from benchmarks.gpu.record import read_recording
     from benchmarks.gpu.shown import readme_part
 
     order = [part.name for part in PARTS]

@@ -11,8 +11,6 @@ and what is other code with other versions (`_is_other_code`) is left out.
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import statistics
 import warnings
@@ -20,13 +18,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
 from benchmarks.gpu.cases import JOB_MODEL, RECURRENT, Case, build, train
-from benchmarks.gpu.record import RECORDED, RECORDINGS
 
 from plimsoll.device.gpus import cublas_workspace_bytes
 from plimsoll.device.segments import text_of
@@ -171,15 +167,6 @@ def _with_workspaces(trace: Trace, architecture: str) -> Iterator[tuple[int, int
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
-
-
-def recordings() -> list[Path]:
-    """All files that are kept: of trainings alone, and of `make gpu`."""
-    return sorted(path for folder in (RECORDINGS, RECORDED) for path in folder.glob("*.json.gz") if _has_runs(path))
-
-
-def _has_runs(path: Path) -> bool:
-    return "runs" in json.loads(gzip.decompress(path.read_bytes()))
 
 
 def comparable(recording: dict[str, Any]) -> list[dict[str, Any]]:

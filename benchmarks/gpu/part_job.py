@@ -120,9 +120,9 @@ def run_grid(task: Task) -> None:
 
 def recorded_by(task: Task, *words: str) -> None:
     minutes = max(task.seconds_left - 5, 0) / 60
-    tiny = ["--device", "cpu", "--tiny"] if task.is_tiny else []
+    device = ["--device", task.device, *(["--tiny"] if task.is_tiny else [])]
     done = run(task, "-m", "benchmarks.gpu.record", "--out", str(task.recording), "--resume", "--minutes",
-               f"{minutes:.3f}", *words, *tiny)  # fmt: skip
+               f"{minutes:.3f}", *words, *device)  # fmt: skip
     if done.code:
         task.check("the recorder", f"exit code {done.code}: {done.last_line}", 0, ok=False)
 

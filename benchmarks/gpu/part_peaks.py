@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from benchmarks.gpu.files import read_recording
 from benchmarks.gpu.part_job import recorded_by
 from benchmarks.gpu.parts import Task
-from benchmarks.gpu.record import all_runs, read_recording
+from benchmarks.gpu.record import all_runs
 
 
 def run_part(task: Task) -> None:

@@ -18,9 +18,9 @@ import torch
 import transformers
 from benchmarks.gpu import compare
 from benchmarks.gpu.cases import Case
+from benchmarks.gpu.files import read_recording
 from benchmarks.gpu.part_job import is_by_hand, limits_of, seconds_of, setting_of
 from benchmarks.gpu.parts import ROOT, Row, Task
-from benchmarks.gpu.record import read_recording
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 PEAKS = compare.BOUNDS["transformers"]
@@ -60,9 +60,8 @@ def judge_by_hand(task: Task, rows: list[Row]) -> None:
     rows = sorted(rows, key=lambda row: row["case"]["accumulation"])
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # of the processes: no card is needed
     found: dict[str, tuple[float, float, float]] = {}
-    with multiprocessing.get_context("spawn").Pool(
-        max(len(os.sched_getaffinity(0)) - _OTHERS_CORES, 1), settle
-    ) as pool:
+    num_processes = max(len(os.sched_getaffinity(0)) - _OTHERS_CORES, 1)
+    with multiprocessing.get_context("spawn").Pool(num_processes, settle) as pool:
         waiting = {row["id"]: pool.apply_async(errors_of, (task.recording, row["id"])) for row in rows}
         for name, result in waiting.items():
             try:

@@ -34,7 +34,7 @@ import transformers
 from benchmarks.gpu.parts import ROOT, Task, environment
 
 from plimsoll import TrainStep
-from plimsoll.errors import OutOfMemoryError
+from plimsoll.errors import OutOfMemoryError, TornStepError
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.run import OomEvent
 from plimsoll.run.failpoints import armed
@@ -153,6 +153,8 @@ class Storm:
         while True:
             try:
                 return work()
+            except TornStepError:
+                raise
             except (OutOfMemoryError, torch.OutOfMemoryError):
                 found.waited += 1
                 time.sleep(_AGAIN_SECONDS)

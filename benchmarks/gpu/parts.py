@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.record import ROOT, read_recording
+from benchmarks.gpu.files import ROOT, read_recording
 
 Row = dict[str, Any]
 _POLL_SECONDS = 0.1

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import gzip
 import json
 import os
 import platform
@@ -37,14 +36,11 @@ import torch
 import transformers
 from benchmarks._results import processor
 from benchmarks.gpu.cases import Case, all_cases, bases, build, by_hand, train, weights_key
+from benchmarks.gpu.files import FORMAT, ROOT, default_path, read_recording, write_recording
 from benchmarks.gpu.meter import FAILURES, Meter
 from benchmarks.gpu.probes import PROBES, context_growth
 from torch import nn
 
-FORMAT = 1
-ROOT = Path(__file__).parents[2]
-RECORDINGS = ROOT / "tests" / "recordings"
-RECORDED = ROOT / "benchmarks" / "recorded"
 LIMIT_SHARES = (0.80, 0.92, 0.97, 1.0, 1.05)  # of what the same run reserved without a limit
 FRESH_MODELS = ("gpt2", "bert-mlm", "lstm-lm", "gru-cls")
 WRITE_EVERY_SECONDS = 15.0
@@ -116,23 +112,6 @@ class Recording:
     def write(self) -> None:
         write_recording(self.path, {"format": FORMAT, "header": self.header, "runs": self.rows})
         self._written = time.monotonic()
-
-
-def read_recording(path: Path) -> dict[str, Any]:
-    """Read a file that `write_recording` has written."""
-    recording: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    if recording.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {recording.get('format')}, and {FORMAT} is read: record it again")
-    return recording
-
-
-def write_recording(path: Path, recording: dict[str, Any]) -> None:
-    """Write a recording, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = gzip.compress(json.dumps(recording, separators=(",", ":")).encode(), mtime=0)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------
@@ -293,12 +272,6 @@ def describe(meter: Meter) -> dict[str, Any]:
             "outside_at_start_bytes": meter.outside_bytes(),
         }
     return header
-
-
-def default_path(header: dict[str, Any]) -> Path:
-    """Where a recording of this machine is kept."""
-    device = re.sub(r"[^a-z0-9]+", "-", header["device"].lower()).strip("-")
-    return RECORDINGS / f"{device}-torch{header['torch'].partition('+')[0]}.json.gz"
 
 
 # -- the program -------------------------------------------------------------------------------------------------------
