@@ -97,9 +97,9 @@ class Command:
 
 
 def environment(task: Task, **more: str) -> dict[str, str]:
-    """Of programs that a part starts: this source tree, and a cache that only this command knows."""
+    """Of programs that a part starts: this source tree, and a cache that only the part knows: what it learns is its."""
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PLIMSOLL_CACHE": str(task.folder / "known")}
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PLIMSOLL_CACHE": str(task.folder / "known" / task.part)}
     return os.environ | own | {"HF_HUB_OFFLINE": "1"} | more
 
 
