@@ -95,7 +95,7 @@ def made(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(_streamed_layers.torch, "empty_strided", noted)
-        patch.setattr(_streamed_layers.PinnedPool, "copy_of", lambda self, tensor: tensor.clone())
+        patch.setattr(_streamed_layers.PinnedPool, "empty_like", lambda self, tensor, device: torch.empty_like(tensor))
         yield alive, most
 
 

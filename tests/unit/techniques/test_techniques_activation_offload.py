@@ -39,7 +39,7 @@ class Kept:
 
         def make(kept, whole, away, previous):
             original(kept, whole, away, previous)
-            self.made.append((weakref.ref(kept), kept.away.nbytes))
+            self.made.append((weakref.ref(kept), kept.num_bytes))
 
         monkeypatch.setattr(activation_offload._Kept, "__init__", make)
 
