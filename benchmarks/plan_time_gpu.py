@@ -29,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,10 @@ from plimsoll.records.plan import Choice
 from plimsoll.records.speed import Speed
 from plimsoll.records.trace import Phase, Trace
 from plimsoll.run.plan import planner_of
-from plimsoll.run.rehearse import rehearse_job, rehearsed_samples
+from plimsoll.run.rehearse import rehearse_step, rehearsed_samples
 from plimsoll.run.targets import gpu_target
 from plimsoll.techniques import UNTRACED, in_order
+from plimsoll.workload import model_loss
 
 RECORDED = Path(__file__).parent / "recorded"
 ROWS, GRID = RECORDED / "h200-times-torch2.11.0.json.gz", RECORDED / "h200-gpt2-grid-torch2.11.0.csv"
@@ -115,7 +117,8 @@ class Row:
             return ("passes", *(self.fields[name] for name in names))
         if self.kind == "update":
             return ("update", self.fields["model"], self.setting)
-        return ("step", self.fields["choices"])
+        is_plain = self.kind == "step by hand" and "checkpointing" in self.setting  # which switches the cache off
+        return ("step", self.fields["choices"], not is_plain)
 
     @property
     def name(self) -> str:
@@ -177,9 +180,26 @@ def traced(kind: str, *what: Any) -> tuple[Trace, int, int]:
         return trace_loop(lambda place, say: passes(place, say, *what)), what[3], what[3]
     if kind == "update":
         return trace_loop(lambda place, say: updates(place, say, *what)), 1, 1
-    choices = choices_of(*what)
+    choices = choices_of(what[0])
     samples = next(int(one.options["samples"]) for one in choices if one.technique == "micro_batch")
-    return rehearse_job(JOB, TEXTS, gpu_target(CARD, None).lowering(), choices, is_short=True), BATCH_SIZE, samples
+    return steps(choices, use_cache=what[1]), BATCH_SIZE, samples
+
+
+def steps(choices: tuple[Choice, ...], use_cache: bool) -> Trace:
+    """Two steps of the job's model as it was recorded: it fills a cache of keys and values, which a job's does not."""
+    model = job_model()
+    model.config.use_cache = use_cache
+    tokens = torch.arange(BATCH_SIZE * LENGTH).view(BATCH_SIZE, LENGTH) * 7919 % (VOCABULARY - 2) + 1
+    return rehearse_step(
+        model, torch.optim.AdamW(model.parameters(), lr=3e-4), {"input_ids": tokens, "labels": tokens}, model_loss,
+        gpu_target(CARD, None).lowering(), units="next-tokens", choices=choices, clip_norm=1.0, precision="bf16",
+        is_short=True,
+    )  # fmt: skip
+
+
+@cache
+def job_model() -> transformers.GPT2LMHeadModel:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH)).train()
 
 
 def trace_loop(train: Callable[[Rehearsal, Callable[[Phase], None]], None]) -> Trace:
