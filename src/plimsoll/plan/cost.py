@@ -212,7 +212,7 @@ def _stretches(
     names = [_plain_name(text) for text in trace.texts]
     pieces: list[Lanes] = []
     once, last_phase = Lanes(speed.overlaps), None
-    beside, waits = dict(trace.copies), _waits_by_row(trace)
+    beside, waits = dict(trace.copies) if speed.overlaps else {}, _waits_by_row(trace)
     rows = [row for row, phase in enumerate(ops.phase) if phase not in _NOT_COUNTED]
     wanted = max((ops.step[row] for row in rows), default=0) if step is None else step
     for row in rows:

@@ -9,7 +9,8 @@
 The processor calls one op after the other. The device has a queue: an op of it begins when it has been called and the
 one before it has ended. The link carries one copy at a time in each direction; one that runs beside the queue begins
 when what was asked of the device before it is done, as `plimsoll.techniques._side_stream` has it. A thread of its own
-adds up gradients on the host while backward goes on. Where nothing overlaps, the processor does it all.
+adds up gradients on the host while backward goes on. Where nothing overlaps, the processor does it all, and copies are
+ops like others.
 
 Gradients that ranks add up when a pass has ended are ``waited`` for; what a pass exchanges with them is ``fetched``
 beside it. Does NOT know that a link is slower in each direction while both are in use, nor how long the queue may get.
@@ -43,9 +44,6 @@ class Lanes:
 
     def copy(self, row: int, call_seconds: float, seconds: float, *, to_device: bool) -> None:
         """Ask for a copy beside the queue, by which ``row`` it will be waited for."""
-        if not self.overlaps:
-            self.run(call_seconds, seconds)
-            return
         self.processor += call_seconds
         begin = max(self.link[to_device], self.device, self.processor)
         self.link[to_device] = self.arrivals[row] = begin + seconds

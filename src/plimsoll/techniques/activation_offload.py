@@ -210,7 +210,7 @@ class _Kept:
         here = self._here
         assert here is not None
         self.num_uses -= 1
-        if self.num_uses <= 0:
+        if self.num_uses <= 0 and self._away is not None:
             self._here = None
         previous = self._previous() if self._previous is not None else None
         if previous is not None and previous.num_uses > 0:
