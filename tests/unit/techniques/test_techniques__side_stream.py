@@ -148,7 +148,7 @@ def test_steps_have_the_bits_of_plain_ones_whatever_the_link_does(seed, monkeypa
                     losses.append(step(batch).loss)
             else:
                 losses.append(step(batch).loss)
-        states = [one.clone() for state in step.workload.optimizer.state.values() for one in state.values()]
+        states = [value.clone() for one in model.parameters() for value in step.workload.optimizer.state[one].values()]
         step.close()
         return losses, [*states, *model.parameters()]
 
