@@ -5,9 +5,9 @@
     assert link.num_late
 
 Where the CPU stands in for a GPU, a copy is made when it is asked for, so that nobody could tell whether it was waited
-for. Here it is made when it must have been: when the device or the processor waits, in the order of its direction. Until
-then its target has no values that mean anything, and its source must not change and, on the device, must be held by the
-one who will wait. A seed makes some copies earlier, at random.
+for. Here it is made when it must have been: when the device waits, in the order of its direction, and the processor
+sees what was sent only when it waits itself. Until then a target has no values that mean anything, and a source must
+not change and, on the device, must be held by the one who will wait. A seed makes some copies earlier, at random.
 """
 
 from __future__ import annotations

@@ -98,9 +98,7 @@ def is_marked(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def states_outside(
-    optimizer: torch.optim.Optimizer, copy_of: Copier, lender: Lender | None = None
-) -> Iterator[None]:
+def states_outside(optimizer: torch.optim.Optimizer, copy_of: Copier, lender: Lender | None = None) -> Iterator[None]:
     """Say that an optimizer's states leave the device as soon as they are made, so that no room is needed for all.
 
     ``copy_of`` copies a tensor to where they are, which is where large copies for an undo belong as well; ``lender`` is

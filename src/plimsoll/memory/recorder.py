@@ -276,12 +276,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name is None:
             name = self._op_names[op] = self.text(str(op))
         module, line, phase = self._where()
-        names, modules, lines, steps, by_autograd = self._ops
-        names.append(name)
-        modules.append(module)
-        lines.append(line)
-        steps.append(self.step)
-        by_autograd.append(calls_by_itself())
+        for column, value in zip(self._ops, (name, module, line, self.step, calls_by_itself()), strict=True):
+            column.append(value)
         for column in self._work:
             column.append(0)
         self._phases.append(phase)

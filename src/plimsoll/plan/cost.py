@@ -7,10 +7,10 @@ Each op takes what its products take at the device's rate for such products, or 
 is taken anew each time; and its call. On a GPU a call puts a kernel into a queue: a kernel begins when it has been
 called and the one before it has ended, so that small micro-batches take the time of their calls and large ones that of
 their kernels. A call from Python (a forward, a recomputation) costs more than one by autograd, and that more than one
-of an optimizer. Copies over the link run beside both as far as nobody waits for them (`plimsoll.plan.lanes`). Exchanges between ranks take what `ExchangeSpeed` says: gradients
-that are added up after the passes are waited for, and on a GPU what passes gather and scatter is fetched beside their
-kernels. A rehearsal has at most two micro-batches, from which those of the real step follow; recomputation, copies and
-the work of any technique are ops of the trace like others.
+of an optimizer. Copies over the link run beside both as far as nobody waits for them (`plimsoll.plan.lanes`). Exchanges
+between ranks take what `ExchangeSpeed` says: gradients that are added up after the passes are waited for, and on a GPU
+what passes gather and scatter is fetched beside their kernels. A rehearsal has at most two micro-batches, from which
+those of the real step follow; recomputation, copies and the work of any technique are ops of the trace like others.
 
 What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` holds that against
 measured steps of a processor, `benchmarks/plan_time_gpu.py` against recorded ones of a GPU. It does NOT cover reading

@@ -29,7 +29,8 @@ class CachesBefore:
     @staticmethod
     def is_cache(value: Any) -> bool:
         """Whether something is a cache of Hugging Face's, or one of its layers; asks without loading transformers."""
-        return _is_of_caches(type(value))
+        kind: type = type(value)
+        return _is_of_caches(kind)
 
     def without(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves without the caches."""

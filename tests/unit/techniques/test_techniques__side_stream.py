@@ -115,7 +115,9 @@ def test_streamed_blocks_wait_for_their_copies_whatever_the_link_does(seed):
 
 def chosen(chance):
     """Some of the techniques that copy, and what else may be beside them."""
-    bounded = ACTIVATIONS.model_copy(update={"options": {"to": "host", "pool_bytes": chance.choice((300, 2000, 10**6))}})
+    bounded = ACTIVATIONS.model_copy(
+        update={"options": {"to": "host", "pool_bytes": chance.choice((300, 2000, 10**6))}}
+    )
     beside = [checkpointing_choice("all"), STREAMING, OFFLOADED, chance.choice((ACTIVATIONS, bounded))]
     return chance.sample(beside, chance.randint(1, 4))
 
