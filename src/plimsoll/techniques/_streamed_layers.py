@@ -42,6 +42,7 @@ HomeOf = Callable[[str, nn.Parameter], Tensor]
 """``(qualified name, parameter) -> where its values are``, a tensor of its shape and type."""
 
 _MOST_LEAVING = 2  # gradients that are still on the device while their copies are on the way
+_AT_ONCE = 1 << 63  # autograd's number of a node: of those that are ready, the one with the highest goes first
 
 
 @contextmanager
@@ -247,6 +248,9 @@ def _on_the_way(home: Tensor, copy: Tensor, stream: _Stream) -> Tensor:
     passage = _Passage(stream, home.device)
     left = _Leave.apply(home, passage)  # type: ignore[no-untyped-call]
     arrived: Tensor = _Arrive.apply(left, copy, passage)  # type: ignore[no-untyped-call]
+    if arrived.grad_fn is not None:
+        # By its own number it would go after all ops of the block, and gradients would leave together at the end.
+        arrived.grad_fn._set_sequence_nr(_AT_ONCE)  # type: ignore[attr-defined]
     return arrived
 
 
