@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
 
 from plimsoll.mapped import dense_strides
 from plimsoll.techniques._forwards import replaced_forward
@@ -41,6 +42,8 @@ from plimsoll.techniques._side_stream import Leaving, SideStream, Transfer
 HomeOf = Callable[[str, nn.Parameter], Tensor]
 """``(qualified name, parameter) -> where its values are``, a tensor of its shape and type."""
 
+# How a recomputation of torch's ends, when it has what backward needs; private, and without it copies come twice.
+_STOPS: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
 _MOST_LEAVING = 2  # gradients that are still on the device while their copies are on the way
 _AT_ONCE = 1 << 63  # autograd's number of a node: of those that are ready, the one with the highest goes first
 
@@ -169,6 +172,9 @@ class _Stream:
             with block.having(tensors), hooks:
                 result = forward()
             is_done = True
+        except _STOPS:
+            is_done = True
+            raise
         finally:
             if not is_done:
                 self.clear()

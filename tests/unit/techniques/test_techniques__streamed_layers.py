@@ -118,9 +118,10 @@ def test_at_most_two_blocks_are_there_and_none_after_backward(x, made, is_checkp
         assert not any(one() is not None for one in alive)
 
 
-def test_each_block_is_copied_once_in_forward_and_once_in_backward(x, made):
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["saved", "checkpointed"])
+def test_each_block_is_copied_once_in_forward_and_once_in_backward(x, made, is_checkpointed):
     alive, _ = made
-    model = Tower()
+    model = Tower(is_checkpointed=is_checkpointed)
     with streamed(model, names_of(model), device=CPU):
         model(x).mean().backward()
     assert len(alive) == 2 * 5 * 4
