@@ -192,6 +192,8 @@ class _Stream:
             self._drop(other)
         if in_backward:
             self._clear_after_backward()
+        else:
+            self._leaving.wait()  # after a backward that failed there may be some
         here = self._start(number)
         here.wait()
         if 0 <= following < num_blocks and following != number:

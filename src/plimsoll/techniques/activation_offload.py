@@ -11,8 +11,8 @@ checkpointed save their inputs only, which are offloaded too; what a recomputati
 the graph needs it, so that a step that is given up leaves none.
 
 Numerics: bitwise, backward sees the same values. Does NOT cover tensors that a custom function keeps as attributes and
-does not save, saved tensors that are changed in place (plain PyTorch refuses them; here backward sees what was saved),
-and sparse ones.
+does not save, saved tensors that are changed in place (plain PyTorch refuses them, and so it is here where they go to
+the host; where they go to a file backward sees what was saved), and sparse ones.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from plimsoll.errors import InputError
 from plimsoll.mapped import MappedPool
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
+from plimsoll.records.units import format_bytes
 from plimsoll.techniques._base import Choices, Setting
 from plimsoll.techniques._pinned import PinnedPool
 from plimsoll.techniques._side_stream import Leaving, SideStream, Transfer
@@ -189,14 +191,17 @@ class _Kept:
         self._pool, self._side = away.pool, away.side(whole.device)
         self._previous = None if previous is None else weakref.ref(previous)
         self._here: Tensor | None = whole
+        self._version = whole._version
         self._away: Tensor | None = None
         self._transfer: Transfer | None = None
+        self._is_spoilt = False
         if not away.is_host:
             self._here, self._away = None, away.pool.copy_of(whole)
 
     def send(self) -> Transfer:
         """Send it to the host; the device's memory is free when the device has waited for that."""
         assert self._here is not None
+        self._is_spoilt = self._here._version != self._version
         self._away = self._pool.empty_like(self._here)
         self._transfer = self._side.send([(self._away, self._here)])
         self._device, self._here = self._here.device, None
@@ -209,6 +214,11 @@ class _Kept:
             self._transfer.wait()
         here = self._here
         assert here is not None
+        if self._is_spoilt or (self._away is None and here._version != self._version):
+            raise InputError(
+                f"a tensor of {format_bytes(self.num_bytes)} that backward needs was changed in place after it was "
+                "saved; plain PyTorch refuses that, too: write `x = x + y` in place of `x += y`"
+            )
         self.num_uses -= 1
         if self.num_uses <= 0 and self._away is not None:
             self._here = None
