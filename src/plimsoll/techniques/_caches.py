@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _MODULE = "transformers.cache_utils"
 
@@ -79,6 +80,14 @@ def _tensors(value: Any) -> dict[str, int]:
     return {name: id(item) for name, item in _tensor_items(value)}
 
 
+_SHAPES = WeakTensorKeyDictionary()  # each block asks for those of the layers of all blocks before it
+
+
 def _shape_of(tensor: Tensor) -> Tensor:
     """A tensor of the same shape without memory or values."""
-    return torch.empty(1, dtype=tensor.dtype, device="meta").expand(tensor.shape) if tensor.numel() else tensor
+    if tensor.is_meta or not tensor.numel():
+        return tensor
+    shape: Tensor | None = _SHAPES.get(tensor)  # type: ignore[no-untyped-call]
+    if shape is None:
+        shape = _SHAPES[tensor] = torch.empty(1, dtype=tensor.dtype, device="meta").expand(tensor.shape)
+    return shape

@@ -2,10 +2,14 @@
 
 import copy
 import random
+from contextlib import nullcontext
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from late_link import late_copies
@@ -122,6 +126,28 @@ def chosen(chance):
     return chance.sample(beside, chance.randint(1, 4))
 
 
+def trained(model, choices, optimizer=torch.optim.AdamW, fails=MappingProxyType({})):
+    """Losses of four steps, the states, and the weights; memory runs out in some phase of some steps."""
+    device = next(model.parameters()).device
+
+    def loss(model, batch):
+        return model(batch["x"]).square().mean()
+
+    rungs = [[*choices, micro_batch_choice(samples)] for samples in (8, 4, 2)]
+    made = optimizer(model.parameters(), lr=1e-2)
+    step = TrainStep(model, made, loss, units="samples", clip_norm=1.0, rungs=rungs)
+    step._commit._piece_bytes = 200
+    losses = []
+    for number in range(4):
+        torch.manual_seed(number)
+        batch = {"x": torch.randn(8, 8).to(device)}
+        with failpoints.armed(fails[number], 1) if number in fails else nullcontext():
+            losses.append(step(batch).loss)
+    states = [value.clone() for one in model.parameters() for value in made.state[one].values()]
+    step.close()
+    return losses, [*states, *model.parameters()]
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_steps_have_the_bits_of_plain_ones_whatever_the_link_does(seed, monkeypatch):
     """Also where memory runs out in some phase of some steps."""
@@ -132,31 +158,10 @@ def test_steps_have_the_bits_of_plain_ones_whatever_the_link_does(seed, monkeypa
     optimizer = chance.choice((torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad))
     fails = {number: chance.choice(("forward", "backward", "clip", "optimizer")) for number in (1, 2) if is_short}
 
-    def trained(model, choices):
-        def loss(model, batch):
-            return model(batch["x"]).square().mean()
-
-        rungs = [[*choices, micro_batch_choice(samples)] for samples in (8, 4, 2)]
-        step = TrainStep(
-            model, optimizer(model.parameters(), lr=1e-2), loss, units="samples", clip_norm=1.0, rungs=rungs,
-        )  # fmt: skip
-        step._commit._piece_bytes = 200
-        losses = []
-        for number in range(4):
-            torch.manual_seed(number)
-            batch = {"x": torch.randn(8, 8)}
-            if number in fails:
-                with failpoints.armed(fails[number], 1):
-                    losses.append(step(batch).loss)
-            else:
-                losses.append(step(batch).loss)
-        states = [value.clone() for one in model.parameters() for value in step.workload.optimizer.state[one].values()]
-        step.close()
-        return losses, [*states, *model.parameters()]
-
-    expected, tensors = trained(copy.deepcopy(model), [one for one in choices if one.technique == "checkpointing"])
+    plainly = [one for one in choices if one.technique == "checkpointing"]
+    expected, tensors = trained(copy.deepcopy(model), plainly, optimizer, fails)
     with late_copies(seed or None) as link:
-        losses, found = trained(model, choices)
+        losses, found = trained(model, choices, optimizer, fails)
     assert bool(link.num_asked) == any(one.technique != "checkpointing" for one in choices)
     assert losses == expected
     assert all(torch.equal(one, other) for one, other in zip(found, tensors, strict=True))
@@ -203,6 +208,41 @@ def test_on_cuda_memory_is_not_given_to_others_while_it_is_copied():
         transfer.synchronize()
         assert int(back.max()) == int(back.min()) == value
         del with_it, transfer
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fails", [{}, {1: "backward", 2: "optimizer"}], ids=["none", "two"])
+@pytest.mark.parametrize("choices", [[ACTIVATIONS], [OFFLOADED], [ACTIVATIONS, OFFLOADED]], ids=str)
+def test_on_cuda_steps_have_the_bits_of_plain_ones(choices, fails, monkeypatch):
+    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1)
+    model = Net(random.Random(3)).train().cuda()
+    expected, tensors = trained(copy.deepcopy(model), [], fails=fails)
+    losses, found = trained(model, choices, fails=fails)
+    assert losses == expected
+    assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(found, tensors, strict=True))
+
+
+@pytest.mark.gpu
+def test_on_cuda_copies_run_beside_kernels():
+    device = torch.device("cuda")
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)) for _ in range(6)])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.pin_memory()
+    x = torch.randn(4096, 2048, device=device)
+    with streamed(model, [str(number) for number in range(6)], device=device):
+        model(x).mean().backward()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            model(x).mean().backward()
+            torch.cuda.synchronize()
+    ranges = {"HtoD": [], "DtoH": [], "kernel": []}
+    for event in profiler.events():
+        if event.device_type is DeviceType.CUDA:
+            kind = next((kind for kind in ("HtoD", "DtoH") if kind in event.name), "kernel")
+            ranges[kind].append((event.time_range.start, event.time_range.end))
+    for way in ("HtoD", "DtoH"):
+        assert any(
+            begin < end_of and begin_of < end for begin, end in ranges[way] for begin_of, end_of in ranges["kernel"]
+        )
 
 
 def test_streams_are_made_for_cuda_only():
