@@ -41,7 +41,7 @@ LEAST_BYTES = 1 << 20
 """Smaller storages stay: their copies would cost more than they free."""
 
 _PLACES = {"cpu": "disk", "cuda": "host"}
-_MOST_LEAVING = 2  # storages that are still on the device while their copies are on the way
+_MOST_LEAVING = 1  # storages that are still on the device while their copies are on the way, beside the last one
 
 
 class ActivationOffload:
