@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.memory.accumulate import accumulating_in_place
+from plimsoll.memory.captures import is_captured, stretches
 from plimsoll.memory.graphs import Graphs, calls_by_itself
 from plimsoll.memory.lowering.base import Run
 from plimsoll.memory.resized import noting_resizes
@@ -106,6 +107,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ops: tuple[list[Any], ...] = ([], [], [], [], [])  # name, module, line, step, by autograd
         self._work: tuple[list[Any], ...] = ([], [], [], [])  # flops, moved bytes, outside bytes, dtype
         self._counter = WorkCounter(lambda tensor: self._on_host(tensor) or self._storages.is_outside(tensor))
+        self._captured: list[bool] = []
         self._phases: list[Phase] = []
         self._stack = ExitStack()
 
@@ -172,6 +174,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             assumptions=assumptions,
             unwritten=self._storages.unwritten(),
             nodes=self._graphs.nodes(),
+            captured=stretches(self._captured),
         )
 
     # -- what torch says -----------------------------------------------------------------------------------------------
@@ -255,7 +258,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_again(self, begin: int, num_times: int) -> None:
         """Note the ops from a row on so many times more; what they made is noted once."""
-        for column in (*self._ops, *self._work):
+        for column in (*self._ops, *self._work, self._captured):
             column.extend(column[begin:] * num_times)
         self._phases.extend(self._phases[begin:] * num_times)
 
@@ -278,6 +281,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lines.append(line)
         steps.append(self.step)
         by_autograd.append(calls_by_itself())
+        self._captured.append(is_captured())
         for column in self._work:
             column.append(0)
         self._phases.append(phase)

@@ -91,6 +91,9 @@ class Trace(Record):
     ``unwritten`` are ``(storage, bytes)``: how much of a storage no op ever writes, so that it takes addresses and no
     memory. ``nodes`` are those of autograd's graph: ``(op, op, number)``, the rows at which they were made and from
     which on they are gone (-1 if they were there at the end).
+
+    ``captured`` are ``(op, op)``: the rows from which and before which a captured CUDA graph does the ops, in one
+    launch and in memory of its own.
     """
 
     record_kind: ClassVar[str] = "trace"
@@ -106,6 +109,7 @@ class Trace(Record):
     assumptions: tuple[Assumption, ...] = ()
     unwritten: tuple[tuple[int, int], ...] = ()
     nodes: tuple[tuple[int, int, int], ...] = ()
+    captured: tuple[tuple[int, int], ...] = ()
 
     def deltas(self, on_host: bool = False) -> Iterator[tuple[int, int, int]]:
         """Yield ``(event, storage, bytes)`` of one place in order; bytes are negative for a death."""

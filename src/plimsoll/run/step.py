@@ -48,8 +48,8 @@ from plimsoll.run.commit import StepCommit
 from plimsoll.run.early import EarlyUpdate, early_update
 from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
-from plimsoll.run.graphs import GraphWatch
-from plimsoll.run.outcome import Outcome, StepResult, at_least_fp32, note
+from plimsoll.run.outcome import Outcome, StepResult, note
+from plimsoll.run.passes import Passes
 from plimsoll.run.pieces import NOTHING, Shape, Spare, mean_loss, no_way_out, parts_of_all, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size, state_after_death
 from plimsoll.run.reduction import Reduction
@@ -151,7 +151,10 @@ class TrainStep:
         self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
         self._early: EarlyUpdate | None = None
         self._spare = Spare(self.workload, is_lent=False)
-        self.graphs = GraphWatch(self.workload, self.backend)
+        self._passes = Passes(
+            self.workload, self._retry, self.backend, self.position, self._all_parameters, rehearses=backend is not None
+        )
+        self.graphs, self.replays = self._passes.graphs, self._passes.replays
         self.unreached = UnreachedWatch(model, is_done=backend is not None)  # a rehearsal is not a training
         self._evaluator = Evaluator(*told, self._shape_of, grow_after, self.additivity)
         if micro_batch is not None or rungs:
@@ -405,10 +408,11 @@ class TrainStep:
             pieces = self._spare.filled(pieces, -(-shape.num_samples // micro_batch))
         else:
             self.unreached.begin()
+        self.replays.begin()
         self._early = early_update(self.workload, micro_batch, own.num_samples)
         with self._early.in_backward() if self._early else nullcontext():
             for piece, share, _ in pieces:
-                total = total + self._forward_backward(piece, share)
+                total = total + self._passes.add(piece, share, self._scaler, is_early=self._early is not None)
         return total.item()
 
     def _clip(self) -> float | None:
@@ -428,26 +432,6 @@ class TrainStep:
             refuse_non_finite("gradient norm", norm, self.workload, self.position)
         return norm
 
-    def _forward_backward(self, piece: Any, share: float) -> torch.Tensor:
-        """Add one micro-batch's part to the gradients; everything it allocated is free when this returns."""
-        self.position.phase = "copy"
-        failpoint("copy")
-        piece = move_batch(piece, self.workload.device)
-        self.position.phase = "forward"
-        failpoint("forward")
-        loss = mean_loss(self.workload, piece)
-        self.graphs.note_loss(loss, self.num_steps + 1)
-        self.position.phase = "loss"
-        failpoint("loss")
-        if share != 1:
-            loss = loss * share
-        if self._early is not None:  # afterwards it would be too late
-            refuse_non_finite("loss", loss.item(), self.workload, self.position)
-        self.position.phase = "backward"
-        self.graphs.backward(loss if self._scaler is None else self._scaler.scale(loss), self.num_steps + 1)
-        failpoint("backward")
-        return at_least_fp32(loss)
-
     # -- recovery ------------------------------------------------------------------------------------------------------
 
     def _put_back(self) -> None:
@@ -456,6 +440,7 @@ class TrainStep:
 
     def _put_back_own(self) -> None:
         self._drop_gradients()
+        self.replays.drop()
         if self.workload.sharded is not None:
             self.workload.sharded.reset()
         if self._early is not None:

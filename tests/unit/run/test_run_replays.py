@@ -1,0 +1,432 @@
+"""Micro-batches that are replayed are those of plain steps, to the bit, or are not replayed and say why.
+
+On the CPU a tape of operators stands in for the graph (`op_tapes`); the tests at the end have real ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plimsoll
+from op_tapes import OpTape
+from plimsoll.errors import PlimsollWarning
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run import captured
+from plimsoll.run.failpoints import armed
+from plimsoll.run.replays import shape_of
+from plimsoll.run.step import TrainStep
+from plimsoll.techniques import cuda_graph
+
+GRAPH = Choice(technique="cuda_graph")
+CHECKPOINTING = Choice(technique="checkpointing", options={"blocks": "all"})
+NUM_STEPS = 4
+WIDTH = 16  # of a sample, whose parts of a batch then lie as a batch of its own does
+
+
+@pytest.fixture
+def tapes(monkeypatch):
+    """Let the CPU have graphs."""
+    monkeypatch.setitem(captured.GRAPHS, "cpu", OpTape)
+    monkeypatch.setattr(cuda_graph, "_obstacle", lambda workload, setting: None)
+    OpTape.made.clear()
+    return OpTape.made
+
+
+class Net(nn.Module):
+    """Two blocks with dropout and BatchNorm; ``between`` is called in its forward."""
+
+    def __init__(self, dropout=0.1, between=lambda x: x):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(dropout))
+        self.head, self.between = nn.Linear(16, 3), [between]
+
+    def forward(self, x):
+        return self.head(self.between[0](self.body(x)))
+
+
+def loss_of(model, batch):
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def batches(num_samples=8, num_steps=NUM_STEPS, device="cpu"):
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {
+            "x": torch.randn(num_samples, WIDTH, generator=generator).to(device),
+            "y": torch.randint(3, (num_samples,), generator=generator).to(device),
+        }
+        for _ in range(num_steps)
+    ]
+
+
+def trained(
+    net, *more, micro_batch=3, loss=loss_of, data=None, between_steps=lambda step: None, device="cpu", **options
+):
+    """Train a copy; returns losses, the model's state, how many replays there were, and why there were none."""
+    torch.manual_seed(1)
+    random.seed(1)
+    model = copy.deepcopy(net).to(device).train()
+    step = TrainStep(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss, units="samples", clip_norm=1.0,
+        rungs=[(micro_batch_choice(micro_batch), *more)], recut_batch_norm=True, recut_loss=True, **options,
+    )  # fmt: skip
+    losses = []
+    for batch in data or batches():
+        losses.append(step(batch).loss)
+        between_steps(step)
+    found = losses, {name: one.clone() for name, one in model.state_dict().items()}, step.replays
+    step.close()
+    return found
+
+
+def require_the_same(found, expected):
+    assert found[0] == expected[0]
+    assert all(torch.equal(one, expected[1][name]) for name, one in found[1].items())
+
+
+def both(net, *more, **options):
+    """The training with replays and without; they must be the same."""
+    expected, found = trained(net, *more, **options), trained(net, *more, GRAPH, **options)
+    require_the_same(found, expected)
+    return found[2]
+
+
+def refused(net, **options):
+    """Why a training that is the same has no replays, as it says once."""
+    expected = trained(net, **options)
+    with pytest.warns(PlimsollWarning, match="not replayed as a CUDA graph") as said:
+        found = trained(net, GRAPH, **options)
+    assert len([one for one in said if issubclass(one.category, PlimsollWarning)]) == 1
+    require_the_same(found, expected)
+    assert found[2].num_replays == 0
+    return found[2].why_not
+
+
+def test_steps_are_those_without_replays_and_a_smaller_last_micro_batch_runs_eagerly(tapes):
+    """Two of the three micro-batches of each step but the first; dropout, BatchNorm's statistics and clipping too."""
+    assert both(Net()).num_replays == 2 * (NUM_STEPS - 1)
+    assert len(tapes) == 1
+    assert tapes[0].is_released
+
+
+def test_a_micro_batch_that_is_the_whole_batch_is_replayed(tapes):
+    assert both(Net(), micro_batch=8).num_replays == NUM_STEPS - 1
+
+
+def test_checkpointed_blocks_are_recomputed_in_the_replay(tapes):
+    from technique_trainings import gpt2, text
+
+    data = [{name: value[start : start + 8] for name, value in text().items()} for start in (0, 8)] * 2
+    options: dict[str, Any] = {"loss": lambda model, batch: model(**batch).loss, "data": data}
+    assert both(gpt2(dropout=0.0), CHECKPOINTING, **options).num_replays == 2 * (NUM_STEPS - 1)
+
+
+def test_autocast_in_bf16_is_in_the_graph(tapes):
+    assert both(Net(), precision="bf16").num_replays == 2 * (NUM_STEPS - 1)
+
+
+def test_shapes_that_change_run_eagerly_and_the_next_shape_is_captured_once_it_stays(tapes):
+    data = batches(num_steps=2) + batches(num_samples=2, num_steps=8)
+    replays = both(Net(), data=data)
+    assert len(tapes) == 2
+    assert replays.num_replays == 2 + 5  # after three steps without one it is dropped, and captured in the fourth
+
+
+# -- what a replay would not do ----------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A loss that counts its calls where Python keeps them."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, model, batch):
+        self.num_calls += 1
+        return loss_of(model, batch)
+
+
+class Keeping(Net):
+    """Keeps what its last pass has computed."""
+
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+def on_host(x):
+    return x * random.uniform(0.9, 1.1)
+
+
+def with_value(x):
+    return x * x.abs().sum().item()
+
+
+def by_mask(x):
+    return x + x[x > 0].sum()
+
+
+HELD = torch.full((), 0.5)
+
+
+def with_tensor_of_the_host(x):
+    return x * HELD
+
+
+@pytest.mark.parametrize(
+    ("net", "loss", "why"),
+    [
+        (Net(), Counting(), "a pass changes loss, and a replay runs no Python"),
+        (Keeping(), loss_of, "a pass changes model, and a replay runs no Python"),
+        (Net(between=on_host), loss_of, "a pass draws random numbers on the host"),
+        (Net(between=with_value), loss_of, "hands Python a value that depends on the data"),
+        (Net(between=by_mask), loss_of, "returns what depends on the data in size"),
+    ],
+    ids=["counter", "kept", "random", "item", "mask"],
+)
+def test_what_a_replay_would_not_do_is_refused(tapes, net, loss, why):
+    expected = copy.deepcopy(loss)
+    trained(net, loss=expected)
+    assert why in refused(net, loss=loss)
+    assert not tapes or all(tape.is_released for tape in tapes)
+    if isinstance(loss, Counting):  # by `refused` as well, which trains twice
+        assert loss.num_calls == 2 * expected.num_calls
+
+
+def test_a_value_that_python_alone_decides_may_be_read(tapes):
+    def positions_jump(x):
+        jumps = torch.arange(x.shape[1]).diff() != 1
+        return x * 2 if bool(jumps.any()) else x
+
+    assert both(Net(between=positions_jump)).num_replays == 2 * (NUM_STEPS - 1)
+
+
+class Weighted:
+    """A loss whose weight the loop changes between steps."""
+
+    def __init__(self):
+        self.weight = 1.0
+
+    def __call__(self, model, batch):
+        return loss_of(model, batch) * self.weight
+
+
+def test_what_the_loop_changes_between_steps_is_captured_anew(tapes):
+    """Twice in nine steps; each takes a capture, and no step computes with the old weight."""
+
+    def train(*more):
+        loss = Weighted()
+
+        def change(step):
+            loss.weight = {3: 0.5, 6: 0.25}.get(step.num_steps, loss.weight)
+
+        return trained(Net(), *more, loss=loss, data=batches(num_steps=9), between_steps=change)
+
+    found = train(GRAPH)
+    require_the_same(found, train())
+    assert len(tapes) == 3
+    assert found[2].num_replays == 2 * 8
+
+
+def test_what_the_loop_changes_in_every_step_ends_it(tapes):
+    def train(*more):
+        loss = Weighted()
+
+        def change(step):
+            loss.weight *= 0.9
+
+        return trained(Net(), *more, loss=loss, data=batches(num_steps=8), between_steps=change)
+
+    with pytest.warns(PlimsollWarning, match="loss changes again and again"):
+        found = train(GRAPH)
+    require_the_same(found, train())
+
+
+@pytest.mark.parametrize("what", ["frozen", "hook", "evaluated", "moved"])
+def test_other_changes_between_steps_are_seen(tapes, what):
+    def train(*more):
+        def change(step):
+            if step.num_steps != 2:
+                return
+            model = step.workload.model
+            if what == "frozen":
+                model.body[0].weight.requires_grad_(False)
+            elif what == "hook":
+                model.body.register_forward_hook(lambda module, args, result: result * 0.5)
+            elif what == "evaluated":
+                model.body[1].eval()
+            else:
+                model.head.weight.data = model.head.weight.data.clone() * 2
+
+        return trained(Net(), *more, data=batches(num_steps=5), between_steps=change)
+
+    found = train(GRAPH)
+    require_the_same(found, train())
+    assert len(tapes) == 2
+
+
+def test_memory_that_runs_out_in_a_replay_undoes_the_step_and_gives_the_graph_back(tapes):
+    expected = trained(Net(), data=batches(num_steps=5))
+    with armed("backward", 10):  # in step 3: three in the first, three and the two of the proof in the second
+        found = trained(Net(), GRAPH, data=batches(num_steps=5))
+    require_the_same(found, expected)
+    assert found[2].num_replays > 0
+
+
+def test_memory_that_runs_out_in_a_capture_leaves_the_steps_without_one(tapes, monkeypatch):
+    def capture(self, work):
+        work()
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr(OpTape, "capture", capture)
+    expected = trained(Net())
+    with pytest.warns(PlimsollWarning, match="no room to capture a graph"):
+        found = trained(Net(), GRAPH)
+    require_the_same(found, expected)
+    assert found[2].num_replays == 0
+    assert all(tape.is_released for tape in tapes)
+
+
+def test_a_graph_that_computes_something_else_is_dropped(tapes, monkeypatch):
+    replay = OpTape.replay
+
+    def other(self):
+        replay(self)
+        self._ops[-1][3][0].mul_(1.0001)
+
+    monkeypatch.setattr(OpTape, "replay", other)
+    assert refused(Net()) == "its replay has other bits than the pass"
+
+
+def test_extra_state_and_iterators_are_not_captured_with(tapes):
+    class Stateful:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    assert "extra_state is given" in refused(Net(), extra_state=[Stateful()])
+
+
+def test_shapes_are_told_apart():
+    one = {"x": torch.zeros(2, 3), "name": "a", "list": ["p", "q"]}
+    assert shape_of(one, "cpu") == shape_of({**one, "x": torch.ones(2, 3)}, "cpu")
+    for other in ({"x": torch.zeros(2, 4)}, {"x": torch.zeros(2, 3, dtype=torch.int)}, {"name": "b"}, {"list": ["p"]}):
+        assert shape_of(one, "cpu") != shape_of({**one, **other}, "cpu")
+    assert shape_of({"x": torch.zeros(2), "y": object()}, "cpu") is None
+
+
+def test_numbers_that_lie_otherwise_where_they_are_read_in_place_are_not_replayed():
+    whole = torch.zeros(4, 3)
+    assert shape_of(whole, "cpu") == shape_of(whole.clone(), "cpu")
+    assert shape_of(whole[1:], "cpu") is None
+    assert shape_of(whole[1:], "cuda") is not None  # which are copied to it
+    assert shape_of(whole.long()[1:], "cpu") is not None
+
+
+# -- real graphs -------------------------------------------------------------------------------------------------------
+
+on_gpu = pytest.mark.gpu
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    """By default some kernels add gradients in any order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def texts(num_steps=NUM_STEPS, length=32):
+    generator = torch.Generator().manual_seed(5)
+    ids = [torch.randint(100, (8, length), generator=generator) for _ in range(num_steps)]
+    return [{"input_ids": one, "labels": one} for one in ids]
+
+
+def decoder(dropout=0.1):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100, "n_positions": 64, "use_cache": False}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0))
+
+
+def model_loss(model, batch):
+    return model(**batch).loss
+
+
+@on_gpu
+@pytest.mark.parametrize("more", [(), (CHECKPOINTING,)], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_real_graphs_are_the_eager_steps_with_dropout(deterministic, more, precision):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlimsollWarning)
+        replays = both(decoder(), *more, loss=model_loss, data=texts(), precision=precision, device="cuda")
+    assert replays.num_replays == 2 * (NUM_STEPS - 1)
+
+
+@on_gpu
+def test_a_real_graph_counts_the_statistics_of_batch_norm(deterministic):
+    assert both(Net(), device="cuda").num_replays == 2 * (NUM_STEPS - 1)
+
+
+@on_gpu
+def test_real_graphs_follow_shapes(deterministic):
+    data = [*texts(2), *texts(8, length=16)]
+    assert both(decoder(), loss=model_loss, data=data, device="cuda").num_replays > 4
+
+
+@on_gpu
+def test_what_cuda_refuses_runs_eagerly_and_its_memory_comes_back(deterministic):
+    def waits(x):
+        torch.cuda.synchronize()
+        return x
+
+    why = refused(Net(between=waits), device="cuda")
+    assert "captur" in why
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < 64 << 20
+
+
+@on_gpu
+def test_a_real_limit_without_room_for_the_graph(deterministic):
+    """Eager passes fit in it, and what they keep for backward does not fit a second time."""
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 4096), nn.Linear(4096, 4)
+
+        def forward(self, x):
+            for _ in range(8):
+                wide = torch.sin(self.up(x.repeat(2048, 1)))
+                x = x + self.down(wide).view(2048, -1, 4).mean(0).repeat(1, 4)
+            return x[:, :3]
+
+    expected = trained(Wide(), device="cuda", micro_batch=4)
+    torch.cuda.empty_cache()
+    backend = plimsoll.device.base.backend_for("cuda")
+    torch.cuda.reset_peak_memory_stats()
+    trained(Wide(), device="cuda", micro_batch=4)
+    peak_bytes = torch.cuda.max_memory_reserved()
+    torch.cuda.empty_cache()
+    fraction = (peak_bytes + (8 << 20)) / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PlimsollWarning)
+            found = trained(Wide(), GRAPH, device="cuda", micro_batch=4)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    require_the_same(found, expected)
+    assert backend.use().reserved_bytes <= peak_bytes + (8 << 20)
