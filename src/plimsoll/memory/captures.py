@@ -13,6 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.records.trace import Trace
+
+Column = NDArray[np.bool_]
+
 
 class _Depth(threading.local):
     value = 0
@@ -49,3 +56,19 @@ def stretches(are_captured: Sequence[bool]) -> tuple[tuple[int, int], ...]:
             found.append((row, end))
         row = end
     return tuple(found)
+
+
+def captured_rows(trace: Trace) -> Column:
+    """Say of each op of a trace whether a graph replays it."""
+    rows = np.zeros(len(trace.ops.name), dtype=bool)
+    for begin, end in trace.captured:
+        rows[begin:end] = True
+    return rows
+
+
+def private_storages(trace: Trace) -> set[int]:
+    """Return the storages that are in the pool of a graph: those that its ops allocate."""
+    if not trace.captured:
+        return set()
+    born = np.asarray(trace.storages.born, dtype=np.int64)
+    return set(np.flatnonzero(captured_rows(trace)[born]).tolist())

@@ -45,6 +45,7 @@ from plimsoll.weights.parts import plain_parts
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
+_OP_COLUMNS = ("name", "module", "line", "step", "by_autograd", "captured")
 _DEVICE_OF = torch.ops.prim.device.default
 _IS_SAME_SIZE = torch.ops.aten.is_same_size.default
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -104,10 +105,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._code_is_inside: dict[CodeType, bool] = {}
         self._forward_of: dict[int, tuple[int, int]] = {}  # autograd's sequence number -> module, line
         self._storages = _Storages(self)
-        self._ops: tuple[list[Any], ...] = ([], [], [], [], [])  # name, module, line, step, by autograd
+        self._ops: tuple[list[Any], ...] = ([], [], [], [], [], [])  # name, module, line, step, by autograd, captured
         self._work: tuple[list[Any], ...] = ([], [], [], [])  # flops, moved bytes, outside bytes, dtype
         self._counter = WorkCounter(lambda tensor: self._on_host(tensor) or self._storages.is_outside(tensor))
-        self._captured: list[bool] = []
         self._phases: list[Phase] = []
         self._stack = ExitStack()
 
@@ -160,7 +160,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def trace(self, source: Any, lowered_to: str, assumptions: tuple[Assumption, ...] = ()) -> Trace:
         """Return what was recorded."""
-        columns = dict(zip(("name", "module", "line", "step", "by_autograd"), map(tuple, self._ops), strict=True))
+        columns = dict(zip(_OP_COLUMNS, map(tuple, self._ops), strict=True))
+        captured = stretches(columns.pop("captured"))
         work = dict(zip(("flops", "moved_bytes", "outside_bytes", "dtype"), map(tuple, self._work), strict=True))
         table, events, event_ops = self._storages.tables(self._phases)
         return Trace(
@@ -174,7 +175,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             assumptions=assumptions,
             unwritten=self._storages.unwritten(),
             nodes=self._graphs.nodes(),
-            captured=stretches(self._captured),
+            captured=captured,
         )
 
     # -- what torch says -----------------------------------------------------------------------------------------------
@@ -258,7 +259,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_again(self, begin: int, num_times: int) -> None:
         """Note the ops from a row on so many times more; what they made is noted once."""
-        for column in (*self._ops, *self._work, self._captured):
+        for column in (*self._ops, *self._work):
             column.extend(column[begin:] * num_times)
         self._phases.extend(self._phases[begin:] * num_times)
 
@@ -275,13 +276,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name is None:
             name = self._op_names[op] = self.text(str(op))
         module, line, phase = self._where()
-        names, modules, lines, steps, by_autograd = self._ops
-        names.append(name)
-        modules.append(module)
-        lines.append(line)
-        steps.append(self.step)
-        by_autograd.append(calls_by_itself())
-        self._captured.append(is_captured())
+        row = name, module, line, self.step, calls_by_itself(), is_captured()
+        for column, value in zip(self._ops, row, strict=True):
+            column.append(value)
         for column in self._work:
             column.append(0)
         self._phases.append(phase)

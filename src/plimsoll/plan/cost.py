@@ -7,10 +7,11 @@ Each op takes what its products take at the device's rate for such products, or 
 is taken anew each time; and its call. On a GPU a call puts a kernel into a queue: a kernel begins when it has been
 called and the one before it has ended, so that small micro-batches take the time of their calls and large ones that of
 their kernels. A call from Python (a forward, a recomputation) costs more than one by autograd, and that more than one
-of an optimizer. Copies over the link run beside both. Exchanges between ranks take what `ExchangeSpeed` says: gradients
-that are added up after the passes are waited for, and on a GPU what passes gather and scatter is fetched beside their
-kernels. A rehearsal has at most two micro-batches, from which those of the real step follow; recomputation, copies and
-the work of any technique are ops of the trace like others.
+of an optimizer; the ops of a captured graph are launched together, for a few calls in all. Copies over the link run
+beside both. Exchanges between ranks take what `ExchangeSpeed` says: gradients that are added up after the passes are
+waited for, and on a GPU what passes gather and scatter is fetched beside their kernels. A rehearsal has at most two
+micro-batches, from which those of the real step follow; recomputation, copies and the work of any technique are ops of
+the trace like others.
 
 What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` holds that against
 measured steps of a processor, `benchmarks/plan_time_gpu.py` against recorded ones of a GPU. It takes all copies over
@@ -24,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from plimsoll.device.launches import VIEW_SHARE
+from plimsoll.memory.captures import captured_rows
 from plimsoll.memory.predict import Counted
 from plimsoll.records.comparison import Calibration, Learned, Target
 from plimsoll.records.plan import Duration
@@ -33,6 +35,7 @@ from plimsoll.records.trace import Phase, Trace
 _OF_A_PIECE: frozenset[Phase] = frozenset({"copy", "forward", "loss", "backward"})
 _NOT_COUNTED: frozenset[Phase] = frozenset({"setup", "evaluation"})
 _CALLED_BARE: frozenset[Phase] = frozenset({"copy", "clip", "optimizer"})
+_REPLAY_CALLS = 20  # inputs, what backward begins with, and the launch of the graph itself
 _CAST_BELOW = frozenset({"_to_copy"})  # most are autocast's, which no Python calls
 
 # Of ops with products in them their bytes hardly ever count; any other op that is not named here is plain.
@@ -242,6 +245,7 @@ def _stretches(
     trace, fresh_bytes = counted.trace, counted.fresh_bytes
     ops = trace.ops
     names = [_plain_name(text) for text in trace.texts]
+    is_captured = captured_rows(trace)
     pieces: list[_Stretch] = []
     once, last_phase = _Stretch(speed.overlaps), None
     rows = [row for row, phase in enumerate(ops.phase) if phase not in _NOT_COUNTED]
@@ -266,6 +270,8 @@ def _stretches(
         kernel_seconds = _kernel_seconds(trace, row, name, speed)
         kernel_seconds += fresh_bytes.get(row, 0) * speed.fresh_seconds_per_byte
         call_seconds, copy_seconds = _host_seconds(trace, row, name, speed)
+        if is_captured[row]:
+            call_seconds = 0.0 if row and is_captured[row - 1] else _REPLAY_CALLS * speed.op_seconds
         stretch.call(call_seconds, kernel_seconds, copy_seconds)
     return [piece.total() for piece in pieces], once.total()
 

@@ -16,6 +16,7 @@ In a rehearsal nothing is captured: the ops of such a micro-batch are marked as 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -68,7 +69,8 @@ class Replays:
         self._full: set[Hashable] = set()  # shapes for whose graph there was no room
         self._shape: Hashable = None  # of what is captured
         self._num_changes = self._num_idle = 0
-        self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # static ones of a rehearsal
+        self._reached: list[nn.Parameter] = []  # in a rehearsal what has gradients, and those that stay
+        self._static: dict[nn.Parameter, Tensor] | None = None
 
     def begin(self) -> None:
         """Begin a try of a step, whose state is remembered: drop what was captured for another."""
@@ -96,7 +98,8 @@ class Replays:
         """
         is_first, self._is_first = self._is_first, False
         is_asked = self._backend.kind in GRAPHS and self.why_not is None
-        shape = shape_of(piece, self._workload.device.type) if is_asked else None
+        kind = "" if self._rehearses else self._workload.device.type
+        shape = shape_of(piece, kind) if is_asked else None
         if self._rehearses:
             return self._rehearsed(shape, is_first, piece, eager)
         # Where a dispatch mode looks at the passes, it is to see them.
@@ -150,24 +153,26 @@ class Replays:
         warn_at_the_loop(f"micro-batches are not replayed as a CUDA graph, because {why}: the steps run without one")
 
     def _rehearsed(self, shape: Hashable, is_first: bool, piece: Any, eager: Eager) -> Tensor:
-        """The ops of a pass, marked as a graph's from the second step on, with the gradients that stay then."""
+        """The pass of a rehearsal: from the second step on its ops are a graph's, and gradients stay between steps.
+
+        They are held between passes only: autograd adds to them in place as long as nobody else has them.
+        """
         moved = move_batch(piece, self._workload.device)
-        if shape is None or self._position.step == 0:
-            if shape is not None and is_first:
-                self._shape = shape
-                loss = eager(moved)
-                self._gradients = [(one, one) for one in self._parameters() if one.grad is not None]
-                return loss
-            return eager(moved)
-        if shape != self._shape:
-            return eager(moved)
-        for number, (parameter, gradient) in enumerate(self._gradients):
-            if gradient is parameter:
-                self._gradients[number] = parameter, torch.empty_like(parameter)
-            if parameter.grad is None:
-                parameter.grad = self._gradients[number][1].fill_(-0.0)
-        with as_captured():
-            return eager(moved)
+        if self._position.step and self._static is None:
+            self._static = {parameter: torch.empty_like(parameter) for parameter in self._reached}
+        held, self._static = self._static or {}, None if self._static is None else {}
+        for parameter in self._reached:
+            if parameter.grad is None and parameter in held:
+                parameter.grad = held.pop(parameter).fill_(-0.0)
+        held.clear()
+        is_captured = self._position.step and shape is not None and shape == self._shape
+        with as_captured() if is_captured else nullcontext():
+            loss = eager(moved)
+        if self._position.step == 0 and is_first:
+            self._shape, self._reached = shape, [one for one in self._parameters() if one.grad is not None]
+        if self._static is not None:
+            self._static.update((one, one.grad) for one in self._reached if one.grad is not None)
+        return loss
 
 
 def shape_of(piece: Any, kind: str) -> Hashable:
