@@ -7,7 +7,7 @@ random numbers are drawn anew.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,16 @@ from torch.utils._pytree import tree_leaves
 from plimsoll.memory.accumulate import accumulating_in_place
 
 
+class Op(NamedTuple):
+    """What ran, what it returned, and whether gradients were on, which kernels of recurrent layers ask for."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    returned: list[Tensor]
+    has_grad: bool
+
+
 class OpTape(TorchDispatchMode):
     """`plimsoll.run.captured.Graph` for a CPU."""
 
@@ -24,27 +34,28 @@ class OpTape(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._ops: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
-        self._run = accumulating_in_place(self._note)
+        self.ops: list[Op] = []
         self.is_released = False
+        self._run = accumulating_in_place(self._note)
         self.made.append(self)
 
     def capture(self, work: Callable[[], Any]) -> Any:
         with self:
             return work()
 
-    @torch.no_grad()
     def replay(self) -> None:
         assert not self.is_released
-        for func, args, kwargs, kept in self._ops:
-            again = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
-            for old, new in zip(kept, again, strict=True):
-                if old is not new and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+        with torch._C._AutoDispatchBelowAutograd():
+            for func, args, kwargs, returned, has_grad in self.ops:
+                with torch.set_grad_enabled(has_grad):
+                    again = tensors_of(func(*args, **kwargs))
+                for old, new in zip(returned, again, strict=True):
+                    if old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
 
     def release(self) -> None:
         self.is_released = True
-        self._ops.clear()
+        self.ops.clear()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         node = torch._C._current_autograd_node()
@@ -54,5 +65,9 @@ class OpTape(TorchDispatchMode):
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        self._ops.append((func, args, kwargs, [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]))
+        self.ops.append(Op(func, args, kwargs, tensors_of(result), torch.is_grad_enabled()))
         return result
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

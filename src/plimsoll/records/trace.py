@@ -97,7 +97,7 @@ class Trace(Record):
     """
 
     record_kind: ClassVar[str] = "trace"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
 
     source: Literal["predicted", "measured"]
     lowered_to: str
