@@ -17,9 +17,10 @@ prints and writes in eager passes only.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ from plimsoll.run.prints import PassPrint, print_of
 from plimsoll.run.reachable import Reached
 from plimsoll.run.retry import Retry
 from plimsoll.run.saved import SavedArray, is_same_state
+from plimsoll.run.snapshot import are_equal
 from plimsoll.run.survey import ReadAgain, Survey
 from plimsoll.run.unreached import is_compiled
 from plimsoll.workload import Workload, leaves_of, map_leaves
@@ -78,6 +80,11 @@ class Captured:
     reached: Reached
     contents: Contents
     around: dict[str, Any]
+    num_holders: list[int] = field(default_factory=list)
+
+    def let_go(self) -> None:
+        """Note, when no step is under way, that nobody else has the gradients, which the next ones will change."""
+        self.num_holders = _num_holders(self.gradients)
 
     def replay(self, piece: Any, share: float, scaler: Scaler) -> Tensor:
         """Add the gradients of a micro-batch of the same shape, and return its part of the loss."""
@@ -98,10 +105,16 @@ class Captured:
         """What is not as it was at the capture, of what a pass may read, before another step; ``None`` if all is."""
         if before.reached is not self.reached:
             return "the model's modules"
-        numbers = self.contents.differing(before.contents)
-        names = [name for name in (before.reached.places[one][0] for one in numbers) if not _is_of_the_update(name)]
+        if self.num_holders != _num_holders(self.gradients):
+            return "what keeps gradients of earlier steps"
+        for number in self.contents.differing(before.contents):
+            name = before.reached.places[number][0]
+            if not (
+                _is_of_the_update(name) or are_equal(*map(_flat, (self.contents[number], before.contents[number])))
+            ):
+                return name
         now = _around(before)
-        return next(iter([*names, *(name for name, value in self.around.items() if now.get(name) != value)]), None)
+        return next((name for name, value in self.around.items() if now.get(name) != value), None)
 
 
 class Capture:
@@ -240,6 +253,16 @@ class _Pass:
 def _replayed(graph: Graph, loss: Tensor, share: float) -> Tensor:
     graph.replay()
     return _part_of(loss, share)
+
+
+def _flat(content: Any) -> list[Any]:
+    return [*content, *content.values()] if isinstance(content, dict) else content
+
+
+def _num_holders(gradients: list[tuple[nn.Parameter, Tensor]]) -> list[int]:
+    """Count who has each gradient, by itself or a view of it."""
+    storages = ((gradient, gradient.untyped_storage()._cdata) for _, gradient in gradients)
+    return [sys.getrefcount(gradient) + torch._C._storage_Use_Count(storage) for gradient, storage in storages]
 
 
 def _begin_with(gradients: list[tuple[nn.Parameter, Tensor]]) -> None:

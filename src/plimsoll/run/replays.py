@@ -136,6 +136,7 @@ class Replays:
         self._retry.go_back([*self._parameters()])
         if isinstance(found, Captured):
             assert self._workload.captured is not None
+            found.let_go()
             self._workload.captured.append(found)
             self._shape = shape
             return

@@ -269,6 +269,40 @@ def test_what_the_loop_changes_in_every_step_ends_it(tapes):
     require_the_same_bits(found, train())
 
 
+def test_a_number_that_is_set_to_the_same_again_is_no_change(tapes):
+    def train(*more):
+        loss = Weighted()
+
+        def change(step):
+            loss.weight = 10.0**step.num_steps / 10.0**step.num_steps  # another object each time
+
+        return trained(Net(), *more, loss=loss, between_steps=change)
+
+    assert train(GRAPH)[2].num_replays == 2 * (NUM_STEPS - 1)
+    assert len(tapes) == 1
+
+
+@pytest.mark.parametrize("kept", [lambda one: one, lambda one: one[0]], ids=["itself", "view"])
+def test_a_gradient_that_a_hook_of_the_update_keeps_stays_as_it_was(tapes, kept):
+    def train(*more):
+        found = []
+
+        def keep(step):
+            weight, optimizer = step.workload.model.head.weight, step.workload.optimizer
+            if step.num_steps == 2:
+                handles.append(optimizer.register_step_pre_hook(lambda *_: found.append(kept(weight.grad))))
+            elif handles:
+                handles.pop().remove()
+
+        handles = []
+        require_the_same_bits(trained(Net(), *more, data=batches(num_steps=6), between_steps=keep), expected)
+        return found
+
+    expected = trained(Net(), data=batches(num_steps=6))
+    assert all(torch.equal(*pair) for pair in zip(train(GRAPH), train(), strict=True))
+    assert len(tapes) == 2
+
+
 @pytest.mark.parametrize("what", ["frozen", "hook", "evaluated", "moved"])
 def test_other_changes_between_steps_are_seen(tapes, what):
     def train(*more):
