@@ -85,6 +85,23 @@ def test_what_grows_is_saved_for_each_sample():
     assert needs(surrogate, (HALF,), 16, 32) == [250, 100 + 4 * 32 + BEYOND]
 
 
+def test_of_what_grows_each_choice_leaves_a_share():
+    """A half and a fifth: a tenth is left, and never less than nothing."""
+    surrogate = Surrogate(PLAIN)
+    surrogate.learn_effect(HALF, look(16, (HALF,), per_sample=5), PLAIN[1])
+    surrogate.learn_effect(NONE, look(16, (NONE,), per_sample=2), PLAIN[1])
+    assert needs(surrogate, (HALF, NONE), 160) == [100 + 160 + BEYOND]
+
+
+def test_what_two_choices_take_from_one_category_is_taken_once():
+    """Of activations a half and a fifth: a fifth is left, and the slower one has a half to move."""
+    surrogate, activations = Surrogate(PLAIN), frozenset({"activations"})
+    surrogate.learn_effect(HALF, look(16, (HALF,), per_sample=5, seconds=1.3), PLAIN[1], activations)
+    surrogate.learn_effect(NONE, look(16, (NONE,), per_sample=2, seconds=1.9), PLAIN[1], activations)
+    assert needs(surrogate, (HALF, NONE), 160) == [100 + 2 * 160 + BEYOND]
+    assert times(surrogate, (HALF, NONE), 16) == pytest.approx([1.1 + 0.2 + 0.8 / 2])
+
+
 def test_what_is_in_every_plain_look_has_no_effect_of_its_own():
     base = [look(2, (NONE,)), look(16, (NONE,))]
     surrogate = Surrogate(base)
