@@ -35,7 +35,7 @@ class OpTape(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.ops: list[Op] = []
-        self.is_released = False
+        self.num_bytes, self.is_released = 1000, False
         self._run = accumulating_in_place(self._note)
         self.made.append(self)
 

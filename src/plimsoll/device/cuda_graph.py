@@ -6,8 +6,9 @@
     graph.release()
 
 Kernels are captured on a stream of the graph's own. What they allocate comes from a private pool of torch's allocator
-and stays reserved until `release`, also where the capture fails: torch (2.11 to 2.13) then leaves the pool open and the
-stream in force (``CUDAGraph::capture_end``, aten/src/ATen/cuda/CUDAGraph.cpp), which is put right here. Python code
+and stays reserved until `release`, also where the capture fails: torch (2.11 to 2.13) then leaves the pool open and
+the generator of random numbers capturing (``CUDAGraph::capture_end``, aten/src/ATen/cuda/CUDAGraph.cpp), which is put
+right here. Python code
 that asks whether a capture is under way is told that none is, so that it goes the way it goes without one. Random
 numbers of the device's default generator are drawn from where the generator is at each replay, and advance it.
 
@@ -30,9 +31,13 @@ class CudaGraph:
 
     Args:
         device: where the work runs.
+
+    Attributes:
+        num_bytes: what its pool has reserved. Between replays torch does not count it as allocated.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.num_bytes = 0
         self._device = device
         self._graph = torch.cuda.CUDAGraph()
         self._pool = torch.cuda.graph_pool_handle()
@@ -45,6 +50,7 @@ class CudaGraph:
         """
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # blocks that are kept for others would be of no use to the pool
+        before_bytes = torch.cuda.memory_reserved(self._device)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), torch.cuda.stream(stream), _told_of_no_capture():
             # Threads that load data may allocate pinned memory meanwhile.
@@ -53,6 +59,7 @@ class CudaGraph:
                 result = work()
             finally:
                 self._end()
+        self.num_bytes = torch.cuda.memory_reserved(self._device) - before_bytes
         return result
 
     def replay(self) -> None:
@@ -71,6 +78,8 @@ class CudaGraph:
         except RuntimeError:
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             _close(index, self._pool)
+            generator = torch.cuda.default_generators[index]
+            generator.graphsafe_set_state(generator.clone_state())  # the old one draws in a capture only, from now on
             raise
 
 

@@ -68,6 +68,7 @@ class Replays:
         self._first_shapes: set[Hashable] = set()
         self._full: set[Hashable] = set()  # shapes for whose graph there was no room
         self._shape: Hashable = None  # of what is captured
+        self._captured_at = 0  # the step
         self._num_changes = self._num_idle = 0
         self._reached: list[nn.Parameter] = []  # in a rehearsal what has gradients, and those that stay
         self._static: dict[nn.Parameter, Tensor] | None = None
@@ -118,6 +119,11 @@ class Replays:
             self._workload.captured.pop().graph.release()
 
     @property
+    def uncounted_bytes(self) -> int:
+        """What replays of the last step have used, and torch has counted as allocated in the capture alone."""
+        return self._held.graph.num_bytes if self._held is not None and self._captured_at < self._position.step else 0
+
+    @property
     def _held(self) -> Captured | None:
         return self._workload.captured[0] if self._workload.captured else None
 
@@ -138,7 +144,7 @@ class Replays:
             assert self._workload.captured is not None
             found.let_go()
             self._workload.captured.append(found)
-            self._shape = shape
+            self._shape, self._captured_at = shape, self._position.step + 1
             return
         self._backend.release()
         if isinstance(found, OomEvent):

@@ -38,6 +38,7 @@ from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.mapped import MappedPool
 from plimsoll.ranks import Ranks
+from plimsoll.records.device import MemoryUse
 from plimsoll.records.plan import Choice, Rung
 from plimsoll.records.run import OomEvent
 from plimsoll.run.additive import Additivity
@@ -227,7 +228,7 @@ class TrainStep:
             if not isinstance(outcome, Outcome):
                 self._put_back()
                 self._retry.undo.settle(all_of_it=True)
-        ladder.held(rung, math.ceil(size * shape.elements_per_sample), measured(ladder, self.backend, self.ranks))
+        ladder.held(rung, math.ceil(size * shape.elements_per_sample), measured(ladder, self, self.ranks))
         self._after_update(outcome.updated)
         for event in self._commit.recovered:
             note(event, events, on_oom)
@@ -243,6 +244,12 @@ class TrainStep:
             OutOfMemoryError: if not even single samples fit.
         """
         return self._evaluator.evaluate(batches, self._put_to_work)
+
+    def use(self) -> MemoryUse:
+        """Read what the device has in use; with replays, what these need and it does not count."""
+        use, more_bytes = self.backend.use(), self.replays.uncounted_bytes
+        more = {} if use.peak_bytes is None or not more_bytes else {"peak_bytes": use.peak_bytes + more_bytes}
+        return use.model_copy(update=more)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the model and the optimizer."""

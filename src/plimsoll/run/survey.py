@@ -63,8 +63,11 @@ class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **options)
         returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         (self._constant.update if is_constant else self._constant.difference_update)(map(_key, returned))
+        seeds = self._seeds_of(returned)
+        self._constant.update(map(_key, seeds))
         if self.reason is None:
-            why = _why_not(func, given) or self._why_not_here(func, tensors, returned)
+            others = [one for one in returned if not any(one is seed for seed in seeds)]
+            why = _why_not(func, given) or self._why_not_here(func, tensors, others)
             if func is _READS and is_constant and not _is_in_backward():
                 self.read.append(result)
             elif func is _READS:
@@ -76,6 +79,15 @@ class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Look at what ``work`` does, and return what it returns."""
         with self:
             return work()
+
+    def _seeds_of(self, returned: list[Tensor]) -> list[Tensor]:
+        """The numbers of the host beside a result on the device.
+
+        Attention returns the seed of its dropout for its backward pass: a number of the host, but in a capture a tensor
+        of the device.
+        """
+        is_there = any(one.device.type == self._kind for one in returned)
+        return [one for one in returned if is_there and one.dim() == 0 and one.device.type != self._kind]
 
     def _why_not_here(self, func: Any, given: list[Tensor], returned: list[Tensor]) -> str | None:
         on_host = [one for one in given if one.device.type != self._kind]

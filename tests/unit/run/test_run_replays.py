@@ -121,6 +121,19 @@ def test_steps_are_those_without_replays_and_a_smaller_last_micro_batch_runs_eag
     assert tapes[0].is_released
 
 
+def test_memory_of_replays_counts_from_the_step_after_the_capture(tapes):
+    counted = []
+
+    def note(step):
+        counted.append((step.use().peak_bytes or 0) - (step.backend.use().peak_bytes or 0))
+
+    trained(Net(), GRAPH, between_steps=note)
+    assert [num_bytes > 0 for num_bytes in counted] in (
+        [False, False, True, True],
+        [False] * 4,
+    )  # of a heap none is known
+
+
 def test_a_micro_batch_that_is_the_whole_batch_is_replayed(tapes):
     assert both(Net(), micro_batch=8).num_replays == NUM_STEPS - 1
 

@@ -62,6 +62,20 @@ def test_what_values_decide_is_named_with_its_line(work, why):
     assert why in surveyed(work, CPU).reason
 
 
+def test_the_seed_that_attention_returns_beside_its_result_is_let_through():
+    with torch.library._scoped_library("plimsoll_tests", "DEF") as library:
+        library.define("attend(Tensor x) -> (Tensor, Tensor)")
+        library.define("attend_backward(Tensor gradient, Tensor seed) -> Tensor")
+        library.impl("attend", lambda x: (torch.empty_like(x), torch.zeros((), dtype=torch.long)), "Meta")
+        library.impl("attend_backward", lambda gradient, seed: torch.empty_like(gradient), "Meta")
+
+        def work(x):
+            result, seed = torch.ops.plimsoll_tests.attend(x)
+            return torch.ops.plimsoll_tests.attend_backward(result, seed)
+
+        assert surveyed(work).reason is None
+
+
 def positions(x):
     counted = torch.arange(x.shape[1]).diff(prepend=torch.tensor([-1]))
     return x * 3 if bool((counted == 1).all()) and counted.sum().item() == 4 else x
