@@ -95,7 +95,9 @@ class Captured:
         with torch.no_grad():
             for (_, static), (_, leaf) in zip(leaves_of(self.inputs), leaves_of(piece), strict=True):
                 if isinstance(static, Tensor):
-                    static.copy_(leaf, non_blocking=leaf.is_pinned())
+                    # From pageable memory the copy would wait for the replay before it.
+                    is_far = static.is_cuda and not leaf.is_cuda
+                    static.copy_(leaf.pin_memory() if is_far else leaf, non_blocking=True)
             for parameter, gradient in self.gradients:
                 if parameter.grad is None:
                     parameter.grad = gradient.fill_(-0.0)

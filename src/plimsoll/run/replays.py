@@ -119,6 +119,11 @@ class Replays:
             self._workload.captured.pop().graph.release()
 
     @property
+    def is_settled(self) -> bool:
+        """Whether passes run as they will from now on, and not for the first time before a capture."""
+        return self._workload.captured is None or self._held is not None or bool(self.why_not or self._full)
+
+    @property
     def uncounted_bytes(self) -> int:
         """What replays of the last step have used, and torch has counted as allocated in the capture alone."""
         return self._held.graph.num_bytes if self._held is not None and self._captured_at < self._position.step else 0

@@ -212,6 +212,7 @@ class TrainStep:
                 size = self.position.micro_batch = min(ladder.sizes[rung].samples, shape.num_samples)
                 outcome = self._run(batch, ladder.sizes[rung]._replace(samples=size), own, shape)
                 if isinstance(outcome, OomEvent):
+                    self.replays.drop()
                     self._put_back()
                     outcome = told_by_all(outcome, self.ranks)
                     self._retry.refuse(outcome, self.ranks)
@@ -447,7 +448,6 @@ class TrainStep:
 
     def _put_back_own(self) -> None:
         self._drop_gradients()
-        self.replays.drop()
         if self.workload.sharded is not None:
             self.workload.sharded.reset()
         if self._early is not None:
