@@ -141,7 +141,7 @@ def test_a_step_that_is_put_back_keeps_the_graph_and_passes_settle_with_the_capt
 
     def put_back(step):
         settled.append(step.replays.is_settled)
-        step._retry.remember(batches()[0])
+        step._retry.remember(batches()[0], None, None)
         step._retry.put_back(step._put_back_own)
 
     expected = trained(Net())
