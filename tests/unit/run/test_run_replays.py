@@ -1,38 +1,41 @@
 """Micro-batches that are replayed are those of plain steps, to the bit, or are not replayed and say why.
 
-On the CPU a tape of operators stands in for the graph (`op_tapes`); the tests at the end have real ones.
+A tape of operators stands in for the graph (`op_tapes`); tests/numerics/test_replays_cuda.py has real ones.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import plimsoll
 from op_tapes import OpTape
 from plimsoll.errors import PlimsollWarning
-from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run import captured
 from plimsoll.run.failpoints import armed
 from plimsoll.run.replays import shape_of
-from plimsoll.run.step import TrainStep
 from plimsoll.techniques import cuda_graph
+from replayed import (
+    CHECKPOINTING,
+    GRAPH,
+    NUM_STEPS,
+    Net,
+    batches,
+    both,
+    loss_of,
+    refused,
+    require_the_same_bits,
+    trained,
+)
 from technique_trainings import NUM_STEPS as NUM_LOSSES
 from technique_trainings import TRAININGS, Trained, expected_of, require_the_same, rung_of, setup_for
 from workloads import weights_of
 
-GRAPH = Choice(technique="cuda_graph")
-CHECKPOINTING = Choice(technique="checkpointing", options={"blocks": "all"})
-NUM_STEPS = 4
 REFUSED = dict.fromkeys(("t5", "tagger"), "hands Python a value that depends on the data")  # of their masks
-WIDTH = 16  # of a sample, whose parts of a batch then lie as a batch of its own does
 
 
 @pytest.fixture
@@ -42,77 +45,6 @@ def tapes(monkeypatch):
     monkeypatch.setattr(cuda_graph, "_obstacle", lambda workload, setting: None)
     OpTape.made.clear()
     return OpTape.made
-
-
-class Net(nn.Module):
-    """Two blocks with dropout and BatchNorm; ``between`` is called in its forward."""
-
-    def __init__(self, dropout=0.1, between=lambda x: x):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(dropout))
-        self.head, self.between = nn.Linear(16, 3), [between]
-
-    def forward(self, x):
-        return self.head(self.between[0](self.body(x)))
-
-
-def loss_of(model, batch):
-    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def batches(num_samples=8, num_steps=NUM_STEPS, device="cpu"):
-    generator = torch.Generator().manual_seed(3)
-    return [
-        {
-            "x": torch.randn(num_samples, WIDTH, generator=generator).to(device),
-            "y": torch.randint(3, (num_samples,), generator=generator).to(device),
-        }
-        for _ in range(num_steps)
-    ]
-
-
-def trained(
-    net, *more, micro_batch=3, loss=loss_of, data=None, between_steps=lambda step: None, device="cpu", **options
-):
-    """Train a copy; returns losses, the model's state, how many replays there were, and why there were none."""
-    torch.manual_seed(1)
-    random.seed(1)
-    model = copy.deepcopy(net).to(device).train()
-    step = TrainStep(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss, units="samples", clip_norm=1.0,
-        rungs=[(micro_batch_choice(micro_batch), *more)], recut_batch_norm=True, recut_loss=True, **options,
-    )  # fmt: skip
-    losses = []
-    for batch in data or batches():
-        losses.append(step(batch).loss)
-        between_steps(step)
-    found = losses, {name: one.clone() for name, one in model.state_dict().items()}, step.replays
-    step.close()
-    return found
-
-
-def require_the_same_bits(found, expected):
-    assert found[0] == expected[0]
-    assert all(torch.equal(one, expected[1][name]) for name, one in found[1].items())
-
-
-def both(net, *more, **options):
-    """The training with replays and without; they must be the same."""
-    expected, found = trained(net, *more, **options), trained(net, *more, GRAPH, **options)
-    require_the_same_bits(found, expected)
-    return found[2]
-
-
-def refused(net, **options):
-    """Why a training that is the same has no replays, as it says once."""
-    expected = trained(net, **options)
-    with pytest.warns(PlimsollWarning, match="not replayed as a CUDA graph") as said:
-        found = trained(net, GRAPH, **options)
-    assert len([one for one in said if issubclass(one.category, PlimsollWarning)]) == 1
-    require_the_same_bits(found, expected)
-    assert found[2].num_replays == 0
-    return found[2].why_not
 
 
 def test_steps_are_those_without_replays_and_a_smaller_last_micro_batch_runs_eagerly(tapes):
@@ -414,123 +346,3 @@ def test_numbers_that_lie_otherwise_where_they_are_read_in_place_are_not_replaye
     assert shape_of(whole[1:], "cpu") is None
     assert shape_of(whole[1:], "cuda") is not None  # which are copied to it
     assert shape_of(whole.long()[1:], "cpu") is not None
-
-
-# -- real graphs -------------------------------------------------------------------------------------------------------
-
-on_gpu = pytest.mark.gpu
-
-
-@pytest.fixture
-def deterministic(monkeypatch):
-    """By default some kernels add gradients in any order."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def texts(num_steps=NUM_STEPS, length=32):
-    generator = torch.Generator().manual_seed(5)
-    ids = [torch.randint(100, (8, length), generator=generator) for _ in range(num_steps)]
-    return [{"input_ids": one, "labels": one} for one in ids]
-
-
-def decoder(dropout=0.1):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100, "n_positions": 64, "use_cache": False}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0))
-
-
-def model_loss(model, batch):
-    return model(**batch).loss
-
-
-@on_gpu
-@pytest.mark.parametrize("more", [(), (CHECKPOINTING,)], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_real_graphs_are_the_eager_steps_with_dropout(deterministic, more, precision):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PlimsollWarning)
-        replays = both(decoder(), *more, loss=model_loss, data=texts(), precision=precision, device="cuda")
-    assert replays.num_replays == 2 * (NUM_STEPS - 1)
-
-
-@on_gpu
-def test_kernels_that_add_in_any_order_are_replayed_as_near_as_they_are_to_themselves():
-    """By default, in long texts of few words, gradients of embeddings are not the same twice."""
-    from technique_trainings import relative_distance
-
-    generator = torch.Generator().manual_seed(5)
-    ids = [torch.randint(3, (64, 64), generator=generator) for _ in range(NUM_STEPS)]
-    data = [{"input_ids": one, "labels": one} for one in ids]
-    runs = [
-        trained(decoder(), *more, loss=model_loss, data=data, micro_batch=32, device="cuda", precision="bf16")
-        for more in ((), (GRAPH,))
-    ]
-    assert runs[1][2].num_replays == 2 * (NUM_STEPS - 1)
-    assert runs[1][0] == pytest.approx(runs[0][0], rel=1e-3)
-    assert relative_distance(runs[1][1], runs[0][1]) < 1e-2
-
-
-@on_gpu
-def test_a_real_graph_counts_the_statistics_of_batch_norm(deterministic):
-    assert both(Net(), device="cuda").num_replays == 2 * (NUM_STEPS - 1)
-
-
-@on_gpu
-def test_real_graphs_follow_shapes(deterministic):
-    data = [*texts(2), *texts(8, length=16)]
-    assert both(decoder(), loss=model_loss, data=data, device="cuda").num_replays > 4
-
-
-@on_gpu
-def test_what_cuda_refuses_runs_eagerly_and_its_memory_comes_back(deterministic):
-    def waits(x):
-        torch.cuda.synchronize()
-        return x
-
-    trained(Net(), device="cuda")
-    gc.collect()
-    torch.cuda.empty_cache()
-    before_bytes = torch.cuda.memory_reserved()
-    assert "captur" in refused(Net(between=waits), device="cuda")
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before_bytes + (2 << 20)
-
-
-@on_gpu
-def test_a_real_limit_without_room_for_the_graph(deterministic):
-    """Eager passes fit in it, and what they keep for backward does not fit a second time."""
-
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(WIDTH, 4096), nn.Linear(4096, 4)
-
-        def forward(self, x):
-            for _ in range(8):
-                wide = torch.sin(self.up(x.repeat(2048, 1)))
-                x = x + self.down(wide).view(2048, -1, 4).mean(0).repeat(1, 4)
-            return x[:, :3]
-
-    expected = trained(Wide(), device="cuda", micro_batch=4)
-    torch.cuda.empty_cache()
-    backend = plimsoll.device.base.backend_for("cuda")
-    torch.cuda.reset_peak_memory_stats()
-    trained(Wide(), device="cuda", micro_batch=4)
-    peak_bytes = torch.cuda.max_memory_reserved()
-    torch.cuda.empty_cache()
-    fraction = (peak_bytes + (8 << 20)) / torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(fraction)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PlimsollWarning)
-            found = trained(Wide(), GRAPH, device="cuda", micro_batch=4)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    require_the_same_bits(found, expected)
-    assert backend.use().reserved_bytes <= peak_bytes + (8 << 20)
