@@ -32,11 +32,10 @@ _ALIKE = 4  # choices in which mixes may differ for the error of one to be taken
 
 
 class _Curve:
-    """Straight between known points, and beyond them as between the two nearest, or level below the first."""
+    """Straight between known points, and beyond them as between the two nearest."""
 
-    def __init__(self, points: Sequence[tuple[float, float]], is_level_below: bool = False) -> None:
+    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
         self._x, self._y = np.asarray(sorted(points), dtype=float).T
-        self._is_level_below = is_level_below
 
     def at(self, x: Column) -> Any:
         x = np.asarray(x, dtype=float)
@@ -45,7 +44,6 @@ class _Curve:
             return inside
         below = self._y[0] + (x - self._x[0]) * (self._y[1] - self._y[0]) / (self._x[1] - self._x[0])
         above = self._y[-1] + (x - self._x[-1]) * (self._y[-1] - self._y[-2]) / (self._x[-1] - self._x[-2])
-        below = self._y[0] if self._is_level_below else below
         return np.where(x < self._x[0], below, np.where(x > self._x[-1], above, inside))
 
 
@@ -66,9 +64,10 @@ class Surrogate:
             phase: _Curve([(size, _growing(look, phase)) for size, look in looks.items()]) for phase in names
         }
         self._beyond = _Curve([(size, _beyond(look)) for size, look in looks.items()])
-        # Over the logarithm: from 1 sample to 2 as much may change as from 32 to 64. Smaller pieces may be slower or
-        # faster than those traced; a line would soon be below 0, and every look be spent there.
-        self._seconds = _Curve([(np.log2(size), look.seconds) for size, look in looks.items()], is_level_below=True)
+        self._batch_size, self._smallest = max(looks), min(looks)
+        passes = {size: self._passes(size) for size in looks}
+        points = [(self._batch_size / passes[size], look.seconds / passes[size]) for size, look in looks.items()]
+        self._pass_seconds = _Curve(points)
         self._fixed_effect: dict[Choice, dict[Phase, float]] = defaultdict(dict)
         self._growing_share: dict[Choice, dict[Phase, float]] = defaultdict(dict)  # which is left of what grows
         self._added_seconds: dict[Choice, float] = {}
@@ -139,13 +138,25 @@ class Surrogate:
 
     def seconds(self, mix: Choices, micro_batches: Column) -> Any:
         """Guess the time of a step, for each of several micro-batches."""
-        plain = self._seconds.at(np.log2(micro_batches))
+        plain = self._plain_seconds(micro_batches)
         seconds = plain + self._off(self._seconds_off, mix, micro_batches)
         added = [choice for choice in mix if choice in self._added_seconds and choice not in self._base]
         for choice, share in self._moved_shares(added).items():
             passes_seconds = self._passes_seconds.get(choice)
             seconds += share * self._added_seconds[choice] * (plain / passes_seconds if passes_seconds else 1.0)
         return seconds
+
+    def _plain_seconds(self, micro_batches: Column) -> Any:
+        """The time of all passes: of one pass in a line between those traced, whether its calls or its work take it."""
+        passes = self._passes(micro_batches)
+        samples, smallest = self._batch_size / passes, self._batch_size / self._passes(self._smallest)
+        of_smallest = self._pass_seconds.at(smallest)
+        # A smaller pass takes no less than its part of the smallest one that was traced, and no more than all of it.
+        below = np.clip(self._pass_seconds.at(samples), of_smallest * np.minimum(samples / smallest, 1), of_smallest)
+        return passes * np.where(samples < smallest, below, self._pass_seconds.at(samples))
+
+    def _passes(self, micro_batches: Column | int) -> Any:
+        return np.ceil(self._batch_size / np.asarray(micro_batches))
 
     def _share_left(self, added: Sequence[Choice], phase: Phase) -> float:
         """What choices leave of the bytes that grow. What two save of one category (activations) is saved once."""
