@@ -6,11 +6,10 @@
     graph.release()
 
 Kernels are captured on a stream of the graph's own. What they allocate comes from a private pool of torch's allocator
-and stays reserved until `release`, also where the capture fails: torch (2.11 to 2.13) then leaves the pool open and
-the generator of random numbers capturing (``CUDAGraph::capture_end``, aten/src/ATen/cuda/CUDAGraph.cpp), which is put
-right here. Python code
-that asks whether a capture is under way is told that none is, so that it goes the way it goes without one. Random
-numbers of the device's default generator are drawn from where the generator is at each replay, and advance it.
+and stays reserved until `release`, also where the capture fails: torch (2.11 to 2.13) then leaves the pool open and the
+generator of random numbers capturing (``CUDAGraph::capture_end``, aten/src/ATen/cuda/CUDAGraph.cpp), which is put right
+here. Python code that asks whether a capture is under way is told that none is, so that it goes the way it goes without
+one. Random numbers of the device's default generator are drawn from where it is at each replay, and advance it.
 
 Does NOT cover work on several streams of its own, and the generators that a program makes itself.
 """

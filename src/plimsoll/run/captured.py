@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,18 @@ GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
 """What captures, by the type of the device."""
 
 
+class _Around(NamedTuple):
+    """What decides how a pass goes besides what Python keeps.
+
+    Attributes:
+        places: of each tensor its address, and whether it is trained.
+        others: hooks, and torch's settings.
+    """
+
+    places: dict[str, tuple[int, bool]]
+    others: tuple[Any, ...]
+
+
 @dataclass(slots=True)
 class Captured:
     """A graph with what it reads and writes, and what was around it."""
@@ -83,7 +95,7 @@ class Captured:
     gradients: list[tuple[nn.Parameter, Tensor]]
     reached: Reached
     contents: Contents
-    around: dict[str, Any]
+    around: _Around
     num_holders: list[int] = field(default_factory=list)
 
     def let_go(self) -> None:
@@ -111,7 +123,7 @@ class Captured:
         """What is not as it was at the capture, of what a pass may read, before another step; ``None`` if all is."""
         if before.reached is not self.reached:
             return "the model's modules"
-        if self.num_holders != _num_holders(self.gradients):
+        if any(now > then for now, then in zip(_num_holders(self.gradients), self.num_holders, strict=True)):
             return "what keeps gradients of earlier steps"
         for number in self.contents.differing(before.contents):
             name = before.reached.places[number][0]
@@ -120,7 +132,10 @@ class Captured:
             ):
                 return name
         now = _around(before)
-        return next((name for name, value in self.around.items() if now.get(name) != value), None)
+        if now.others != self.around.others:
+            return "a hook, or a setting of torch,"
+        moved = (name for name, place in self.around.places.items() if now.places.get(name) != place)
+        return next((f"where {name} is" for name in moved), None)
 
 
 class Capture:
@@ -164,6 +179,8 @@ class Capture:
             return self._retry.hidden
         if self._retry.extra_state:
             return "extra_state is given, of which it is not seen what a pass changes"
+        if torch.is_autocast_enabled(self._workload.device.type):
+            return "the loop is inside of torch.autocast, which keeps casts of weights from pass to pass"
         iterators = self._retry.undo.iterators()
         if iterators:
             return f"{min(iterators)} is an iterator, which a pass may move"
@@ -202,6 +219,7 @@ class Capture:
             graph = GRAPHS[self._workload.device.type](self._workload.device)
             stack.callback(graph.release)
             _begin_with(gradients)
+            torch.clear_autocast_cache()
             loss = graph.capture(one_pass.loss)
             self._go_back()
             _begin_with(gradients)
@@ -298,17 +316,12 @@ def _is_of_the_update(name: str) -> bool:
     return name.startswith(_OF_THE_UPDATE)
 
 
-def _around(before: Before) -> dict[str, Any]:
-    """What decides how a pass goes besides what Python keeps: where tensors are, hooks, and torch's settings."""
+def _around(before: Before) -> _Around:
     stored = zip(before.watched.stored, before.addresses, strict=True)
-    found: dict[str, Any] = {
-        f"the place of {name}": (address, tensor.requires_grad)
-        for (name, tensor), address in stored
-        if not _is_of_the_update(name)
+    places = {
+        name: (address, tensor.requires_grad) for (name, tensor), address in stored if not _is_of_the_update(name)
     }
-    if before.hooks is not None:
-        found["a hook"] = before.hooks.of_others()
-    return found | {"a setting of torch": _settings()}
+    return _Around(places, (before.hooks and before.hooks.of_others(), _settings()))
 
 
 def _settings() -> tuple[Any, ...]:

@@ -332,6 +332,13 @@ def test_extra_state_and_iterators_are_not_captured_with(tapes):
     assert "extra_state is given" in refused(Net(), extra_state=[Stateful()])
 
 
+def test_a_loop_inside_of_autocast_is_not_captured(tapes):
+    """Which would go on with the weights as they were cast before the capture."""
+    net = Net()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "inside of torch.autocast" in refused(net)
+
+
 def test_shapes_are_told_apart():
     one = {"x": torch.zeros(2, 3), "name": "a", "list": ["p", "q"]}
     assert shape_of(one, "cpu") == shape_of({**one, "x": torch.ones(2, 3)}, "cpu")
