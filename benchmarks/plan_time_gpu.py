@@ -95,7 +95,7 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
 }  # fmt: skip
 OPTIONS = {
     "micro_batch": "samples", "checkpointing": "blocks", "optimizer_offload": "to", "activation_offload": "to",
-    "chunked_loss": "chunk_tokens", "optimizer_kernel": "kernel", "layer_streaming": "blocks",
+    "chunked_loss": "chunk_tokens", "optimizer_kernel": "kernel", "layer_streaming": "blocks", "cuda_graph": "",
 }  # fmt: skip
 KERNELS = {"foreach": {}, "fused": {"fused": True}, "loop": {"foreach": False}}
 BATCH_SIZE, VOCABULARY, LENGTH = 64, 8000, 512
@@ -204,9 +204,11 @@ def grid_row(fields: dict) -> Row:
 
 
 def choices_of(words: str) -> tuple[Choice, ...]:
-    pairs = (word.split("=") for word in words.split(" + "))
+    pairs = (word.partition("=")[::2] for word in words.split(" + "))
     values = [(name, int(value) if value.isdecimal() else value) for name, value in pairs]
-    return in_order(tuple(Choice(technique=name, options={OPTIONS[name]: value}) for name, value in values))
+    return in_order(
+        tuple(Choice(technique=name, options={OPTIONS[name]: value} if value else {}) for name, value in values)
+    )
 
 
 # -- what is predicted -------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.memory.accumulate import accumulating_in_place
 from plimsoll.memory.beside import Beside
+from plimsoll.memory.captures import is_captured, stretches
 from plimsoll.memory.graphs import Graphs, calls_by_itself
 from plimsoll.memory.lowering.base import Run
 from plimsoll.memory.resized import noting_resizes
@@ -45,6 +46,7 @@ from plimsoll.weights.parts import plain_parts
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
+_OP_COLUMNS = ("name", "module", "line", "step", "by_autograd", "captured")
 _DEVICE_OF = torch.ops.prim.device.default
 _IS_SAME_SIZE = torch.ops.aten.is_same_size.default
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -105,7 +107,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._code_is_inside: dict[CodeType, bool] = {}
         self._forward_of: dict[int, tuple[int, int]] = {}  # autograd's sequence number -> module, line
         self._storages = _Storages(self)
-        self._ops: tuple[list[Any], ...] = ([], [], [], [], [])  # name, module, line, step, by autograd
+        self._ops: tuple[list[Any], ...] = ([], [], [], [], [], [])  # name, module, line, step, by autograd, captured
         self._work: tuple[list[Any], ...] = ([], [], [], [])  # flops, moved bytes, outside bytes, dtype
         self._counter = WorkCounter(lambda tensor: self._on_host(tensor) or self._storages.is_outside(tensor))
         self._phases: list[Phase] = []
@@ -160,7 +162,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def trace(self, source: Any, lowered_to: str, assumptions: tuple[Assumption, ...] = ()) -> Trace:
         """Return what was recorded."""
-        columns = dict(zip(("name", "module", "line", "step", "by_autograd"), map(tuple, self._ops), strict=True))
+        columns = dict(zip(_OP_COLUMNS, map(tuple, self._ops), strict=True))
+        captured = stretches(columns.pop("captured"))
         work = dict(zip(("flops", "moved_bytes", "outside_bytes", "dtype"), map(tuple, self._work), strict=True))
         table, events, event_ops = self._storages.tables(self._phases)
         return Trace(
@@ -175,6 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             unwritten=self._storages.unwritten(),
             nodes=self._graphs.nodes(),
             **self.beside.columns(),
+            captured=captured,
         )
 
     # -- what torch says -----------------------------------------------------------------------------------------------
@@ -276,7 +280,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name is None:
             name = self._op_names[op] = self.text(str(op))
         module, line, phase = self._where()
-        for column, value in zip(self._ops, (name, module, line, self.step, calls_by_itself()), strict=True):
+        row = name, module, line, self.step, calls_by_itself(), is_captured()
+        for column, value in zip(self._ops, row, strict=True):
             column.append(value)
         for column in self._work:
             column.append(0)

@@ -7,10 +7,11 @@ Each op takes what its products take at the device's rate for such products, or 
 is taken anew each time; and its call. On a GPU a call puts a kernel into a queue: a kernel begins when it has been
 called and the one before it has ended, so that small micro-batches take the time of their calls and large ones that of
 their kernels. A call from Python (a forward, a recomputation) costs more than one by autograd, and that more than one
-of an optimizer. Copies over the link run beside both as far as nobody waits for them (`plimsoll.plan.lanes`). Exchanges
-between ranks take what `ExchangeSpeed` says: gradients that are added up after the passes are waited for, and on a GPU
-what passes gather and scatter is fetched beside their kernels. A rehearsal has at most two micro-batches, from which
-those of the real step follow; recomputation, copies and the work of any technique are ops of the trace like others.
+of an optimizer; the ops of a captured graph are launched together, for a few calls in all. Copies over the link run
+beside both as far as nobody waits for them (`plimsoll.plan.lanes`). Exchanges between ranks take what `ExchangeSpeed`
+says: gradients that are added up after the passes are waited for, and on a GPU what passes gather and scatter is
+fetched beside their kernels. A rehearsal has at most two micro-batches, from which those of the real step follow;
+recomputation, copies and the work of any technique are ops of the trace like others.
 
 What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` holds that against
 measured steps of a processor, `benchmarks/plan_time_gpu.py` against recorded ones of a GPU. It does NOT cover reading
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from plimsoll.device.launches import VIEW_SHARE
+from plimsoll.memory.captures import captured_rows
 from plimsoll.memory.predict import Counted
 from plimsoll.plan.lanes import Lanes
 from plimsoll.records.comparison import Calibration, Learned, Target
@@ -32,6 +34,7 @@ from plimsoll.records.trace import Phase, Trace
 _OF_A_PIECE: frozenset[Phase] = frozenset({"copy", "forward", "loss", "backward"})
 _NOT_COUNTED: frozenset[Phase] = frozenset({"setup", "evaluation"})
 _CALLED_BARE: frozenset[Phase] = frozenset({"copy", "clip", "optimizer"})
+_REPLAY_CALLS = 20  # inputs, what backward begins with, and the launch of the graph itself
 _CAST_BELOW = frozenset({"_to_copy"})  # most are autocast's, which no Python calls
 
 # Of ops with products in them their bytes hardly ever count; any other op that is not named here is plain.
@@ -213,6 +216,7 @@ def _stretches(
     pieces: list[Lanes] = []
     once, last_phase = Lanes(speed.overlaps), None
     beside, waits = dict(trace.copies) if speed.overlaps else {}, _waits_by_row(trace)
+    is_captured = captured_rows(trace)
     rows = [row for row, phase in enumerate(ops.phase) if phase not in _NOT_COUNTED]
     wanted = max((ops.step[row] for row in rows), default=0) if step is None else step
     for row in rows:
@@ -241,6 +245,8 @@ def _stretches(
             stretch.copy(row, speed.op_seconds, seconds, to_device=beside[row])
             continue
         call_seconds, copy_seconds, work_seconds = _host_seconds(trace, row, name, speed)
+        if is_captured[row]:
+            call_seconds = 0.0 if row and is_captured[row - 1] else _REPLAY_CALLS * speed.op_seconds
         stretch.run(call_seconds, kernel_seconds + copy_seconds)
         stretch.work(work_seconds, adds_up=phase == "backward" and ops.by_autograd[row])
     return [piece.seconds for piece in pieces], once.seconds

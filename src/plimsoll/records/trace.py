@@ -95,10 +95,12 @@ class Trace(Record):
     ``copies`` are those that run beside the computation, on a stream of their own: ``(op, whether it is to the
     device)``; an op that copies and is not among them is one of the device's queue. ``waits`` are ``(op, op of a copy,
     whether the processor waits, too)``: the device begins the first after the second has ended.
+    ``captured`` are ``(op, op)``: the rows from which and before which a captured CUDA graph does the ops, in one
+    launch and in memory of its own.
     """
 
     record_kind: ClassVar[str] = "trace"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
 
     source: Literal["predicted", "measured"]
     lowered_to: str
@@ -112,6 +114,7 @@ class Trace(Record):
     nodes: tuple[tuple[int, int, int], ...] = ()
     copies: tuple[tuple[int, bool], ...] = ()
     waits: tuple[tuple[int, int, bool], ...] = ()
+    captured: tuple[tuple[int, int], ...] = ()
 
     def deltas(self, on_host: bool = False) -> Iterator[tuple[int, int, int]]:
         """Yield ``(event, storage, bytes)`` of one place in order; bytes are negative for a death."""

@@ -4,7 +4,15 @@ import pytest
 
 from hand_traces import trace_of
 from plimsoll.memory.predict import count_on_cpu
-from plimsoll.plan.cost import _of_all, learn_time, learned_ratio, moved_outside, step_duration, with_disk
+from plimsoll.plan.cost import (
+    _REPLAY_CALLS,
+    _of_all,
+    learn_time,
+    learned_ratio,
+    moved_outside,
+    step_duration,
+    with_disk,
+)
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.heap import FAST_HEAP, KEPT_HEAP, HeapRules
 from plimsoll.records.plan import Duration
@@ -114,6 +122,17 @@ def test_an_op_that_is_of_no_known_kind_or_type_is_plain():
     trace = trace_of(("forward", 1, ""), work={0: {"moved_bytes": 20}})
     texts = tuple(text.replace("aten.op0.default", "aten.bernoulli_.float") for text in trace.texts)
     assert seconds_of(trace.model_copy(update={"texts": texts}), speed) == 1 + 20
+
+
+def test_the_ops_of_a_graph_wait_for_no_calls_but_those_of_its_launch():
+    """Three kernels of 5 s a pass: called one by one, by calls of 9 s, or after the few of the launch."""
+    ops = [("forward", 1, ""), ("forward", 1, ""), ("backward", 1, ""), ("optimizer", 1, "")]
+    trace = trace_of(*ops, work={row: {"moved_bytes": 50} for row in range(3)})
+    slow = GPU.model_copy(update={"op_seconds": 0.01, "module_op_seconds": 9, "backward_op_seconds": 9})
+    update_seconds = 0.3 * 0.01
+    assert seconds_of(trace, slow, micro=2) == pytest.approx(3 * 9 + 5 + update_seconds)
+    graph = trace.model_copy(update={"captured": ((0, 3),)})
+    assert seconds_of(graph, slow, micro=2) == pytest.approx(_REPLAY_CALLS * 0.01 + 3 * 5 + update_seconds)
 
 
 @pytest.mark.parametrize(
