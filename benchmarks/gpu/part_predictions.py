@@ -46,13 +46,13 @@ def judge_planned(task: Task, row: Row) -> None:
     name = f"{row['limit_bytes'] >> 30} GiB: {row['choices']}"
     if (peak := row["predicted_allocated"]) is not None:
         share = peak["likely_bytes"] / row["peak"] - 1 if row["peak"] else 0.0
-        task.check(f"{name}, peak", f"predicted {share:+.2%} of {row['peak'] / 2**20:,.0f} MiB",
-                   f"{PEAKS.allocated_worst:.0%}", task.is_tiny or abs(share) <= PEAKS.allocated_worst)  # fmt: skip
+        task.check_on_card(f"{name}, peak", f"predicted {share:+.2%} of {row['peak'] / 2**20:,.0f} MiB",
+                           f"{PEAKS.allocated_worst:.0%}", abs(share) <= PEAKS.allocated_worst)  # fmt: skip
     if (duration := row["predicted_seconds"]) is not None:
         seconds = seconds_of(row)
         low, high = duration["low_seconds"], duration["high_seconds"]
-        task.check(f"{name}, time", f"{seconds:.3f} s, predicted {duration['likely_seconds']:.3f} s",
-                   f"{low:.3f} to {high:.3f} s", task.is_tiny or low <= seconds <= high)  # fmt: skip
+        task.check_on_card(f"{name}, time", f"{seconds:.3f} s, predicted {duration['likely_seconds']:.3f} s",
+                           f"{low:.3f} to {high:.3f} s", low <= seconds <= high)  # fmt: skip
 
 
 def judge_by_hand(task: Task, rows: list[Row]) -> None:

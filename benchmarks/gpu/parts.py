@@ -76,6 +76,10 @@ class Task:
             "measured": str(measured), "bound": str(bound), "ok": bool(ok),
         })  # fmt: skip
 
+    def check_on_card(self, what: str, measured: object, bound: object, ok: bool) -> None:
+        """The same of what says something on a card only."""
+        self.check(what, measured, *(("none on a processor", True) if self.is_tiny else (bound, ok)))
+
     def not_reached(self, what: str) -> None:
         """Note what the time did not reach, which is no fault."""
         self.say({"id": f"left:{self.part}:{what}", "kind": "left", "part": self.part, "what": what})
