@@ -120,6 +120,13 @@ def demo(data: str | None, limit: str, num_steps: int, out: Path, result: Path |
     plan = " ".join(map(str, record.plan.choices))
     file_result(result, "demo", title, f"The plan: {plan}", part, device="gpu" if on_cuda else "cpu")
     print(f"Report: {report}")
+    figures = {
+        "limit": limit, "plain_need_bytes": need_bytes, "plain_losses": [step["loss"] for step in need_steps],
+        "plain_error": last_line(died.errors) if died.code else "", "status": record.status, "plan": plan,
+        "peak_bytes": our_peak_bytes or 0, "losses": [step.loss for step in record.steps],
+        "ooms": len(record.oom_events),
+    }  # fmt: skip
+    print(json.dumps(figures))
     if (our_peak_bytes or 0) > parse_bytes(limit):
         sys.exit("the Plimsoll arm went past the limit")
 

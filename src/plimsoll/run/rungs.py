@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning
 from plimsoll.ranks import Ranks
+from plimsoll.records.device import MemoryUse
 from plimsoll.records.plan import Choice, Rung
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position
@@ -239,11 +240,18 @@ def ran_out_of(event: OomEvent) -> RanOut | None:
     return RanOut(wanted_bytes, event.capacity_bytes or wanted_bytes) if wanted_bytes else None
 
 
-def measured(ladder: Ladder, backend: Backend, ranks: Ranks) -> Measured | None:
+class Uses(Protocol):
+    """What can say how much memory is in use: a backend, or a step, which knows what replays need."""
+
+    def use(self) -> MemoryUse:
+        """Read it."""
+
+
+def measured(ladder: Ladder, device: Uses, ranks: Ranks) -> Measured | None:
     """What a step took that has just gone through, on the rank where it was most; only where a ladder asks for it."""
     if not ladder.is_lowered:
         return None
-    use = backend.use()
+    use = device.use()
     own = use.peak_bytes or use.used_bytes, use.used_bytes
     peaks, used = zip(*([own] if ranks.is_alone else ranks.each(own)), strict=True)
     return Measured(int(max(peaks)), int(max(used)))
