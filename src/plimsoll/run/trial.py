@@ -242,7 +242,7 @@ class _Tries:
         seconds, noise_seconds = timed
         taken_seconds = time.perf_counter() - began
         self._least_seconds = min(self._least_seconds or taken_seconds, taken_seconds)
-        found = _Found(candidate, "slower", seconds, noise_seconds, self._step.backend.use().peak_bytes)
+        found = _Found(candidate, "slower", seconds, noise_seconds, self._step.use().peak_bytes)
         return self._held(found)
 
     def _held(self, found: _Found) -> _Found:
@@ -275,12 +275,17 @@ class _Tries:
             step._retry.put_back(step._put_back_own)
             copies.restore()
             step._retry.undo.settle(all_of_it=True)
+            step.replays.drop()
 
     def _timed(self, rung: Rung, num_left: int) -> tuple[float, float] | OomEvent:
         """Seconds of a whole step, as few passes let expect, and by how much these differ."""
         num_pieces = -(-self._batch_size // rung.micro_batch)
         with self._undone():
-            warm, now = self._seconds_of(rung, 1, is_first=True), time.perf_counter()
+            warm = self._seconds_of(rung, 1, is_first=True)
+            for _ in range(_MOST_REPEATS):  # until passes are replayed, where they will be
+                if not isinstance(warm, OomEvent) and not self._step.replays.is_settled:
+                    warm = self._seconds_of(rung, 1)
+            now = time.perf_counter()
             self._ends = self._ends or now + _most_seconds(self._plan, self._step.backend.kind)
             ends = now + (self._ends - now) / num_left
             one = warm if isinstance(warm, OomEvent) else self._seconds_of(rung, 1)
