@@ -144,7 +144,7 @@ def prepared_job(data: str | None, num_steps: int, out: Path) -> tuple[Path, Pat
             **{"n_layer": 4, "n_embd": 192, "n_head": 4},
             **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # so that the arms' losses can be compared
         },
-        "data": {"train": standard_library() if data is None else [str(Path(data).resolve())], "validation": 0.001},
+        "data": {"train": standard_library() if data is None else [str(Path(data).resolve())], "validation": 0.005},
         "tokenizer": {"train": "bpe", "vocab_size": 8000},
         "sequence_length": 256,
         "batch_size": 32,

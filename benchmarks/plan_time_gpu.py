@@ -118,11 +118,12 @@ class Row:
     samples: int
     fields: dict
     card: DeviceSpec = CARD
+    speed: Speed = SPEED
 
     @property
     def task(self) -> tuple:
-        """What is rehearsed for it, and for which card: the same for all rows with the same task."""
-        return (self.card.model_dump_json(), *self._rehearsed)
+        """What is rehearsed for it, for which card and at which speed: the same for all rows with the same task."""
+        return (self.card.model_dump_json(), self.speed.to_json(), *self._rehearsed)
 
     @property
     def _rehearsed(self) -> tuple:
@@ -155,22 +156,29 @@ def rows_of_recording(recording: dict) -> Iterator[Row]:
     """Steps of the job, by hand and as planned, that `make gpu` has recorded."""
     for fields in recording["runs"]:
         if fields["kind"] in {"planned", "technique"} and "step_seconds" in fields:
-            yield planned_row(fields, recording["header"])
+            yield planned_row(fields, recording)
         elif fields.get("case") and part_job.is_by_hand(fields) and fields["status"] == "ok":
-            yield by_hand_row(fields, recording["header"])
+            yield by_hand_row(fields, recording)
 
 
-def by_hand_row(fields: dict, header: dict) -> Row:
+def by_hand_row(fields: dict, recording: dict) -> Row:
     words = part_job.setting_of(Case.from_dict(fields["case"]))
-    group = f"the job by hand, {header['device']}"
+    group = f"the job by hand, {recording['header']['device']}"
     return Row("step by hand", group, words, part_job.seconds_of(fields), 1, {**fields, "choices": words},
-               card_of(header))  # fmt: skip
+               *card_and_speed(recording))  # fmt: skip
 
 
-def planned_row(fields: dict, header: dict) -> Row:
-    group = f"the job, {header['device']}"
+def planned_row(fields: dict, recording: dict) -> Row:
+    group = f"the job, {recording['header']['device']}"
     seconds = part_job.seconds_of(fields)
-    return Row("step with techniques", group, fields["choices"], seconds, 1, fields, card_of(header))
+    return Row("step with techniques", group, fields["choices"], seconds, 1, fields, *card_and_speed(recording))
+
+
+def card_and_speed(recording: dict) -> tuple[DeviceSpec, Speed]:
+    """A card and its speed as Plimsoll measured it in the same session, or as the table has it."""
+    card = card_of(recording["header"])
+    measured = next((row["speed"] for row in recording["runs"] if row["kind"] == "speed"), None)
+    return card, Speed.from_json(json.dumps(measured)) if measured else speed_of(card)
 
 
 def card_of(header: dict) -> DeviceSpec:
@@ -215,12 +223,12 @@ def choices_of(words: str) -> tuple[Choice, ...]:
 
 
 def predict(task: tuple, speeds: Iterable[Speed] | None = None) -> list[float]:
-    """Seconds with each speed, of one rehearsal; without any with that of the card as the table has it."""
+    """Seconds with each speed, of one rehearsal; without any with the row's own."""
     card = DeviceSpec.model_validate_json(task[0])
-    trace, batch_size, micro_batch = traced(card, *task[1:])
+    trace, batch_size, micro_batch = traced(card, *task[2:])
     counted, samples = count_on_cuda(trace, card, card.capacity_bytes), rehearsed_samples(batch_size, micro_batch)
     sizes = {"batch_size": batch_size, "micro_batch": micro_batch, "rehearsed_samples": samples}
-    return [step_duration(counted, speed, **sizes).likely_seconds for speed in speeds or [speed_of(card)]]
+    return [step_duration(counted, speed, **sizes).likely_seconds for speed in speeds or [Speed.from_json(task[1])]]
 
 
 def traced(card: DeviceSpec, kind: str, *what: Any) -> tuple[Trace, int, int]:

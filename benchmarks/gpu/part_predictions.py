@@ -97,5 +97,5 @@ def errors_of(path: Path, run_id: str) -> tuple[float, float, float]:
     recording = read_recording(path)
     row = next(row for row in recording["runs"] if row["id"] == run_id)
     (found,) = compare.compare(recording, [row])
-    (seconds,) = plan_time_gpu.predict(plan_time_gpu.by_hand_row(row, recording["header"]).task)
+    (seconds,) = plan_time_gpu.predict(plan_time_gpu.by_hand_row(row, recording).task)
     return found.error("allocated"), found.error("reserved"), seconds / seconds_of(row) - 1

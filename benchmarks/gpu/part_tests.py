@@ -73,10 +73,10 @@ def missing_modules(path: Path, seen: frozenset[Path] = frozenset()) -> list[str
     """What a test file imports at its top, also through helpers beside the tests, and is not installed."""
     lacking: list[str] = []
     for name in imported(path):
-        helper = TESTS / f"{name}.py"
-        if helper.is_file():
-            if helper not in seen:
-                lacking += missing_modules(helper, seen | {path, helper})
+        helpers = [folder / f"{name}.py" for folder in (path.parent, TESTS) if (folder / f"{name}.py").is_file()]
+        if helpers:
+            if helpers[0] not in seen:
+                lacking += missing_modules(helpers[0], seen | {path, helpers[0]})
         elif name not in {"benchmarks", "plimsoll"} and find_spec(name) is None:
             lacking.append(name)
     return sorted(set(lacking))
