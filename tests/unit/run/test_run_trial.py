@@ -231,12 +231,13 @@ def test_a_model_whose_state_cannot_be_put_back_is_not_tried():
     model = Reading()
     step = TrainStep(
         model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch), units="samples",
-        rungs=(rung(8),), never_cut=True,
+        rungs=(rung(8), rung(8, FUSED, mib=50)), never_cut=True,
     )  # fmt: skip
-    plan = try_plan(step, plan_of(rung(8), rung(8, KEPT)), BATCH)
+    plan = try_plan(step, plan_of(rung(8), rung(8, KEPT), fallbacks=(rung(8, FUSED, mib=50),)), BATCH)
     assert "is an iterator, whose position cannot be put back" in plan.trial.left_out
     assert next(rows) == 0
-    assert plan.rungs == (rung(8),)
+    assert plan.rungs == (rung(8), rung(8, FUSED, mib=50))
+    assert len(step._rungs.sizes) == 2
 
 
 def test_nothing_more_is_begun_when_the_time_is_over(monkeypatch):
