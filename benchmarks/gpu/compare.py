@@ -16,14 +16,14 @@ import statistics
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
-from benchmarks.gpu.cases import RECURRENT, Case, build, train
+from benchmarks.gpu.cases import RECURRENT, Case, build, train, weights_key
 from benchmarks.gpu.record import RECORDINGS
 
 from plimsoll.device.gpus import cublas_workspace_bytes
@@ -31,11 +31,30 @@ from plimsoll.device.segments import text_of
 from plimsoll.memory.allocator.caching import CachingAllocator, replay
 from plimsoll.memory.allocator.options import rules_from_text
 from plimsoll.memory.lowering.cuda import CudaLowering
+from plimsoll.memory.lowering.cudnn_rnn import DROPOUT_STATE_BYTES
 from plimsoll.memory.trace import Rehearsal, trace_training
 from plimsoll.memory.workspaces import deltas_with_workspaces
 from plimsoll.records.trace import Trace
 
-_BEFORE = -1  # a storage that is not of the trace
+_KEPT, _GAP = -1, -2  # storages that are not of the trace
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the process holds before a run: cuDNN's dropout state, and the segment that it lies in.
+
+    ``is_current`` says that no seed was set since it was made: a recurrent net goes on with it, and makes none.
+    """
+
+    segment_bytes: int
+    offset_bytes: int
+    num_bytes: int
+    is_current: bool = False
+
+    def events(self) -> list[tuple[int, int]]:
+        """``(storage, bytes)`` after which an allocator holds it there."""
+        gap = [(_GAP, self.offset_bytes), (_KEPT, self.num_bytes), (_GAP, -self.offset_bytes)]
+        return [(_GAP, self.segment_bytes), (_GAP, -self.segment_bytes), *(gap if self.offset_bytes else gap[1:2])]
 
 
 @dataclass(frozen=True)
@@ -123,23 +142,20 @@ def trace_of(case: Case, capability: tuple[int, int], num_sms: int = 132) -> tup
         return trace_training(run, CudaLowering(capability, num_sms)), tuple(marks)
 
 
-def predict(case: Case, header: dict[str, Any], before_bytes: int = 0, limit_bytes: int | None = None) -> Predicted:
+def predict(
+    case: Case, header: dict[str, Any], before: Kept | None = None, limit_bytes: int | None = None
+) -> Predicted:  # fmt: skip
     """Predict one run.
 
     Args:
         case: what is trained.
         header: of the recording: the capability and the allocator's settings count.
-        before_bytes: what the process has allocated before the run and keeps.
+        before: what the process holds before the run.
         limit_bytes: what the allocator may reserve.
     """
-    capability = (header["capability"][0], header["capability"][1])
-    trace, marks = trace_of(case, capability, header.get("num_sms", 132))
-    deltas = list(_with_workspaces(trace, f"{capability[0]}.{capability[1]}"))
+    ops, events, marks = _events(case, header, before)
     allocator = CachingAllocator(rules_from_text(text_of(header.get("environment", {}))), limit_bytes)
-    given = [] if case.model in RECURRENT else [(-1, _BEFORE, before_bytes)] * (before_bytes > 0)
-    events = given + deltas
-    done = replay([(storage, num_bytes) for _, storage, num_bytes in events], allocator)
-    ops = [op for op, _, _ in events]
+    done = replay(events, allocator)
     at = [bisect_right(ops, row) - 1 for row in marks]
     return Predicted(
         peak_allocated_bytes=done.peak_allocated_bytes,
@@ -149,6 +165,65 @@ def predict(case: Case, header: dict[str, Any], before_bytes: int = 0, limit_byt
         is_oom=done.oom is not None,
         allocated_at=tuple(done.allocated_bytes[event] for event in at if 0 <= event < len(done.allocated_bytes)),
     )
+
+
+def _events(
+    case: Case, header: dict[str, Any], before: Kept | None
+) -> tuple[list[int], list[tuple[int, int]], tuple[int, ...]]:
+    """The rows of the ops, ``(storage, bytes)`` that they allocate and free, and the rows of the marks.
+
+    A recurrent net makes a dropout state of its own and then lets go of the one that is there, unless that is current.
+    """
+    capability = (header["capability"][0], header["capability"][1])
+    trace, marks = trace_of(case, capability, header.get("num_sms", 132))
+    events = [(-1, *event) for event in before.events()] if before else []
+    is_held = before is not None and case.model in RECURRENT
+    for op, storage, num_bytes in _with_workspaces(trace, f"{capability[0]}.{capability[1]}"):
+        is_state = is_held and num_bytes == DROPOUT_STATE_BYTES  # which stays to the end
+        if not (is_state and before.is_current):
+            events.append((op, storage, num_bytes))
+        if is_state:
+            events += [] if before.is_current else [(op, _KEPT, -num_bytes)]
+            is_held = False
+    return [op for op, _, _ in events], [event[1:] for event in events], marks
+
+
+@lru_cache(maxsize=256)
+def kept_by(case: Case, capability: tuple[int, int], num_sms: int, before: Kept | None) -> Kept | None:
+    """What a run of a recurrent net leaves in its process."""
+    _, events, _ = _events(case, {"capability": capability, "num_sms": num_sms}, before)
+    state = next((storage for storage, num_bytes in events if num_bytes == DROPOUT_STATE_BYTES and storage >= 0), None)
+    if state is None:
+        return before and replace(before, is_current=True)
+    allocator = CachingAllocator()
+    live = replay(events, allocator).live
+    return Kept(*allocator.place_of(live[state]), DROPOUT_STATE_BYTES, is_current=True)
+
+
+def kept_before(recording: dict[str, Any], row: dict[str, Any]) -> Kept | None:
+    """What the runs of the same process before a row have left. `record.Runner` sets the seed when it builds a model."""
+    header, kept = recording["header"], None
+    built: set[object] = set()
+    for other in recording["runs"]:
+        if other["kind"] not in ("shared", "limited") or not other.get("case") or other["status"] == "left out":
+            continue
+        case = Case.from_dict(other["case"])
+        if not other["before_allocated_bytes"]:
+            kept, built = None, built if kept is None else set()
+        if kept is not None:
+            segment_bytes = other["before_reserved_bytes"]
+            kept = replace(
+                kept,
+                segment_bytes=segment_bytes,
+                offset_bytes=min(kept.offset_bytes, segment_bytes - kept.num_bytes),
+                is_current=kept.is_current and weights_key(case) in built,
+            )
+        built.add(weights_key(case))
+        if other is row:
+            return kept
+        if case.model in RECURRENT and other["status"] == "ok":
+            kept = kept_by(case, tuple(header["capability"]), header.get("num_sms", 132), kept)
+    return None
 
 
 def _with_workspaces(trace: Trace, architecture: str) -> Iterator[tuple[int, int, int]]:
@@ -199,12 +274,12 @@ def of_first_cases(rows: list[dict[str, Any]], num_cases: int) -> list[dict[str,
 
 def compare(recording: dict[str, Any], rows: Iterable[dict[str, Any]] | None = None) -> list[Compared]:
     """Predict the rows of a recording, or all that can be compared."""
-    return [_compared(recording["header"], row) for row in (comparable(recording) if rows is None else rows)]
+    return [_compared(recording, row) for row in (comparable(recording) if rows is None else rows)]
 
 
-def _compared(header: dict[str, Any], row: dict[str, Any]) -> Compared:
+def _compared(recording: dict[str, Any], row: dict[str, Any]) -> Compared:
     case = Case.from_dict(row["case"])
-    predicted = predict(case, header, row.get("before_allocated_bytes") or 0, row["limit_bytes"])
+    predicted = predict(case, recording["header"], kept_before(recording, row), row["limit_bytes"])
     return Compared(row["id"], case.model, row["kind"], row, predicted)
 
 
