@@ -172,7 +172,9 @@ def _run(policy: Policy, operator: Any, *args: Any, **kwargs: Any) -> Any:
             cast = partial(_cast, dtype=RECURRENT_DTYPE, may_keep=False)
         else:
             cast = partial(_cast, dtype=_dtype_of(policy, [*args, *kwargs.values()]))
-        return operator(*(_each(cast, value) for value in args), **{k: _each(cast, v) for k, v in kwargs.items()})
+        # From the last to the first, as the compiler of torch's wheels evaluates a call's arguments.
+        given = [_each(cast, value) for value in reversed([*args, *kwargs.values()])][::-1]
+        return operator(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
 
 
 def _with_weights_in_one_buffer(args: tuple[Any, ...]) -> tuple[Any, ...]:
