@@ -36,7 +36,7 @@ _OWN_STORAGE_REFERENCES = 2
 
 
 def accumulating_in_place(run: Run) -> Run:
-    """Wrap the function that executes an op: sums of gradients go to their first operand, what fills zeros into them."""
+    """Wrap the function that executes an op: sums of gradients, and what fills zeros, go to their first operand."""
 
     def run_accumulating(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():

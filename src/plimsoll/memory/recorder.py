@@ -65,10 +65,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             states are then noted too (by hooks that an optimizer can see; otherwise see `know_optimizer`).
         run: how an op is executed; ``None`` calls it.
         scratch_bytes: what the target's kernels take beside their results; ``None`` for nothing.
-        made: the tensors among an op's results, in the order in which the target allocates them.
         on_host: whether a tensor is in the host's memory; ``None`` where there is only one place. What is made under
             `outside_the_device` is noted as lying there in any case.
         unwritten: which results are never written in full; ``None`` for none.
+        made: the tensors among an op's results, in the order in which the target allocates them.
     """
 
     def __init__(
@@ -76,9 +76,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase: Callable[[], Phase] | None = None,
         run: Run | None = None,
         scratch_bytes: ScratchBytes | None = None,
-        made: Made = tensors_of,
         on_host: Callable[[Tensor], bool] | None = None,
         unwritten: Unwritten | None = None,
+        *,
+        made: Made = tensors_of,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.step = 0

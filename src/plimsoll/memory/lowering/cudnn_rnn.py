@@ -172,9 +172,7 @@ class _CudnnRnnFunction(torch.autograd.Function):
         return (None, *wanted)
 
 
-def _backward_data(
-    call: _Call, saved: Sequence[Any], grads: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _backward_data(call: _Call, saved: Sequence[Any], grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
     inputs, hx, cx = saved
     kept = [call.time_first(inputs).contiguous(), call.time_first(grads[0]).contiguous()]
     call.note_products(inputs)
