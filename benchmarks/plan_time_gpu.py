@@ -27,7 +27,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -308,32 +308,42 @@ def held_out(rows: list[Row], num_processes: int) -> tuple[str, dict]:
 # -- replaying the planner ---------------------------------------------------------------------------------------------
 
 
-def replay(limits_gib: Iterable[float]) -> tuple[list[list[str]], list[float]]:
+def replay(limits_gib: Sequence[float], num_processes: int) -> tuple[list[list[str]], list[float]]:
     """What is planned at each limit beside the fastest recorded setting that fits, and the ratios of their seconds."""
+    shares = [limits_gib[first::num_processes] for first in range(min(num_processes, len(limits_gib)))]
+    with multiprocessing.get_context("spawn").Pool(len(shares), settle) as pool:
+        found = dict(itertools.chain.from_iterable(pool.map(replay_some, shares, chunksize=1)))
+    lines, ratios = zip(*(found[limit] for limit in limits_gib), strict=True)
+    return list(lines), [ratio for ratio in ratios if ratio is not None]
+
+
+def replay_some(limits_gib: Sequence[float]) -> list[tuple[float, tuple[list[str], float | None]]]:
     grid = map(grid_row, csv.DictReader(GRID.read_text("utf-8").splitlines()))
     recorded = {frozenset(choices_of(row.fields["choices"])): row for row in grid}
     spec = CARD.model_copy(update={"context_low_bytes": OUTSIDE_BYTES, "context_high_bytes": OUTSIDE_BYTES})
-    lines, ratios = [], []
+    found = []
     with planner_of(JOB, "h200", None, ((), ()), None, None, texts=TEXTS) as planner:
         for limit in limits_gib:
             planner._target = gpu_target(spec, int(limit * 2**30))  # traces are kept from limit to limit
+            started = time.perf_counter()
             plan = planner.plan()
+            took = f"{time.perf_counter() - started:.0f} s"
             rung = plan.rungs[0]
             same = recorded.get(frozenset(one for one in rung.choices if one.technique not in UNTRACED))
             seconds = same.seconds if same else rung.step_time.likely_seconds
             room_mib = limit * 1024 - OUTSIDE_BYTES / 2**20
             fitting = (row for row in recorded.values() if float(row.fields["peak_reserved_mib"]) <= room_mib)
             best = min(fitting, key=lambda row: row.seconds, default=None)
-            cells = ("none", "", "")
+            cells, ratio = ("none", "", ""), None
             if best:
-                cells = (best.setting, f"{best.seconds:.3f}", f"{seconds / best.seconds:.2f}")
+                ratio = seconds / best.seconds if plan.fits else float("inf")
+                cells = (best.setting, f"{best.seconds:.3f}", f"{ratio:.2f}")
             choices = " + ".join(map(str, rung.choices)) if plan.fits else "nothing fits"
             source = "recorded" if same else "modelled"
-            lines.append([f"{limit:g} GiB", choices, f"{seconds:.3f}", source, *cells])
-            print(*lines[-1], sep=" | ", file=sys.stderr)
-            if best:
-                ratios.append(seconds / best.seconds if plan.fits else float("inf"))
-    return lines, ratios
+            line = [f"{limit:g} GiB", choices, f"{seconds:.3f}", source, *cells, took]
+            print(*line, sep=" | ", file=sys.stderr)
+            found.append((limit, (line, ratio)))
+    return found
 
 
 def main() -> None:
@@ -348,7 +358,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settle()
     started, printed = time.perf_counter(), keep_printed()
-    found = show_replay(arguments.limits) if arguments.replay else show_rows(arguments)
+    found = show_replay(arguments.limits, arguments.processes) if arguments.replay else show_rows(arguments)
     print(f"\n{time.perf_counter() - started:.0f} s in all.\n")
     what = ("plan-replay-gpu", "Plans at limits, replayed against recorded steps of a GPU")
     if not arguments.replay:
@@ -372,10 +382,10 @@ def show_rows(arguments: argparse.Namespace) -> dict:
     return found
 
 
-def show_replay(limits_gib: Iterable[float]) -> dict:
-    lines, ratios = replay(limits_gib)
+def show_replay(limits_gib: Sequence[float], num_processes: int) -> dict:
+    lines, ratios = replay(limits_gib, num_processes)
     print(f"A plan takes at most {max(ratios):.2f} times as long as the fastest recorded setting that fits.\n")
-    heads = ("limit", "planned", "seconds", "", "fastest recorded that fits", "seconds", "ratio")
+    heads = ("limit", "planned", "seconds", "", "fastest recorded that fits", "seconds", "ratio", "planning")
     print(table(heads, lines))
     return {"worst": max(ratios), "ratios": ratios}
 

@@ -16,7 +16,7 @@ from plimsoll.techniques._blocks import blocks_of
 from plimsoll.techniques.checkpointing import blocks_as_text, checkpointing_choice, saved_per_block
 from plimsoll.workload import Workload
 
-_SHARES = (0.25, 0.5, 0.75)  # of what checkpointing every block saves
+_SHARES = tuple(eighths / 8 for eighths in range(1, 8))  # of what checkpointing every block saves
 _BYTES_A_FLOP = 0.1  # how many bytes move while one operation is done, so that both can be added up
 
 

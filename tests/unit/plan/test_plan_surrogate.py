@@ -43,15 +43,18 @@ def test_between_two_looks_and_beyond_them_a_phase_grows_in_a_line():
     assert needs(Surrogate(PLAIN), (), 1, 2, 10, 12, 16, 32) == [250, 250, 250, 270, 310, 470]
 
 
-def test_seconds_are_in_a_line_over_the_doublings():
-    """0.3 s less over three doublings; 8 samples are two of them."""
-    assert times(Surrogate(PLAIN), (), 2, 8, 16) == pytest.approx([1.4, 1.2, 1.1])
+def test_the_time_of_a_pass_is_in_a_line_over_its_samples():
+    """Of 16 samples 8 passes take 1.4 s, one takes 1.1: each of two passes is between 0.175 and 1.1 s."""
+    of_eight = 2 * (0.175 + 6 / 14 * 0.925)
+    assert times(Surrogate(PLAIN), (), 2, 8, 9, 16) == pytest.approx([1.4, of_eight, of_eight, 1.1])
 
 
-def test_pieces_smaller_than_any_look_take_no_time_below_zero():
-    """By the line over the doublings a single sample of 64 would take 1.0 - 5 * 0.5 seconds."""
-    steep = Surrogate([look(32, seconds=1.0), look(64, seconds=1.5)])
+def test_a_pass_that_is_smaller_than_any_look_takes_its_part_of_it_at_least_and_all_of_it_at_most():
+    """By the line a single sample would take less than nothing."""
+    steep = Surrogate([look(32, seconds=1.0), look(64, seconds=1.5)])  # 0.5 s for 32 samples, 1.5 for 64
     assert times(steep, (), 1, 16, 32) == [1.0, 1.0, 1.0]
+    level = Surrogate([look(32, seconds=1.0), look(64, seconds=0.5)])  # 0.5 s for either: bound by its calls
+    assert times(level, (), 16, 1) == [2.0, 32.0]
 
 
 def test_one_look_is_all_there_is_to_go_by():
@@ -83,6 +86,23 @@ def test_what_grows_is_saved_for_each_sample():
     surrogate = Surrogate(PLAIN)
     surrogate.learn_effect(HALF, look(2, (HALF,), per_sample=4), PLAIN[0])
     assert needs(surrogate, (HALF,), 16, 32) == [250, 100 + 4 * 32 + BEYOND]
+
+
+def test_of_what_grows_each_choice_leaves_a_share():
+    """A half and a fifth: a tenth is left, and never less than nothing."""
+    surrogate = Surrogate(PLAIN)
+    surrogate.learn_effect(HALF, look(16, (HALF,), per_sample=5), PLAIN[1])
+    surrogate.learn_effect(NONE, look(16, (NONE,), per_sample=2), PLAIN[1])
+    assert needs(surrogate, (HALF, NONE), 160) == [100 + 160 + BEYOND]
+
+
+def test_what_two_choices_take_from_one_category_is_taken_once():
+    """Of activations a half and a fifth: a fifth is left, and the slower one has a half to move."""
+    surrogate, activations = Surrogate(PLAIN), frozenset({"activations"})
+    surrogate.learn_effect(HALF, look(16, (HALF,), per_sample=5, seconds=1.3), PLAIN[1], activations)
+    surrogate.learn_effect(NONE, look(16, (NONE,), per_sample=2, seconds=1.9), PLAIN[1], activations)
+    assert needs(surrogate, (HALF, NONE), 160) == [100 + 2 * 160 + BEYOND]
+    assert times(surrogate, (HALF, NONE), 16) == pytest.approx([1.1 + 0.2 + 0.8 / 2])
 
 
 def test_what_is_in_every_plain_look_has_no_effect_of_its_own():
