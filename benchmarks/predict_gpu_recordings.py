@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     figures = {path.name: report(path, options.only, processes, errors) for path in files}
     if files and not options.files:
         figures["benchmarks/recorded"] = report_recorded(options.only, processes, errors)
-    print(f"{time.perf_counter() - started:.0f} s in all.")
     if printed:
+        print(f"{time.perf_counter() - started:.0f} s in all.")
         names = (("allocated", "allocated on an H200 at most"), ("reserved", "reserved there"))
         part = errors_table(*((said, errors[name]) for name, said in names))
         title = "Predicted peaks against those recorded on GPUs"

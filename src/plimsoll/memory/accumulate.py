@@ -63,8 +63,8 @@ def _is_engines_own(first: Any, second: Any) -> bool:
     )
 
 
-def _is_held_once(tensor: Tensor, references: int) -> bool:
-    return (
+def _is_held_once(tensor: Any, references: int) -> bool:
+    return bool(
         tensor._use_count() == references
         and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == _OWN_STORAGE_REFERENCES
     )

@@ -193,7 +193,7 @@ class _IntoOneBuffer(torch.autograd.Function):
     def forward(ctx: Any, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.dtype = weights[0].dtype
         counts = [weight.numel() for weight in weights]
-        parts = weights[0].new_zeros(sum(counts), dtype=RECURRENT_DTYPE).split(counts)
+        parts = torch.split(weights[0].new_zeros(sum(counts), dtype=RECURRENT_DTYPE), counts)
         return tuple(part.view(weight.shape).copy_(weight) for weight, part in zip(weights, parts, strict=True))
 
     @staticmethod
