@@ -58,10 +58,8 @@ def test_an_op_in_one_trace_only_is_a_difference_if_it_allocates():
 def test_what_kernels_take_while_they_run_is_left_out():
     ones = torch.ones(4)
 
-    def recorded(scratch_bytes: int) -> Recorder:
-        with Recorder(
-            scratch_bytes=lambda op, args, kwargs: Scratch((scratch_bytes,) * bool(scratch_bytes))
-        ) as recorder:
+    def recorded(*sizes: int) -> Recorder:
+        with Recorder(scratch_bytes=lambda op, args, kwargs: Scratch(sizes)) as recorder:
             ones.exp()
         return recorder
 
