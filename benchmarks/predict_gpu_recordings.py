@@ -5,7 +5,7 @@
 Prints a line for each run of ``tests/recordings`` and each row of ``benchmarks/recorded`` that has peaks, the figures
 of each group, what is left out and why, and a last line of JSON. Nothing is executed on a GPU. Exits with 1 where a
 figure is out of the bounds of ``benchmarks/gpu/compare.py``, with a line for each row that is. FILEs are recordings
-(`benchmarks/gpu/record.py` makes them), and nothing else is then compared.
+(`make gpu` makes them), and nothing else is then compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from benchmarks.gpu import compare, record
+from benchmarks.gpu import compare, files
 from benchmarks.gpu.cases import Case
 
 import _recorded_peaks
@@ -45,17 +45,17 @@ def main(arguments: list[str] | None = None) -> int:
     add_out(parser)
     options = parser.parse_args(arguments)
     settle()
-    files = options.files or compare.recordings()
-    if not files:
+    paths = options.files or files.recordings()
+    if not paths:
         print(
-            f"There is no recording in {record.RECORDINGS}, so nothing was compared: make one on a machine with a GPU, "
-            "`PYTHONPATH=src python -m benchmarks.gpu.record`"
+            f"There is no recording in {files.RECORDINGS}, so nothing was compared: make one on a machine with a GPU, "
+            "`make gpu`"
         )
     printed, started = keep_printed() if options.out else None, time.perf_counter()
     processes = 1 if options.files else options.processes
     errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
-    figures = {path.name: report(path, options.only, processes, errors) for path in files}
-    if files and not options.files:
+    figures = {path.name: report(path, options.only, processes, errors) for path in paths}
+    if paths and not options.files:
         figures["benchmarks/recorded"] = report_recorded(options.only, processes, errors)
     if printed:
         print(f"{time.perf_counter() - started:.0f} s in all.")
@@ -82,7 +82,7 @@ def in_parallel(function: Callable[..., Any], tasks: Sequence[Any], processes: i
 
 def report(path: Path, only: list[str], processes: int, errors: dict[str, list[float]]) -> dict[str, dict]:
     """Print the comparison with one recording and return its figures."""
-    recording = record.read_recording(path)
+    recording = files.read_recording(path)
     header = recording["header"]
     rows = [row for row in compare.comparable(recording) if not only or any(part in row["id"] for part in only)]
     print(f"{path.name}: {header['device']}, recorded {header['recorded']}, {len(rows)} runs to compare")
@@ -108,7 +108,7 @@ def report(path: Path, only: list[str], processes: int, errors: dict[str, list[f
 
 def _compared(task: tuple[Path, list[str]]) -> list[compare.Compared]:
     path, ids = task
-    recording = record.read_recording(path)
+    recording = files.read_recording(path)
     return compare.compare(recording, [row for row in recording["runs"] if row["id"] in ids])
 
 

@@ -84,7 +84,8 @@ class Workload:
     same model on other parts of each batch, and ``sharded`` the model where each of them has a part of that, too: all
     must then make equally many passes. ``try_slices`` computes a few rows and says why no part of the model embeds each
     by itself, if that is so (`plimsoll.run.sliced`); ``None`` where there are no rows to try. ``kept_whole`` is why the
-    loss must not be computed of parts of a batch, where that is known (`plimsoll.run.additive`).
+    loss must not be computed of parts of a batch, where that is known (`plimsoll.run.additive`). ``captured`` holds the
+    graph that passes are replayed from, once there is one; ``None``: none is to be captured (`plimsoll.run.replays`).
     """
 
     model: nn.Module
@@ -105,6 +106,7 @@ class Workload:
     sharded: Sharded | None = None
     try_slices: Callable[[], str | None] | None = None
     kept_whole: Reason | None = None
+    captured: list[Any] | None = None
 
 
 def count_units(batch: Any, units: Units) -> float:

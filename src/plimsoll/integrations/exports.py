@@ -53,6 +53,7 @@ _BY_HAND = {
     "cache": "call torch.cuda.empty_cache() where memory is short",
     "checkpointing": "call model.gradient_checkpointing_enable(), which takes all blocks",
     "chunked_loss": "use torch.nn.functional.linear_cross_entropy or the Liger kernel",
+    "cuda_graph": "capture forward and backward with torch.cuda.graph in a loop of one's own",
     "evaluation": "set the evaluation's batch size (per_device_eval_batch_size in the Trainer)",
     "heap": "set MALLOC_TRIM_THRESHOLD_ before the start",
     "layer_streaming": "ZeRO stage 3 keeps all parameters away, not those of chosen blocks: see its offload_param",

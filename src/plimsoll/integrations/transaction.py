@@ -259,7 +259,7 @@ class Transaction:
     def _try(self, size: Size, finish: Finish | None) -> None:
         self._use(size.level)
         self._ask_before_cut(size.samples)  # which changes parameters for a moment
-        if not self._retry.undo.has_remembered:
+        if not self._retry.undo.remembered:
             self._remember_window(size.samples)
         if finish is None:
             self._gradients(size.samples)

@@ -8,7 +8,7 @@ How sure an answer is: ``traced`` bytes are those of known storages, ``modelled`
 allocator or a library, ``assumed`` ones come from a table, ``measured`` ones were read from this machine. The range
 adds up what each part may be off by.
 
-Does NOT cover other processes on the same device, several streams, and CUDA graphs.
+Does NOT cover other processes on the same device, and several streams.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plimsoll.memory.allocator import caching, glibc
+from plimsoll.memory.captures import private_storages
 from plimsoll.memory.live import Column, Live, live_bytes
 from plimsoll.memory.workspaces import deltas_with_workspaces
 from plimsoll.records.allocator import AllocatorRules
@@ -238,15 +239,16 @@ def count_on_cuda(
     """
     context = context_of(spec) if beside is None else context_of(spec) + beside
     live = live_bytes(trace)
-    deltas = list(deltas_with_workspaces(trace, spec.cublas_workspace_bytes or 0))
+    private = private_storages(trace)
+    deltas = list(deltas_with_workspaces(trace, spec.cublas_workspace_bytes or 0, private=private))
     is_traced = np.asarray([storage < len(trace.storages.num_bytes) for storage, _ in deltas], dtype=bool)
     workspaces_bytes = sum(num_bytes for (_, num_bytes), traced in zip(deltas, is_traced, strict=True) if not traced)
-    replayed = caching.replay(deltas, caching.CachingAllocator(rules))
+    replayed = caching.replay(deltas, caching.CachingAllocator(rules), private=private)
     oom_row = None
     if limit_bytes is not None and replayed.peak_reserved_bytes > limit_bytes - context.likely_bytes:
         # Near the limit the allocator gives back what it keeps, so that more fits than is reserved without one.
         within = caching.CachingAllocator(rules, max(limit_bytes - context.likely_bytes, 1))
-        limited = caching.replay(deltas, within)
+        limited = caching.replay(deltas, within, private=private)
         if limited.oom_at is None:
             replayed = limited
         else:

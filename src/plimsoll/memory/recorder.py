@@ -11,8 +11,8 @@ is neither torch's nor of this package.
 
 A sharded tensor (DTensor) is seen as the piece that this process has, and its ops as what they do with that.
 
-Not seen: memory that a kernel takes and returns inside one op (lowering adds what is known of it), and ops of other
-threads (CUDA's backward runs in one: measure there with the allocator's own counters).
+Not seen: memory that a kernel takes and returns inside one op (lowering adds what is known of it), and ops of threads
+other than this one, as CUDA's backward has (measure with the allocator's own counters there).
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.memory.accumulate import accumulating_in_place
+from plimsoll.memory.beside import Beside
+from plimsoll.memory.captures import is_captured, stretches
 from plimsoll.memory.graphs import Graphs, calls_by_itself
 from plimsoll.memory.lowering.base import NO_SCRATCH, Made, Run, Scratch, tensors_of
 from plimsoll.memory.resized import noting_resizes
@@ -43,6 +45,7 @@ from plimsoll.weights.parts import plain_parts
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
+_OP_COLUMNS = ("name", "module", "line", "step", "by_autograd", "captured")
 _DEVICE_OF = torch.ops.prim.device.default
 _IS_SAME_SIZE = torch.ops.aten.is_same_size.default
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -92,6 +95,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_host = on_host or (lambda tensor: False)
         self._unwritten = unwritten or (lambda op, args, result: None)
         self._graphs = Graphs()
+        self.beside = Beside(lambda: self.op_row)
         self._names: dict[nn.Module, str] = {}
         self._watched: set[Tensor] = set()
         self._parameter_names: dict[Tensor, str] = {}
@@ -106,7 +110,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._code_is_inside: dict[CodeType, bool] = {}
         self._forward_of: dict[int, tuple[int, int]] = {}  # autograd's sequence number -> module, line
         self._storages = _Storages(self)
-        self._ops: tuple[list[Any], ...] = ([], [], [], [], [])  # name, module, line, step, by autograd
+        self._ops: tuple[list[Any], ...] = ([], [], [], [], [], [])  # name, module, line, step, by autograd, captured
         self._work: tuple[list[Any], ...] = ([], [], [], [])  # flops, moved bytes, outside bytes, dtype
         self._counter = WorkCounter(lambda tensor: self._on_host(tensor) or self._storages.is_outside(tensor))
         self._phases: list[Phase] = []
@@ -161,7 +165,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def trace(self, source: Any, lowered_to: str, assumptions: tuple[Assumption, ...] = ()) -> Trace:
         """Return what was recorded."""
-        columns = dict(zip(("name", "module", "line", "step", "by_autograd"), map(tuple, self._ops), strict=True))
+        columns = dict(zip(_OP_COLUMNS, map(tuple, self._ops), strict=True))
+        captured = stretches(columns.pop("captured"))
         work = dict(zip(("flops", "moved_bytes", "outside_bytes", "dtype"), map(tuple, self._work), strict=True))
         table, events, event_ops = self._storages.tables(self._phases)
         return Trace(
@@ -175,6 +180,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             assumptions=assumptions,
             unwritten=self._storages.unwritten(),
             nodes=self._graphs.nodes(),
+            **self.beside.columns(),
+            captured=captured,
         )
 
     # -- what torch says -----------------------------------------------------------------------------------------------
@@ -253,6 +260,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_again(self, begin: int, num_times: int) -> None:
         """Note the ops from a row on so many times more; what they made is noted once."""
+        self.beside.note_again(begin, num_times)
         for column in (*self._ops, *self._work):
             column.extend(column[begin:] * num_times)
         self._phases.extend(self._phases[begin:] * num_times)
@@ -270,12 +278,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name is None:
             name = self._op_names[op] = self.text(str(op))
         module, line, phase = self._where()
-        names, modules, lines, steps, by_autograd = self._ops
-        names.append(name)
-        modules.append(module)
-        lines.append(line)
-        steps.append(self.step)
-        by_autograd.append(calls_by_itself())
+        row = name, module, line, self.step, calls_by_itself(), is_captured()
+        for column, value in zip(self._ops, row, strict=True):
+            column.append(value)
         for column in self._work:
             column.append(0)
         self._phases.append(phase)

@@ -7,8 +7,8 @@ code; it runs as it is, under torch's fake tensors. What the target does otherwi
 `lowering.base`), and values that decide something are known or said to be assumed (see `known`).
 
 Works for any module and any training function whose ops have a fake version, Hugging Face models, packed sequences,
-checkpointing and custom autograd functions among them. Does NOT cover torch.compile, CUDA graphs, several devices, and
-tensors made by libraries that do not go through torch.
+checkpointing and custom autograd functions among them. Does NOT cover torch.compile, a program's own CUDA graphs,
+several devices, and tensors made by libraries that do not go through torch.
 """
 
 from __future__ import annotations

@@ -37,6 +37,14 @@ class SavedHooks:
                 hooks.clear()
                 hooks.update(content | own)
 
+    def of_others(self) -> dict[int, dict[int, Any]]:
+        """Those of them that are not Plimsoll's own, by the identity of their container."""
+        found = {
+            number: {one: hook for one, hook in hooks.items() if not _is_own(hook)}
+            for number, hooks in self.content.items()
+        }
+        return {number: hooks for number, hooks in found.items() if hooks}
+
     def _containers(self) -> list[dict[int, Any]]:
         of_tensors = [getattr(tensor, name) for tensor in self._tensors for name in OF_TENSORS]
         return [*self._of_modules, *filter(None, of_tensors)]

@@ -13,13 +13,12 @@ Does NOT see state that makes no difference to two samples. Where these fail by 
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning, TornS
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt, attempt_twice, without_fail
+from plimsoll.run.prints import PassPrint, Print, print_of
 from plimsoll.run.saved import Stateful, is_same_state
 from plimsoll.run.undo import Undo
 from plimsoll.run.unreached import is_compiled
@@ -38,11 +38,8 @@ from plimsoll.workload import batch_size_of, pick_samples
 T = TypeVar("T")
 LossOf = Callable[[], Tensor]
 
-_MOST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""What rounding explains of the difference of two norms, as a share of them."""
 _NUM_SAMPLES = 2
 _MOST_NAMES = 3
-_NO_NUMBER = -1.0  # in place of NaN, which is not equal to itself
 
 _OTHER_NUMBERS = (
     "the first of two passes of the same samples draws other random numbers than the second, so there is a cache that "
@@ -51,45 +48,6 @@ _OTHER_NUMBERS = (
 _WHAT_TO_GIVE = (
     "objects with state_dict and load_state_dict, or allow retries all the same with allow_hidden_state=True"
 )
-
-
-class _Print(NamedTuple):
-    """What a tensor holds, without a copy of it: a hash of its bits, the sum of its numbers and their norm.
-
-    ``most_difference`` is what rounding may change of a number, as a share of it.
-    """
-
-    bits: int
-    total: float
-    norm: float
-    num_numbers: int
-    most_difference: float
-
-    def is_near(self, other: _Print, largest_norm: float = 0.0) -> bool:
-        """Whether the other differs by no more than rounding, of what is as large as ``largest_norm``."""
-        most = self.most_difference * max(self.norm, other.norm, largest_norm)
-        is_norm_near = abs(self.norm - other.norm) <= most
-        return self == other or (is_norm_near and abs(self.total - other.total) <= most * self.num_numbers**0.5)
-
-
-class _Pass(NamedTuple):
-    """Prints of the loss, of the gradients, and of what was written; and the state of random numbers afterwards."""
-
-    loss: _Print
-    gradients: list[_Print]
-    written: list[_Print]
-    random_state: Any
-
-    def is_near(self, other: _Pass) -> bool:
-        """Whether the other differs by no more than rounding; a gradient may be nothing but that (before BatchNorm)."""
-        if (len(self.gradients), len(self.written)) != (len(other.gradients), len(other.written)):
-            return False
-        largest = max((one.norm for one in (*self.gradients, *other.gradients)), default=0.0)
-        gradients = zip(self.gradients, other.gradients, strict=True)
-        written = zip((self.loss, *self.written), (other.loss, *other.written), strict=True)
-        return all(one.is_near(two, largest) for one, two in gradients) and all(
-            one.is_near(two) for one, two in written
-        )
 
 
 class Retry:
@@ -159,7 +117,7 @@ class Retry:
         if self._unseen_iterators:  # which a comparison may move
             self._is_unproven = True
             return
-        go_back = partial(self._go_back, parameters, others)
+        go_back = partial(self.go_back, parameters, others)
         one_pass = partial(self._pass, loss_of, parameters, go_back)
         with warnings.catch_warnings(action="ignore"):
             found = attempt(partial(self._compare, one_pass), self._backend, self._position)
@@ -167,7 +125,7 @@ class Retry:
         self._is_unproven = isinstance(found, OomEvent)
         if isinstance(found, OomEvent):
             self._backend.release()
-            _warn(
+            warn_at_the_loop(
                 f"memory ran out while two passes of the same samples were compared ({found.shortage}), which is done "
                 "again in the next step: until then it is not known whether there is state that is not put back"
             )
@@ -219,17 +177,22 @@ class Retry:
             result = passes()
         return result
 
+    @property
+    def doubt(self) -> str | None:
+        """Why not all that passes have changed is known to be put back; ``None`` where it is."""
+        if self.hidden is None and self._unseen_iterators:
+            return _said_of_iterators(self._unseen_iterators)
+        if self.hidden is None and self.undo.lost:
+            return f"what it has changed is not put back: {', '.join(dict.fromkeys(self.undo.lost))}"
+        return self.hidden
+
     def refuse(self, event: OomEvent, ranks: Ranks) -> None:
         """Refuse to go on after an event, where not all that the step has changed is put back.
 
         Raises:
             OutOfMemoryError: if that is known, and not allowed.
         """
-        why = self.hidden
-        if why is None and self._unseen_iterators:
-            why = _said_of_iterators(self._unseen_iterators)
-        elif why is None and self.undo.lost:
-            why = f"what it has changed is not put back: {', '.join(dict.fromkeys(self.undo.lost))}"
+        why = self.doubt
         if ranks.agree(why is not None and not self._allows):
             reason = why or "another rank has state that is not put back"
             raise OutOfMemoryError(
@@ -239,17 +202,17 @@ class Retry:
 
     # -- the proof -----------------------------------------------------------------------------------------------------
 
-    def _compare(self, one_pass: Callable[[], _Pass | OomEvent | None]) -> str | OomEvent | None:
+    def _compare(self, one_pass: Callable[[], PassPrint | OomEvent | None]) -> str | OomEvent | None:
         """Why two passes differ, if they do; or that there is no memory for them."""
         first, second = one_pass(), one_pass()
-        if not isinstance(first, _Pass) or not isinstance(second, _Pass):
+        if not isinstance(first, PassPrint) or not isinstance(second, PassPrint):
             return first if isinstance(first, OomEvent) else second if isinstance(second, OomEvent) else None
         self.is_exact = first[:-1] == second[:-1]
         if not is_same_state(first.random_state, second.random_state):
             return _OTHER_NUMBERS
         if first.is_near(second):
             return None
-        outputs: list[list[tuple[str, list[_Print]]]] = []
+        outputs: list[list[tuple[str, list[Print]]]] = []
         for _ in range(2):
             with _noting_outputs(self._model) as kept:
                 one_pass()
@@ -258,7 +221,7 @@ class Retry:
 
     def _pass(
         self, loss_of: LossOf, parameters: Sequence[nn.Parameter] | None, go_back: Callable[[], None]
-    ) -> _Pass | OomEvent | None:
+    ) -> PassPrint | OomEvent | None:
         """One pass from the remembered state; ``None`` where so few samples fail, as the whole batch need not."""
         go_back()
         loss: Tensor | None = None
@@ -277,10 +240,11 @@ class Retry:
         if failure is not None or loss is None:
             return failure if isinstance(failure, OomEvent) else None
         gradients = [one.grad for one in parameters or () if one.grad is not None]
-        written = [*map(_print_of, self.undo.written())]
-        return _Pass(_print_of(loss), [*map(_print_of, gradients)], written, self._backend.random_state())
+        written = [*map(print_of, self.undo.written())]
+        return PassPrint(print_of(loss), [*map(print_of, gradients)], written, self._backend.random_state())
 
-    def _go_back(self, parameters: Sequence[nn.Parameter] | None, others: Callable[[], None]) -> None:
+    def go_back(self, parameters: Sequence[nn.Parameter] | None, others: Callable[[], None] = lambda: None) -> None:
+        """Go back to the remembered state, without gradients; arguments as of `remember`."""
         for parameter in parameters or ():
             parameter.grad = None
         self.undo.look()
@@ -298,10 +262,10 @@ class Retry:
                 f"{why}. Where memory runs out, no step is done again: give what keeps it as extra_state=[...], "
                 f"{_WHAT_TO_GIVE}"
             )
-        _warn(text)
+        warn_at_the_loop(text)
 
 
-def _warn(text: str) -> None:
+def warn_at_the_loop(text: str) -> None:
     """Warn at the line of the user's loop, however it called us."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("plimsoll."):
@@ -325,29 +289,13 @@ def scaler_as_now(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
     return fresh
 
 
-def _print_of(tensor: Tensor) -> _Print:
-    dense = tensor.detach()
-    if dense.layout != torch.strided:
-        dense = dense.coalesce().values()
-    dense = torch.view_as_real(dense) if dense.is_complex() else dense
-    if not dense.numel():
-        return _Print(0, 0.0, 0.0, 0, 0.0)
-    bits, most = int(torch.hash_tensor(dense).view(torch.int64)), _MOST_DIFFERENCE.get(dense.dtype, 0.0)
-    if not dense.is_floating_point():
-        return _Print(bits, float(dense.sum()), 0.0, dense.numel(), most)
-    kind = torch.promote_types(dense.dtype, torch.float32)
-    numbers = float(dense.sum(dtype=kind)), float(torch.linalg.vector_norm(dense, dtype=kind))
-    total, norm = (_NO_NUMBER if math.isnan(one) else one for one in numbers)
-    return _Print(bits, total, norm, dense.numel(), most)
-
-
 @contextmanager
-def _noting_outputs(model: nn.Module) -> Iterator[list[tuple[str, list[_Print]]]]:
+def _noting_outputs(model: nn.Module) -> Iterator[list[tuple[str, list[Print]]]]:
     """Keep prints of what the modules return, in the order in which they do."""
-    kept: list[tuple[str, list[_Print]]] = []
+    kept: list[tuple[str, list[Print]]] = []
 
     def note(name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        kept.append((name, [_print_of(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]))
+        kept.append((name, [print_of(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]))
 
     hooks = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules()]
     try:
@@ -363,7 +311,7 @@ def _said_of_iterators(names: Sequence[str]) -> str:
 
 
 def _said(
-    first: _Pass, second: _Pass, one: list[tuple[str, list[_Print]]], other: list[tuple[str, list[_Print]]]
+    first: PassPrint, second: PassPrint, one: list[tuple[str, list[Print]]], other: list[tuple[str, list[Print]]]
 ) -> str:
     """Where two passes differ first, for a person."""
     pairs = zip(one, other, strict=False)

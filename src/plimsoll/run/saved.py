@@ -138,6 +138,10 @@ class SavedGenerator:
             return cls(generator, generator.get_state())
         return cls(generator, copy.deepcopy(generator.bit_generator.state))
 
+    def is_changed(self) -> bool:
+        """Whether it has another state now."""
+        return not is_same_state(SavedGenerator.of(self.generator).state, self.state)
+
     def restore(self) -> None:
         """Put it back."""
         if isinstance(self.generator, torch.Generator | numpy.random.RandomState):

@@ -60,7 +60,7 @@ class Change:
         """Whether the value is still that one."""
         content = self.place.content()
         return (
-            _are_equal(content, self.value)
+            are_equal(content, self.value)
             if self.key is _WHOLE
             else _is_equal(content.get(self.key, _NOTHING), self.value)
         )
@@ -158,7 +158,8 @@ def _is_plain(value: Any) -> bool:
     return value is _NOTHING or type(value) in _PLAIN
 
 
-def _are_equal(some: list[Any], others: list[Any]) -> bool:
+def are_equal(some: list[Any], others: list[Any]) -> bool:
+    """Whether two lists have the same things in them, or equal ones that are plain."""
     return len(some) == len(others) and all(map(_is_equal, some, others))
 
 

@@ -38,6 +38,7 @@ from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.mapped import MappedPool
 from plimsoll.ranks import Ranks
+from plimsoll.records.device import MemoryUse
 from plimsoll.records.plan import Choice, Rung
 from plimsoll.records.run import OomEvent
 from plimsoll.run.additive import Additivity
@@ -48,8 +49,8 @@ from plimsoll.run.commit import StepCommit
 from plimsoll.run.early import EarlyUpdate, early_update
 from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
-from plimsoll.run.graphs import GraphWatch
-from plimsoll.run.outcome import Outcome, StepResult, at_least_fp32, note
+from plimsoll.run.outcome import Outcome, StepResult, note
+from plimsoll.run.passes import Passes
 from plimsoll.run.pieces import NOTHING, Shape, Spare, mean_loss, no_way_out, parts_of_all, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size, state_after_death
 from plimsoll.run.reduction import Reduction
@@ -102,13 +103,9 @@ class TrainStep:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: LossFunction = model_loss,
-        *,
-        units: Units | None = None,
-        micro_batch: int | None = None, rungs: Sequence[Rung | Sequence[Choice]] | None = None,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossFunction = model_loss, *,
+        units: Units | None = None, micro_batch: int | None = None,
+        rungs: Sequence[Rung | Sequence[Choice]] | None = None,
         clip_norm: float | None = None, schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
         precision: Precision = "fp32",
         recut_batch_norm: bool = False, recut_loss: bool = False, never_cut: bool = False,
@@ -151,7 +148,10 @@ class TrainStep:
         self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
         self._early: EarlyUpdate | None = None
         self._spare = Spare(self.workload, is_lent=False)
-        self.graphs = GraphWatch(self.workload, self.backend)
+        self._passes = Passes(
+            self.workload, self._retry, self.backend, self.position, self._all_parameters, rehearses=backend is not None
+        )
+        self.graphs, self.replays = self._passes.graphs, self._passes.replays
         self.unreached = UnreachedWatch(model, is_done=backend is not None)  # a rehearsal is not a training
         self._evaluator = Evaluator(*told, self._shape_of, grow_after, self.additivity)
         if micro_batch is not None or rungs:
@@ -208,6 +208,7 @@ class TrainStep:
                 size = self.position.micro_batch = min(ladder.sizes[rung].samples, shape.num_samples)
                 outcome = self._run(batch, ladder.sizes[rung]._replace(samples=size), own, shape)
                 if isinstance(outcome, OomEvent):
+                    self.replays.drop()
                     self._put_back()
                     outcome = told_by_all(outcome, self.ranks)
                     self._retry.refuse(outcome, self.ranks)
@@ -224,7 +225,7 @@ class TrainStep:
             if not isinstance(outcome, Outcome):
                 self._put_back()
                 self._retry.undo.settle(all_of_it=True)
-        ladder.held(rung, math.ceil(size * shape.elements_per_sample), measured(ladder, self.backend, self.ranks))
+        ladder.held(rung, math.ceil(size * shape.elements_per_sample), measured(ladder, self, self.ranks))
         self._after_update(outcome.updated)
         for event in self._commit.recovered:
             note(event, events, on_oom)
@@ -240,6 +241,12 @@ class TrainStep:
             OutOfMemoryError: if not even single samples fit.
         """
         return self._evaluator.evaluate(batches, self._put_to_work)
+
+    def use(self) -> MemoryUse:
+        """Read what the device has in use; with replays, what these need and it does not count."""
+        use, more_bytes = self.backend.use(), self.replays.uncounted_bytes
+        more = {} if use.peak_bytes is None or not more_bytes else {"peak_bytes": use.peak_bytes + more_bytes}
+        return use.model_copy(update=more)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the model and the optimizer."""
@@ -311,8 +318,10 @@ class TrainStep:
         loss = self._together(lambda: self._gradients_at(batch, size, own, shape))
         if self._reduction is not None and not isinstance(loss, OomEvent):
             loss = self._reduction.add_up_all(loss, self._together)
-        if isinstance(loss, OomEvent):
-            return loss
+        return loss if isinstance(loss, OomEvent) else self._finish(loss)
+
+    def _finish(self, loss: float) -> Outcome | OomEvent:
+        """Clip the gradients, which are there, and update."""
         refuse_non_finite("loss", loss, self.workload, self.position)
         gradient_norm = self._together(self._clip)
         if isinstance(gradient_norm, OomEvent):
@@ -405,10 +414,11 @@ class TrainStep:
             pieces = self._spare.filled(pieces, -(-shape.num_samples // micro_batch))
         else:
             self.unreached.begin()
+        self.replays.begin()
         self._early = early_update(self.workload, micro_batch, own.num_samples)
         with self._early.in_backward() if self._early else nullcontext():
             for piece, share, _ in pieces:
-                total = total + self._forward_backward(piece, share)
+                total = total + self._passes.add(piece, share, self._scaler, is_early=self._early is not None)
         return total.item()
 
     def _clip(self) -> float | None:
@@ -427,26 +437,6 @@ class TrainStep:
         if self._scaler is None or self._scaler.get_scale() < _SMALLEST_SCALE:
             refuse_non_finite("gradient norm", norm, self.workload, self.position)
         return norm
-
-    def _forward_backward(self, piece: Any, share: float) -> torch.Tensor:
-        """Add one micro-batch's part to the gradients; everything it allocated is free when this returns."""
-        self.position.phase = "copy"
-        failpoint("copy")
-        piece = move_batch(piece, self.workload.device)
-        self.position.phase = "forward"
-        failpoint("forward")
-        loss = mean_loss(self.workload, piece)
-        self.graphs.note_loss(loss, self.num_steps + 1)
-        self.position.phase = "loss"
-        failpoint("loss")
-        if share != 1:
-            loss = loss * share
-        if self._early is not None:  # afterwards it would be too late
-            refuse_non_finite("loss", loss.item(), self.workload, self.position)
-        self.position.phase = "backward"
-        self.graphs.backward(loss if self._scaler is None else self._scaler.scale(loss), self.num_steps + 1)
-        failpoint("backward")
-        return at_least_fp32(loss)
 
     # -- recovery ------------------------------------------------------------------------------------------------------
 

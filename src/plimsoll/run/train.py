@@ -280,7 +280,7 @@ def _step(training: Training, batch: Batch) -> StepResult:
 def note_step(training: Training, batch: Batch, result: StepResult) -> None:
     """Write down a step that has happened, with the memory it took, and show it."""
     samples = training.sampler.drain()
-    use = training.backend.use()
+    use = training.step.use()
     training.backend.reset_peak()
     peak_bytes_of_ranks = _told_after_step(training, use.peak_bytes or 0, result.oom_events)
     line = StepLine(

@@ -121,9 +121,9 @@ class Undo:
         self._moments = [(before, Moment(before)) for before in self._before if not before.is_batch]
 
     @property
-    def has_remembered(self) -> bool:
-        """Whether there is a state to go back to."""
-        return bool(self._before)
+    def remembered(self) -> Sequence[Before]:
+        """The state to go back to, if there is one: first what the roots reach."""
+        return self._before
 
     def resume(self, batch: Any = None) -> None:
         """Note what the loop has changed since `pause`, and take one more batch as it is now, if there is one.

@@ -27,6 +27,7 @@ from plimsoll.techniques.by_length import ByLength
 from plimsoll.techniques.cache import Cache
 from plimsoll.techniques.checkpointing import Checkpointing
 from plimsoll.techniques.chunked_loss import ChunkedLoss
+from plimsoll.techniques.cuda_graph import CudaGraph
 from plimsoll.techniques.evaluation import EvaluationPass
 from plimsoll.techniques.fully_shard import FullyShard
 from plimsoll.techniques.gradient_cache import FOUND, GradientCache
@@ -73,6 +74,7 @@ TECHNIQUES: dict[str, Technique] = {
         GradientCache(),
         ActivationOffload(),
         OptimizerInBackward(),
+        CudaGraph(),
         EvaluationPass(),
         Heap(),
         Allocator(),

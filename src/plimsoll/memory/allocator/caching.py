@@ -5,8 +5,10 @@ see `plimsoll.records.allocator`): requests are rounded, served by the best fit 
 large pool, split off them, merged with free neighbours when freed; segments are asked from the driver where nothing
 fits and given back only where memory runs out. Each method names the function it follows.
 
-NOT covered: several streams (a block freed on one is not reused on another), private pools of CUDA graphs,
-``cudaMallocAsync``, and memory taken past the allocator (context, NCCL, cuFFT).
+A captured CUDA graph has a private pool: blocks of its own, whose segments are not given back (`allocate`).
+
+NOT covered: several streams (a block freed on one is not reused on another), several graphs, ``cudaMallocAsync``, and
+memory taken past the allocator (context, NCCL, cuFFT).
 
 Among free blocks of equal size torch prefers the one at the lowest address, so where the driver puts a segment decides
 what is split. It fills addresses from above: a new segment lies below all others, as the events of ``tests/recordings``
@@ -16,7 +18,7 @@ tell. NOT covered: addresses that are used again after a segment was given back,
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -143,11 +145,17 @@ class CachingAllocator:
         self.num_retries = 0
         self._small = _Pool(True, self.rules.small_segment_bytes)
         self._large = _Pool(False, self.rules.large_segment_bytes)
+        self._private: tuple[_Pool, _Pool] | None = None  # small and large, of a graph
         self._live: dict[int, _Block] = {}
         self._lowest_address = _HIGHEST_ADDRESS
 
-    def allocate(self, num_bytes: int) -> int:
+    def allocate(self, num_bytes: int, *, is_private: bool = False) -> int:
         """Serve a request and return its block's handle: its simulated address, or 0 for no bytes (`malloc`).
+
+        Args:
+            num_bytes: of the request.
+            is_private: while a graph is captured, of whose pool it is. With the first of them the cache is emptied, as
+                whoever captures does.
 
         Raises:
             SimulatedOutOfMemory: if it does not fit, after cached segments were given back and the driver asked again.
@@ -155,7 +163,11 @@ class CachingAllocator:
         if num_bytes == 0:
             return 0
         size_bytes = rounded_bytes(num_bytes, self.rules)
-        pool = self._small if size_bytes <= self.rules.small_bytes else self._large
+        if is_private and self._private is None:
+            self.empty_cache()
+            self._private = _Pool(True, self._small.page_bytes), _Pool(False, self._large.page_bytes)
+        small, large = (self._private if is_private else None) or (self._small, self._large)
+        pool = small if size_bytes <= self.rules.small_bytes else large
         block = self._best_fit(pool, size_bytes) or self._from_driver(pool, size_bytes, num_bytes)
         if self._is_split_for(block, size_bytes):
             pool.add(block.cut(size_bytes))
@@ -429,12 +441,13 @@ class Replay:
 
 
 def replay(
-    deltas: Iterable[tuple[int, int]], allocator: CachingAllocator, live: dict[int, int] | None = None
-) -> Replay:
+    deltas: Iterable[tuple[int, int]], allocator: CachingAllocator, live: dict[int, int] | None = None,
+    private: Collection[int] = (),
+) -> Replay:  # fmt: skip
     """Run events (storage id, bytes to allocate; a negative number frees the storage) through an allocator, in order.
 
     ``live`` are storages allocated before (`Replay.live` of an earlier call); it is not changed. A storage's id may be
-    used again after it was freed. A storage of 0 bytes is freed by its second event.
+    used again after it was freed. A storage of 0 bytes is freed by its second event. ``private`` are those of a graph.
 
     Raises:
         ValueError: if a storage is allocated twice or freed without having been allocated.
@@ -452,7 +465,7 @@ def replay(
             if is_freed:
                 allocator.free(handles.pop(storage))
             else:
-                handles[storage] = allocator.allocate(num_bytes)
+                handles[storage] = allocator.allocate(num_bytes, is_private=storage in private)
         except SimulatedOutOfMemory as error:
             oom = error
             break

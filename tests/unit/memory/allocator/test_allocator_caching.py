@@ -43,6 +43,26 @@ def test_what_one_request_takes(num_bytes: int, allocated_bytes: int, reserved_b
     )
 
 
+def test_a_graph_has_blocks_of_its_own_and_begins_with_an_empty_cache():
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(40 * MIB))
+    assert allocator.reserved_bytes == 40 * MIB
+    graph = allocator.allocate(30 * MIB, is_private=True)
+    assert allocator.reserved_bytes == 30 * MIB  # what was cached has gone back
+    allocator.free(graph)
+    allocator.allocate(30 * MIB)
+    assert allocator.reserved_bytes == 60 * MIB
+    allocator.allocate(30 * MIB, is_private=True)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 60 * MIB
+
+
+def test_a_replay_is_told_what_is_a_graphs():
+    events = [(0, 30 * MIB), (0, -30 * MIB), (1, 30 * MIB)]
+    assert replay(events, CachingAllocator(), private={0}).reserved_bytes == [30 * MIB, 30 * MIB, 60 * MIB]
+    assert replay(events, CachingAllocator()).reserved_bytes == [30 * MIB] * 3
+
+
 def test_small_requests_share_a_segment_and_large_ones_too():
     allocator = CachingAllocator()
     first, second = allocator.allocate(MIB), allocator.allocate(MIB)

@@ -1,0 +1,87 @@
+"""CUDA graphs: micro-batches of equal shape are captured once and replayed, so that a pass is one launch.
+
+Forward and backward of a small micro-batch take the time of their launches: thousands of kernels, each called by Python
+and autograd for some ten microseconds (https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). Replayed from a
+graph they take the time that they compute.
+
+The step does it (`plimsoll.run.replays`): it runs eagerly first, captures the pass of a micro-batch, compares the first
+replay with the eager pass, and drops what it cannot show to be the same. The graph has memory of its own: the
+activations of a micro-batch stay reserved between passes, and gradients between steps.
+
+Numerics: bitwise. Does NOT cover CPUs, micro-batches of changing shapes (those of another shape run eagerly), several
+ranks, and passes that Python or the host take part in: what moves data between host and device, picks by values, counts
+or keeps something, or updates parameters in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from torch import nn
+
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.workload import Workload
+
+_NOT_WITH = {
+    "activation_offload": "activations go to the host and come back in each pass",
+    "adaptive_softmax": "which words are in which cluster is known by values only",
+    "by_length": "micro-batches of alike length have all kinds of shapes",
+    "fully_shard": "each pass gathers parameters from other ranks",
+    "gradient_cache": "Python goes on from slice to slice",
+    "layer_streaming": "blocks come to the device in each pass",
+    "optimizer_in_backward": "parameters are updated in backward",
+    "packed_stretches": "what is packed has all kinds of shapes",
+    "parameter_offload": "parameters come to the device in each pass",
+    "time_segments": "Python goes on from segment to segment",
+    "truncated_bptt": "Python carries the state from segment to segment",
+}
+
+
+class CudaGraph:
+    """`Technique`: replay micro-batches of equal shape as one captured graph."""
+
+    name: ClassVar[str] = "cuda_graph"
+    numerics: ClassVar[Numerics] = "bitwise"
+    summary: ClassVar[str] = "micro-batches of equal shape replayed as one captured graph: a single launch"
+    reaches: ClassVar[frozenset[Category]] = frozenset()  # it needs more memory
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = True
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """The one way there is, where shapes are equal and the device has graphs."""
+        return _obstacle(workload, setting) or (Choice(technique=self.name),)
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """Nothing else may move data, or let Python go on, within a pass."""
+        reasons = (_NOT_WITH.get(other.technique) for other in others)
+        return next(filter(None, reasons), None) or _obstacle(workload, setting)
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Ask the step for it; on exit the graph's memory is given back."""
+        before, workload.captured = workload.captured, []
+        try:
+            yield
+        finally:
+            for one in workload.captured or ():
+                one.graph.release()
+            workload.captured = before
+
+
+def _obstacle(workload: Workload, setting: Setting) -> str | None:
+    if setting.device != "cuda":
+        return "a CPU has no CUDA graphs"
+    if setting.num_ranks > 1:
+        return f"not shown to be the same where {setting.num_ranks} ranks train together"
+    if setting.lengths_vary:
+        return "samples have different lengths, and a graph has one shape"
+    for name, module in workload.model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
+            return f"{name or type(module).__name__} has a dropout of cuDNN's, which no generator of torch draws"
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return f"{name} has sparse gradients, whose size depends on values"
+    return None

@@ -1,0 +1,76 @@
+"""Ops of a graph are told from others: in a trace, in the allocator, and of what they allocate."""
+
+import torch
+
+from hand_traces import MIB, trace_of
+from plimsoll.memory.captures import as_captured, captured_rows, is_captured, private_storages, stretches
+from plimsoll.memory.predict import count_on_cuda
+from plimsoll.memory.recorder import Recorder
+from plimsoll.records.gpu import DeviceSpec
+
+CARD = DeviceSpec(
+    name="card", architecture="8.0", capacity_bytes=1000 * MIB, capacity_high_bytes=1000 * MIB,
+    capacity_source="by hand", context_low_bytes=0, context_high_bytes=0,
+)  # fmt: skip
+
+
+def test_rows_are_kept_as_stretches():
+    assert stretches([]) == ()
+    assert stretches([True, True]) == ((0, 2),)
+    assert stretches([True, False, False, True]) == ((0, 1), (3, 4))
+
+
+def test_a_recorder_notes_the_ops_of_the_block_and_their_storages():
+    recorder = Recorder(phase=lambda: "forward")
+    with recorder:
+        recorder.step = 1
+        x = torch.ones(8)
+        with as_captured():
+            assert is_captured()
+            y = x * 2
+        z = y + 1
+    assert not is_captured()
+    trace = recorder.trace("measured", "cpu")
+    is_one = captured_rows(trace)
+    names = [trace.texts[name] for name in trace.ops.name]
+    assert [name for name, one in zip(names, is_one, strict=True) if one] == ["aten.mul.Tensor"]
+    assert private_storages(trace) == {storage for storage, born in enumerate(trace.storages.born) if is_one[born]}
+    assert len(private_storages(trace)) == 1
+    del z
+
+
+def two_steps(captured):
+    """An eager step of 32 MiB of activations, one whose 32 MiB are a graph's, and an update that needs 24."""
+    return trace_of(
+        ("setup", 0, f"+w parameters {16 * MIB}"),
+        ("forward", 1, f"+h activations {32 * MIB} -h"),
+        ("forward", 2, f"+k activations {32 * MIB}"),
+        ("backward", 2, "-k"),
+        ("optimizer", 2, f"+t temporaries {24 * MIB} -t"),
+    ).model_copy(update={"captured": captured})
+
+
+def test_the_memory_of_a_graph_is_its_own_and_stays():
+    """Without it the temporaries go where the activations were; with it there is no room for them there."""
+    plain, graph = (count_on_cuda(two_steps(captured), CARD) for captured in ((), ((2, 4),)))
+    assert plain.reserved.max() == (16 + 32) * MIB
+    assert graph.reserved.max() == (16 + 32 + 24) * MIB  # and not 32 more: what was cached was given back before
+
+
+def test_a_limit_counts_the_pool():
+    assert count_on_cuda(two_steps(((2, 4),)), CARD, 71 * MIB).oom_row is not None
+    assert count_on_cuda(two_steps(((2, 4),)), CARD, 72 * MIB).oom_row is None
+    assert count_on_cuda(two_steps(()), CARD, 60 * MIB).oom_row is None
+
+
+def test_the_capture_has_a_workspace_of_cublas_in_its_pool():
+    texts = {"aten.op1.default": "aten.mm.default", "aten.op2.default": "aten.mm.default"}
+
+    def reserved(captured):
+        trace = two_steps(captured)
+        named = trace.model_copy(update={"texts": tuple(texts.get(text, text) for text in trace.texts)})
+        return int(count_on_cuda(named, card).reserved.max())
+
+    card = CARD.model_copy(update={"cublas_workspace_bytes": 32 * MIB})
+    assert reserved(()) == (16 + 32 + 32) * MIB
+    assert reserved(((2, 4),)) == (16 + 32 + 32 + 32 + 24) * MIB
