@@ -36,7 +36,7 @@ from plimsoll.memory.accumulate import accumulating_in_place
 from plimsoll.memory.beside import Beside
 from plimsoll.memory.captures import is_captured, stretches
 from plimsoll.memory.graphs import Graphs, calls_by_itself
-from plimsoll.memory.lowering.base import NO_SCRATCH, Made, Run, Scratch, tensors_of
+from plimsoll.memory.lowering.base import NO_SCRATCH, Made, Run, ScratchBytes, Unwritten, tensors_of
 from plimsoll.memory.resized import noting_resizes
 from plimsoll.memory.work import NO_WORK, WorkCounter, hearing
 from plimsoll.outside import is_outside
@@ -49,12 +49,6 @@ _OP_COLUMNS = ("name", "module", "line", "step", "by_autograd", "captured")
 _DEVICE_OF = torch.ops.prim.device.default
 _IS_SAME_SIZE = torch.ops.aten.is_same_size.default
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-ScratchBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], Scratch]
-"""``(op, args, kwargs) -> sizes`` of what the target's kernel takes while it runs, beside its results."""
-
-Unwritten = Callable[[Any, tuple[Any, ...], Any], tuple[Tensor, int] | None]
-"""``(op, args, result) -> (tensor, bytes)``: a tensor of which no op ever writes so many bytes, if there is one."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -39,6 +39,12 @@ class Scratch(NamedTuple):
 
 NO_SCRATCH = Scratch()
 
+ScratchBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], Scratch]
+"""``(op, args, kwargs) -> sizes`` of what the target's kernel takes while it runs, beside its results."""
+
+Unwritten = Callable[[Any, tuple[Any, ...], Any], tuple[Tensor, int] | None]
+"""``(op, args, result) -> (tensor, bytes)``: a tensor of which no op ever writes so many bytes, if there is one."""
+
 
 class Lowering(Protocol):
     """One kind of target."""
