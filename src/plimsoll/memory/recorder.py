@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -31,13 +31,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from plimsoll.memory.accumulate import accumulating_in_place
 from plimsoll.memory.beside import Beside
 from plimsoll.memory.captures import is_captured, stretches
 from plimsoll.memory.graphs import Graphs, calls_by_itself
-from plimsoll.memory.lowering.base import Run
+from plimsoll.memory.lowering.base import NO_SCRATCH, Made, Run, ScratchBytes, Unwritten, tensors_of
 from plimsoll.memory.resized import noting_resizes
 from plimsoll.memory.work import NO_WORK, WorkCounter, hearing
 from plimsoll.outside import is_outside
@@ -50,12 +49,6 @@ _OP_COLUMNS = ("name", "module", "line", "step", "by_autograd", "captured")
 _DEVICE_OF = torch.ops.prim.device.default
 _IS_SAME_SIZE = torch.ops.aten.is_same_size.default
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-ScratchBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
-"""``(op, args, kwargs) -> bytes`` that the target's kernel takes while it runs, beside its results."""
-
-Unwritten = Callable[[Any, tuple[Any, ...], Any], tuple[Tensor, int] | None]
-"""``(op, args, result) -> (tensor, bytes)``: a tensor of which no op ever writes so many bytes, if there is one."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -72,6 +65,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_host: whether a tensor is in the host's memory; ``None`` where there is only one place. What is made under
             `outside_the_device` is noted as lying there in any case.
         unwritten: which results are never written in full; ``None`` for none.
+        made: the tensors among an op's results, in the order in which the target allocates them.
     """
 
     def __init__(
@@ -81,6 +75,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         scratch_bytes: ScratchBytes | None = None,
         on_host: Callable[[Tensor], bool] | None = None,
         unwritten: Unwritten | None = None,
+        *,
+        made: Made = tensors_of,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.step = 0
@@ -88,7 +84,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ask_phase = phase
         # While a dispatch mode is active autograd adds gradients up out of place, also real ones.
         self._run = accumulating_in_place(run or (lambda op, args, kwargs: op(*args, **kwargs)))
-        self._scratch_bytes = scratch_bytes
+        self._scratch_bytes = scratch_bytes or (lambda op, args, kwargs: NO_SCRATCH)
+        self._made = made
         self._on_host = on_host or (lambda tensor: False)
         self._unwritten = unwritten or (lambda op, args, result: None)
         self._graphs = Graphs()
@@ -221,18 +218,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._begin_op(func)
         row = self.op_row
         self._graphs.see(row)
-        scratch = self._scratch_bytes(func, args, kwargs) if self._scratch_bytes else 0
-        if scratch:
-            self._storages.begin_scratch(scratch)
+        scratch = self._scratch_bytes(func, args, kwargs)
+        self._storages.begin_scratch(scratch.before)
         result = self._run(func, args, kwargs)
-        if isinstance(result, Tensor):
-            self._storages.see(result)
-        elif result is not None:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self._storages.see(leaf)
-        if scratch:
-            self._storages.end_scratch()
+        for tensor in self._made(func, result):
+            self._storages.see(tensor)
+        self._storages.begin_scratch(scratch.after)
+        self._storages.end_scratch()
         unwritten = self._unwritten(func, args, result)
         if unwritten is not None:
             self._storages.note_unwritten(*unwritten)
@@ -381,7 +373,7 @@ class _Storages:
         self._has_outside = False
         self._events: list[int] = []
         self._event_op: list[int] = []
-        self._scratch_row = -1
+        self._scratch_rows: list[int] = []
         self._unwritten: dict[int, int] = {}
 
     def see(self, tensor: Tensor) -> None:
@@ -435,11 +427,13 @@ class _Storages:
         row = self._row_of.get(tensor.untyped_storage()._cdata)
         return row is not None and self._on_host[row]
 
-    def begin_scratch(self, num_bytes: int) -> None:
-        self._scratch_row = self._add(num_bytes, "temporaries", "scratch of the kernel", on_host=False)
+    def begin_scratch(self, sizes: Sequence[int]) -> None:
+        for num_bytes in sizes:
+            self._scratch_rows.append(self._add(num_bytes, "temporaries", "scratch of the kernel", on_host=False))
 
     def end_scratch(self) -> None:
-        self._end(self._scratch_row)
+        while self._scratch_rows:
+            self._end(self._scratch_rows.pop())
 
     def tables(self, phases: list[Phase]) -> tuple[StorageTable, tuple[int, ...], tuple[int, ...]]:
         categories = [

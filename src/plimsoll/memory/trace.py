@@ -76,7 +76,8 @@ class Rehearsal:
         self._files = FileMappings()
         self.recorder = Recorder(
             phase=phase, run=lowering.run_with(self.known.run),
-            scratch_bytes=lowering.scratch_bytes, on_host=lowering.on_host, unwritten=lowering.unwritten,
+            scratch_bytes=lowering.scratch_bytes, made=lowering.made, on_host=lowering.on_host,
+            unwritten=lowering.unwritten,
         )  # fmt: skip
 
     def fake_model(self, model: nn.Module, outside: Iterable[Tensor] = ()) -> nn.Module:

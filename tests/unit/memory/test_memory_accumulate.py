@@ -1,5 +1,6 @@
 """Sums of gradients by autograd's engine: a trace has as many in place as the engine does on real tensors."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -74,3 +75,24 @@ def test_a_sum_in_a_backward_of_the_users_own_makes_a_tensor():
             return Doubled.apply(super().forward(tokens.float())).sum()
 
     assert sums_of_trace(Model) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x, at: x.index_select(0, at),
+        lambda x, at: x[at],
+        lambda x, at: x.gather(0, at.view(-1, 1).expand(-1, 8)),
+        lambda x, at: x.max(1).values,
+    ],
+)
+def test_what_a_backward_formula_fills_is_filled_in_place(pick):
+    """One tensor of the input's size for the gradient, as on real tensors: not the zeros and their filled copy."""
+
+    def train(place):
+        x = torch.zeros(6, 8, requires_grad=True)
+        pick(x, place.fake_batch(torch.tensor([1, 3]))).sum().backward()
+
+    trace = trace_training(train, CudaLowering((9, 0)))
+    sizes = zip(trace.storages.num_bytes, trace.storages.born, strict=True)
+    assert sum(size == 6 * 8 * 4 and trace.ops.phase[born] == "backward" for size, born in sizes) == 1

@@ -146,7 +146,7 @@ def test_the_context_is_the_cards_or_the_widest_that_is_known():
         likely_bytes=400 * MIB, low_bytes=300 * MIB, high_bytes=500 * MIB, assumed_bytes=400 * MIB
     )
     context = context_of(CARD.model_copy(update={"context_low_bytes": None}))
-    assert (context.low_bytes, context.likely_bytes, context.high_bytes) == (200 * MIB, 450 * MIB, 700 * MIB)
+    assert (context.low_bytes, context.likely_bytes, context.high_bytes) == (200 * MIB, 508 * MIB, 816 * MIB)
 
 
 def test_reserved_on_the_cpu_is_the_heap_and_the_process():

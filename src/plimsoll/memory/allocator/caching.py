@@ -7,9 +7,12 @@ fits and given back only where memory runs out. Each method names the function i
 
 A captured CUDA graph has a private pool: blocks of its own, whose segments are not given back (`allocate`).
 
-NOT covered: several streams (a block freed on one is not reused on another), several graphs, ``cudaMallocAsync``,
-memory taken past the allocator (context, NCCL, cuFFT), and where the driver puts a segment. Here a new segment lies
-above all others; torch prefers, among free blocks of equal size, the one at the lowest address.
+NOT covered: several streams (a block freed on one is not reused on another), several graphs, ``cudaMallocAsync``, and
+memory taken past the allocator (context, NCCL, cuFFT).
+
+Among free blocks of equal size torch prefers the one at the lowest address, so where the driver puts a segment decides
+what is split. It fills addresses from above: a new segment lies below all others, as the events of ``tests/recordings``
+tell. NOT covered: addresses that are used again after a segment was given back, and gaps that alignment leaves.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from plimsoll.records.allocator import AllocatorRules
 
 _ADDRESS_SPACE_BYTES = 1 << 50
 """An expandable segment's range. torch takes 9/8 of the device and starts another range where that is too short."""
+_HIGHEST_ADDRESS = 1 << 80
 
 
 class SimulatedOutOfMemory(Exception):
@@ -143,7 +147,7 @@ class CachingAllocator:
         self._large = _Pool(False, self.rules.large_segment_bytes)
         self._private: tuple[_Pool, _Pool] | None = None  # small and large, of a graph
         self._live: dict[int, _Block] = {}
-        self._next_address = _ADDRESS_SPACE_BYTES
+        self._lowest_address = _HIGHEST_ADDRESS
 
     def allocate(self, num_bytes: int, *, is_private: bool = False) -> int:
         """Serve a request and return its block's handle: its simulated address, or 0 for no bytes (`malloc`).
@@ -190,6 +194,15 @@ class CachingAllocator:
         freed.is_free = True
         freed.pool.merge(freed)
         freed.pool.add(freed)
+
+    def place_of(self, block: int) -> tuple[int, int]:
+        """Return the bytes of the segment that a block lies in, and those before it there."""
+        first = last = self._live[block]
+        while first.before is not None:
+            first = first.before
+        while last.after is not None:
+            last = last.after
+        return last.address + last.num_bytes - first.address, block - first.address
 
     def empty_cache(self) -> None:
         """Give back all segments, or pages of expandable segments, of which nothing is used (`release_blocks`)."""
@@ -277,9 +290,8 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _new_address(self, num_bytes: int) -> int:
-        address = self._next_address
-        self._next_address += _round_up(num_bytes, _ADDRESS_SPACE_BYTES)
-        return address
+        self._lowest_address -= _round_up(num_bytes, _ADDRESS_SPACE_BYTES)
+        return self._lowest_address
 
     def _release(self, block: _Block) -> None:
         """Give a whole segment back (`release_block`)."""

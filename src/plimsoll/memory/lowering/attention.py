@@ -116,10 +116,11 @@ def _apply(kernel: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 def _as_addend(mask: Tensor | None, dtype: torch.dtype, of_masked: float = -math.inf) -> Tensor | None:
-    """`convert_boolean_attn_mask`, which takes the same three tensors."""
+    """`convert_boolean_attn_mask`."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.where(mask.logical_not(), of_masked, torch.scalar_tensor(0.0, dtype=dtype, device=mask.device))
+    kept, masked = (torch.scalar_tensor(one, dtype=dtype, device=mask.device) for one in (0.0, of_masked))
+    return torch.where(mask, kept, masked)
 
 
 def _efficient_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -203,7 +204,6 @@ class _Efficient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         query, key, value, bias, how = given
-        # Its seed and offset stay on the CPU unless a graph is captured.
         out: Tensor
         out, logsumexp, *random = aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, how.trains, how.dropout_p, how.is_causal, scale=how.scale
@@ -365,8 +365,8 @@ class _SafeSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
         weights = torch.softmax(scores, -1)
-        masked_rows = scores.eq(-math.inf).all(-1, keepdim=True)
-        weights = torch.where(masked_rows, torch.zeros((), dtype=weights.dtype, device=weights.device), weights)
+        masked = scores.eq(-math.inf)
+        weights.masked_fill_(masked.all(-1, keepdim=True), 0.0)
         ctx.save_for_backward(weights)
         return weights
 

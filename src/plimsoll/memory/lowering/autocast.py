@@ -168,10 +168,37 @@ def _run(policy: Policy, operator: Any, *args: Any, **kwargs: Any) -> Any:
                 args, kwargs = _with_dtype(operator, args, kwargs)
             return operator(*args, **kwargs)
         if policy == "recurrent":
+            args = _with_weights_in_one_buffer(args)
             cast = partial(_cast, dtype=RECURRENT_DTYPE, may_keep=False)
         else:
             cast = partial(_cast, dtype=_dtype_of(policy, [*args, *kwargs.values()]))
-        return operator(*(_each(cast, value) for value in args), **{k: _each(cast, v) for k, v in kwargs.items()})
+        # From the last to the first, as the compiler of torch's wheels evaluates a call's arguments.
+        given = [_each(cast, value) for value in reversed([*args, *kwargs.values()])][::-1]
+        return operator(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+
+
+def _with_weights_in_one_buffer(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a recurrent op with its weights cast: the last list of tensors among them."""
+    place = max(index for index, value in enumerate(args) if isinstance(value, list | tuple))
+    weights = args[place]
+    if not all(map(_eligible, weights)) or weights[0].dtype == RECURRENT_DTYPE:
+        return args
+    return (*args[:place], list(_IntoOneBuffer.apply(*weights)), *args[place + 1 :])  # type: ignore[no-untyped-call]
+
+
+class _IntoOneBuffer(torch.autograd.Function):
+    """Copies of weights in half precision, side by side in one buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.dtype = weights[0].dtype
+        counts = [weight.numel() for weight in weights]
+        parts = torch.split(weights[0].new_zeros(sum(counts), dtype=RECURRENT_DTYPE), counts)
+        return tuple(part.view(weight.shape).copy_(weight) for weight, part in zip(weights, parts, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(grad.to(ctx.dtype) for grad in grads)
 
 
 def _dtype_of(policy: Policy, values: Iterable[Any]) -> torch.dtype:

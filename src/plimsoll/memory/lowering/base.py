@@ -9,21 +9,41 @@ autograd, so that what is saved for backward is the target's too.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.optim.optimizer as optimizer_module
 import torch.utils._foreach_utils as foreach_utils
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """``(op, args, kwargs) -> result``: how an op is executed."""
 
+Made = Callable[[Any, Any], Iterable[Tensor]]
+"""``(op, result) -> tensors``: those among an op's results, in the order in which they are allocated."""
+
 Note = Callable[[str, int, int], None]
 """``(text, low_bytes, high_bytes)``: something was modelled, and the peak may differ by so much."""
+
+
+class Scratch(NamedTuple):
+    """The sizes in bytes of what a kernel takes beside its results, before and after it allocates these."""
+
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+
+
+NO_SCRATCH = Scratch()
+
+ScratchBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], Scratch]
+"""``(op, args, kwargs) -> sizes`` of what the target's kernel takes while it runs, beside its results."""
+
+Unwritten = Callable[[Any, tuple[Any, ...], Any], tuple[Tensor, int] | None]
+"""``(op, args, result) -> (tensor, bytes)``: a tensor of which no op ever writes so many bytes, if there is one."""
 
 
 class Lowering(Protocol):
@@ -42,14 +62,24 @@ class Lowering(Protocol):
     def run_with(self, run: Run) -> Run:
         """Wrap the function that executes an op."""
 
-    def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Count what the target's kernel takes while it runs, beside its results."""
+    def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+        """Give the sizes of what the target's kernel takes while it runs, beside its results."""
+
+    def made(self, op: Any, result: Any) -> Iterable[Tensor]:
+        """Return the tensors among an op's results, in the order in which the target allocates them."""
 
     def unwritten(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
         """Say of which tensor among an op's results no op ever writes so many bytes, if there is one."""
 
     def on_host(self, tensor: Tensor) -> bool:
         """Whether a tensor that an op has just made is in the host's memory, and the training elsewhere."""
+
+
+def tensors_of(op: Any, result: Any) -> Iterable[Tensor]:
+    """Return the tensors among an op's results, in their order."""
+    if isinstance(result, Tensor):
+        return (result,)
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 @contextmanager

@@ -11,9 +11,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from plimsoll.memory.lowering.base import Note, Run, fake_modules_can_be_converted, foreach_as_on, kernels_replaced
+from plimsoll.memory.lowering.base import (
+    NO_SCRATCH,
+    Note,
+    Run,
+    Scratch,
+    fake_modules_can_be_converted,
+    foreach_as_on,
+    kernels_replaced,
+    tensors_of,
+)
 from plimsoll.memory.lowering.cpu_kernels import corrected
 from plimsoll.memory.lowering.cpu_scratch import scratch_bytes
+from plimsoll.memory.lowering.linear import LINEAR
 from plimsoll.memory.lowering.mkldnn_rnn import unwritten_workspace
 from plimsoll.memory.lowering.packed_rnn import PACKED_RNN
 from plimsoll.memory.lowering.packing import PACKING
@@ -28,6 +38,7 @@ class CpuLowering:
     name = "cpu"
     kind: Literal["cpu", "cuda"] = "cpu"
     device = "cpu"
+    made = staticmethod(tensors_of)
 
     def __init__(self) -> None:
         self._num_threads = torch.get_num_threads()
@@ -43,7 +54,7 @@ class CpuLowering:
         with (
             foreach_as_on(("cuda", "xpu")),
             fake_modules_can_be_converted(),
-            kernels_replaced({**PACKING, **PACKED_RNN}),
+            kernels_replaced({**LINEAR, **PACKING, **PACKED_RNN}),
             OnePlace(),
         ):
             yield
@@ -60,9 +71,10 @@ class CpuLowering:
         """Say how much of the workspace of an LSTM layer of oneDNN is never written."""
         return unwritten_workspace(args, result) if op is _LSTM_LAYER else None
 
-    def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Count what the kernel takes while it runs, beside its results."""
+    def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+        """Count what the kernel takes while it runs, beside its results: one size for all of it."""
         name = self._names.get(op)
         if name is None:
             name = self._names[op] = str(op)
-        return scratch_bytes(name, args, kwargs, self._num_threads)
+        num_bytes = scratch_bytes(name, args, kwargs, self._num_threads)
+        return Scratch((num_bytes,)) if num_bytes else NO_SCRATCH

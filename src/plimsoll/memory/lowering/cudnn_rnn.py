@@ -160,27 +160,24 @@ class _CudnnRnnFunction(torch.autograd.Function):
             )
         if all(grad is None for grad in grads):
             return (None,) * len(needed)
-        if grads[0] is None:  # made in `_cudnn_rnn_backward`, so it lives as long as that
-            grads = (torch.zeros_like(output, memory_format=torch.contiguous_format), *grads[1:])
-        dx, dhx, dcx = _backward_data(call, (inputs, hx, cx), grads)
+        # Made in `_cudnn_rnn_backward`, so they live as long as that.
+        likes = (output, hx) if cx is None else (output, hx, cx)
+        gradients = [
+            torch.zeros_like(like, memory_format=torch.contiguous_format) if grad is None else grad
+            for grad, like in zip(grads, likes, strict=False)
+        ]
+        dx, dhx, dcx = _backward_data(call, (inputs, hx, cx), gradients)
         dw = _backward_weights(call, inputs, weights) if any(needed[4:]) else [None] * len(weights)
         wanted = [grad if need else None for grad, need in zip([dx, dhx, dcx, *dw], needed[1:], strict=True)]
         return (None, *wanted)
 
 
-def _backward_data(
-    call: _Call, saved: Sequence[Any], grads: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _backward_data(call: _Call, saved: Sequence[Any], grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
     inputs, hx, cx = saved
-    grad_output, grad_hy, grad_cy = grads
-    assert grad_output is not None
-    grad_hy = torch.zeros_like(hx) if grad_hy is None else grad_hy
-    if cx is not None and grad_cy is None:
-        grad_cy = torch.zeros_like(cx)
-    kept = [call.time_first(inputs).contiguous(), call.time_first(grad_output).contiguous()]
+    kept = [call.time_first(inputs).contiguous(), call.time_first(grads[0]).contiguous()]
     call.note_products(inputs)
     dx = torch.empty_like(kept[0])
-    kept += [grad.contiguous() for grad in (grad_hy, grad_cy) if grad is not None]
+    kept += [grad.contiguous() for grad in grads[1:]]
     dhx = torch.empty_like(hx)
     dcx = None if cx is None else torch.empty_like(cx)
     kept.append(call.workspace(inputs))
