@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN = $(VENV)/bin/python
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help install test test-all demo lint docs bench bench-all picture endurance nightly rivals dist audit coverage mutants clean
+.PHONY: help install test test-all demo lint docs bench bench-all gpu picture endurance nightly rivals dist audit coverage mutants clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -73,6 +73,9 @@ bench: install ## run the benchmarks that fit into 30 minutes, file their result
 
 bench-all: install ## run every benchmark, for hours; real text with ARGS='--news agnews-test.csv --text wikitext2-valid.txt'
 	$(RUN) benchmarks/bench.py --all $(ARGS)
+
+gpu: ## what only a GPU can show, in 12 minutes, with the interpreter PYTHON as it is; ARGS='--minutes 7' or ARGS=--resume
+	@PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 picture: install ## make the picture of a report in README.md anew, where there is Chromium
 	$(RUN) benchmarks/picture.py

@@ -160,6 +160,12 @@ class Training:
         run = {"job": self.job.to_json(), "prepared": str(self.prepared), "rungs": listed, "steps": steps}
         return {**run, "budget_bytes": budget_bytes}
 
+    def run_tried(self, plan: Plan, steps: int, budget_bytes: int) -> dict[str, Any]:
+        """What the worker is told that is to try a plan first, as `plimsoll train` does."""
+        candidates = tuple(one.model_copy(update={"prediction": None}) for one in plan.candidates)
+        bare = plan.model_copy(update={"prediction": None, "rejected": (), "candidates": candidates})
+        return {**self.run([], steps, budget_bytes), "plan": bare.to_json()}
+
 
 def _budget_of(rung: Rung | None) -> int:
     """What holds a rung, in whole MiB."""
@@ -193,6 +199,7 @@ class Measured:
     num_ooms: int = 0
     seconds: list[float] = field(default_factory=list)
     error: str = ""
+    plan: Plan | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -231,6 +238,8 @@ class Worker:
             if "pid" in said:
                 watcher = threading.Thread(target=_watch, args=(said["pid"], peaks, ended))
                 watcher.start()
+            elif "plan" in said:
+                found.plan = Plan.from_json(said["plan"])
             elif "loss" in said:
                 found.seconds.append(said["cpu_seconds"])
                 found.num_ooms += said["ooms"]

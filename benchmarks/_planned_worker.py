@@ -3,9 +3,10 @@
     python benchmarks/_planned_worker.py < runs.jsonl
 
 Every line of standard input is a run: ``job``, ``prepared`` (a path), ``rungs`` (lists of choices), ``steps`` and
-``budget_bytes``. It is done in a child, forked after the imports, as `plimsoll train` does it: the same limit, the same
-step, the same batches of the same text. Checkpoints and the final model are not written. Standard output gets one JSON
-object a line: the child's ``pid``, one per step, and at last its ``exit`` with the ``error``, if there was one.
+``budget_bytes``; or with ``plan`` in place of ``rungs``, whose candidates are tried first. It is done in a child,
+forked after the imports, as `plimsoll train` does it: the same limit, the same step, the same batches of the same text.
+Checkpoints and the final model are not written. Standard output gets one JSON object a line: the child's ``pid``, the
+``plan`` after a trial, one per step, and at last its ``exit`` with the ``error``, if there was one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Plan
 
 
 def main() -> None:
@@ -63,17 +64,23 @@ def train(run: dict[str, Any]) -> None:
     from plimsoll.device.base import backend_for
     from plimsoll.models.build import build_model
     from plimsoll.run.job_step import step_of
+    from plimsoll.run.trial import try_plan
     from plimsoll.techniques.heap import set_up_as_with
 
     job, prepared = Job.from_json(run["job"]), Prepared.load(Path(run["prepared"]))
-    rungs = [[Choice(**choice) for choice in choices] for choices in run["rungs"]]
+    plan = Plan.from_json(run["plan"]) if "plan" in run else None
+    rungs = plan.rungs if plan else [[Choice(**choice) for choice in choices] for choices in run["rungs"]]
     build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")  # imports what it needs
     backend = backend_for("cpu")
     backend.baseline_bytes()
     with backend.limited(run["budget_bytes"]):
-        set_up_as_with(rungs[0])
+        set_up_as_with(plan.choices if plan else rungs[0])
         parts = assemble(job, prepared, "cpu")
         step = step_of(job, parts.model, parts.optimizer, rungs, schedule=parts.schedule)
+        if plan is not None:
+            say(plan=try_plan(step, plan, parts.loader.peek().fields).to_json())
+            backend.use()
+            backend.reset_peak()
         for _ in range(run["steps"]):
             batch = parts.loader.peek().fields
             started = time.process_time()

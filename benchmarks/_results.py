@@ -105,7 +105,7 @@ def shown(command: Sequence[str]) -> str:
         elif word.partition("=")[0] not in KEPT_ELSEWHERE:
             option, equals, value = word.rpartition("=")
             kept.append(f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else word)
-    return shlex.join(["python", f"benchmarks/{Path(script).name}", *kept])
+    return shlex.join([*(["make"] if script == "make" else ["python", f"benchmarks/{Path(script).name}"]), *kept])
 
 
 def circumstances(threads: int | None = None, packages: Iterable[str] = PACKAGES) -> str:

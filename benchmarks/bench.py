@@ -116,6 +116,9 @@ BENCHMARKS = (
     Benchmark("watch-overhead", 10, prints=True),
 )
 
+# Made by commands of their own, where there is what they need.
+ELSEWHERE = ("make-gpu",)
+
 
 def main() -> None:
     """Run what is asked for."""

@@ -120,6 +120,13 @@ def demo(data: str | None, limit: str, num_steps: int, out: Path, result: Path |
     plan = " ".join(map(str, record.plan.choices))
     file_result(result, "demo", title, f"The plan: {plan}", part, device="gpu" if on_cuda else "cpu")
     print(f"Report: {report}")
+    figures = {
+        "limit": limit, "plain_need_bytes": need_bytes, "plain_losses": [step["loss"] for step in need_steps],
+        "plain_error": last_line(died.errors) if died.code else "", "status": record.status, "plan": plan,
+        "peak_bytes": our_peak_bytes or 0, "losses": [step.loss for step in record.steps],
+        "ooms": len(record.oom_events),
+    }  # fmt: skip
+    print(json.dumps(figures))
     if (our_peak_bytes or 0) > parse_bytes(limit):
         sys.exit("the Plimsoll arm went past the limit")
 
@@ -137,7 +144,7 @@ def prepared_job(data: str | None, num_steps: int, out: Path) -> tuple[Path, Pat
             **{"n_layer": 4, "n_embd": 192, "n_head": 4},
             **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # so that the arms' losses can be compared
         },
-        "data": {"train": standard_library() if data is None else [str(Path(data).resolve())], "validation": 0.001},
+        "data": {"train": standard_library() if data is None else [str(Path(data).resolve())], "validation": 0.005},
         "tokenizer": {"train": "bpe", "vocab_size": 8000},
         "sequence_length": 256,
         "batch_size": 32,

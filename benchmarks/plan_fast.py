@@ -7,7 +7,8 @@ x the optimizer's kernel (loop, fused) x the heap (as a budget sets it, or one t
 model has them. Every plan of it is trained once for a few steps inside the largest budget, which says what it takes in
 seconds and in private memory; feasible in a smaller budget is what had its peak below that. In each cell the three
 fastest of these, the plan that was chosen, and the trivial baseline are then trained inside the cell's budget, in
-turns, and the least time of each counts. A plan that runs out of memory there makes room for the next one.
+turns, and the least time of each counts. A plan that runs out of memory there makes room for the next one. The plan is
+the one that is in force after a trial of its candidates, as `plimsoll train` begins; ``--no-trial`` believes it.
 
 The trivial baseline is what is done by hand: the largest power of two that fits as a micro-batch, and full
 checkpointing where none does, in the heap as a budget sets it. One thread; seconds are the processor's for one
@@ -92,6 +93,8 @@ class Row:
     trivial_seconds: float | None
     num_feasible: int
     num_grid: int
+    num_tried: int = 0
+    trial_seconds: float = 0.0
 
     @property
     def over_best(self) -> float | None:
@@ -110,13 +113,14 @@ class Row:
             self.model, f"{self.budget_bytes / MIB:,.0f}", f"{self.chosen} {self.chosen_error}".strip(),
             f"{self.predicted_seconds:.3f}", f"{self.chosen_seconds:.3f}", self.best or "none fits", best,
             over_best, self.trivial or "none fits", trivial, over_trivial,
-            f"{self.num_feasible} of {self.num_grid}",
+            f"{self.num_feasible} of {self.num_grid}", f"{self.num_tried}", f"{self.trial_seconds:.1f}",
         ]  # fmt: skip
 
 
 HEADER = [
     "model", "budget MiB", "chosen", "predicted s", "measured s", "best of the grid", "s", "over it",
     "trivial baseline", "s", "over it", "feasible",
+    "tried", "in s",
 ]  # fmt: skip
 
 
@@ -171,6 +175,13 @@ class Measurer:
         self.kept[mix, budget_bytes] = found
         return found
 
+    def tried(self, plan: Plan, budget_bytes: int) -> Plan:
+        """Try a plan, train with the fastest in the same process, and return the plan that is in force then."""
+        found = self._worker.measure(self._training.run_tried(plan, self._steps, budget_bytes))
+        tried = found.plan or plan
+        self.kept[tried.choices, budget_bytes] = found
+        return tried
+
     def close(self) -> None:
         self._worker.__exit__()
 
@@ -179,7 +190,7 @@ def is_good(measured: Measured) -> bool:
     return not measured.error and measured.num_ooms == 0
 
 
-def rows_of(training: Training, cells: Sequence[int], steps: int, rounds: int) -> Iterator[Row]:
+def rows_of(training: Training, cells: Sequence[int], steps: int, rounds: int, trial: bool) -> Iterator[Row]:
     from plimsoll.device.data_limit import MARGIN_BYTES
 
     budgets = training.budgets(NUM_BUDGETS)
@@ -191,14 +202,16 @@ def rows_of(training: Training, cells: Sequence[int], steps: int, rounds: int) -
         measured = first[mix] = measurer.measure(mix, budgets[0])
         peak = f"{measured.peak_bytes / MIB:,.0f} MiB"
         print(f"  {in_words(mix)}: {measured.step_seconds:.3f} s, {peak} {measured.error}", file=sys.stderr, flush=True)
-    for budget_bytes, plan in plans.items():
+    for budget_bytes, untried in plans.items():
         room_bytes = budget_bytes - MARGIN_BYTES
         feasible = [mix for mix in grid if is_good(first[mix]) and first[mix].peak_bytes <= room_bytes]
         by_hand = [mix for mix in trivial_order(grid) if mix in feasible]
         by_time = sorted(feasible, key=lambda mix: first[mix].step_seconds)
+        plan = measurer.tried(untried, budget_bytes) if trial else untried
         chosen = plan.choices
-        for _ in range(rounds):
-            measurer.measure(chosen, budget_bytes)
+        for turn in range(rounds):
+            if turn or not trial:
+                measurer.measure(chosen, budget_bytes)
             for queue, number in ((by_time, NUM_BEST), (by_hand, 1)):
                 _measure_first(measurer, queue, number, budget_bytes, chosen)
         yield _row(training, plan, measurer, budget_bytes, by_time, by_hand, len(feasible), len(grid))
@@ -227,11 +240,13 @@ def _row(  # one cell
 
     best = min(by_time[:NUM_BEST], key=seconds, default=None)
     assert plan.rungs[0].step_time is not None
+    tried = plan.trial.tried if plan.trial else ()
     return Row(
         training.model.name, budget_bytes, in_words(plan.choices), plan.rungs[0].step_time.likely_seconds,
         chosen.step_seconds, chosen.error or (f"{chosen.num_ooms} OOM" if chosen.num_ooms else ""),
         in_words(best or ()), seconds(best) if best else None,
         in_words(by_hand[0]) if by_hand else "", seconds(by_hand[0]) if by_hand else None, num_feasible, num_grid,
+        sum(one.measured_seconds is not None for one in tried), plan.trial.seconds if plan.trial else 0.0,
     )  # fmt: skip
 
 
@@ -248,6 +263,7 @@ def figures_of(rows: list[Row]) -> dict[str, float | int]:
         "worst_over_trivial": round(max(over_trivial), 4) if over_trivial else 0.0,
         "median_over_trivial": round(statistics.median(over_trivial), 4) if over_trivial else 0.0,
         "ran_out_of_memory": sum(bool(row.chosen_error) for row in rows),
+        "longest_trial_seconds": round(max(row.trial_seconds for row in rows), 1),
     }
 
 
@@ -275,6 +291,7 @@ def main() -> None:
     parser = parser_of(__doc__ or "")
     parser.add_argument("--steps", type=int, default=3, help="of each training (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="turns in a cell (default: %(default)s)")
+    parser.add_argument("--no-trial", action="store_true", help="take the plan as the model of time has chosen it")
     arguments = parser.parse_args()
     one_thread()
     texts = make_texts(arguments.data, arguments.work, [model.rows for model, _ in MODELS])
@@ -284,7 +301,9 @@ def main() -> None:
         if is_done or arguments.only.lower() not in model.name.lower():
             continue
         rows = [row for row in rows if row.model != model.name]
-        for row in rows_of(make_training(model, texts), cells, arguments.steps, arguments.rounds):
+        for row in rows_of(
+            make_training(model, texts), cells, arguments.steps, arguments.rounds, not arguments.no_trial
+        ):
             rows.append(row)
             print("  ".join(row.cells()), file=sys.stderr, flush=True)
             keep_rows(arguments.kept, rows)

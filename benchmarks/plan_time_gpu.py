@@ -4,8 +4,9 @@
     python benchmarks/plan_time_gpu.py --replay [--limits 4 8] [--out FOLDER]
 
 The rows are those of `benchmarks/recorded` (README there): forward and backward of one micro-batch in plain PyTorch,
-updates, and steps of one job by hand and with techniques. Each is rehearsed here with the kernels of the card, and its
-time is what `plimsoll plan --device h200` would say, with the table's speed. Errors are of seconds; of two settings of
+updates, and steps of one job by hand and with techniques, also those that `make gpu` has recorded on any card. Each is
+rehearsed here with the kernels of the card, and its time is what `plimsoll plan` would say for that card, with the
+table's speed. Errors are of seconds; of two settings of
 one job that differ by more than 10 % the model should say the right one is faster. For forward and backward the job is
 the model in one precision, and what counts is the time of a sample.
 
@@ -29,27 +30,36 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.gpu import files, part_job
+from benchmarks.gpu.cases import Case
+
 from _results import add_out, file_result, keep_printed, quantile, table
 from plimsoll.data.sketch import TextSketch
-from plimsoll.device.gpus import find_gpu
+from plimsoll.device.gpus import find_gpu, spec_of
 from plimsoll.device.speed import speed_of
-from plimsoll.memory.predict import Counted, count_on_cuda
+from plimsoll.memory.predict import count_on_cuda
 from plimsoll.memory.trace import Rehearsal, rehearsal
 from plimsoll.plan.cost import step_duration
+from plimsoll.records.device import Device, MemoryUse
+from plimsoll.records.gpu import DeviceSpec
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice
 from plimsoll.records.speed import Speed
 from plimsoll.records.trace import Phase, Trace
 from plimsoll.run.plan import planner_of
-from plimsoll.run.rehearse import rehearse_job, rehearsed_samples
+from plimsoll.run.rehearse import rehearse_step, rehearsed_samples
 from plimsoll.run.targets import gpu_target
 from plimsoll.techniques import UNTRACED, in_order
+from plimsoll.workload import model_loss
 
 RECORDED = Path(__file__).parent / "recorded"
 ROWS, GRID = RECORDED / "h200-times-torch2.11.0.json.gz", RECORDED / "h200-gpt2-grid-torch2.11.0.csv"
@@ -57,6 +67,7 @@ CARD = find_gpu("H200")
 SPEED = speed_of(CARD)
 OUTSIDE_BYTES = 502 << 20  # what the recorded processes took outside of the allocator
 WORTH_TELLING = 0.1
+MENDED = "layer_streaming"  # recorded with code that was slower than what there is now (README there)
 LIMITS_GIB = (1.2, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 CALLS = [(module * 1e-6, backward * 1e-6) for module in range(22, 59, 4) for backward in range(8, 27, 2)]
 
@@ -106,16 +117,25 @@ class Row:
     seconds: float
     samples: int
     fields: dict
+    card: DeviceSpec = CARD
+    speed: Speed = SPEED
 
     @property
     def task(self) -> tuple:
-        """What is rehearsed for it: the same for all rows with the same task."""
+        """What is rehearsed for it, for which card and at which speed: the same for all rows with the same task."""
+        return (self.card.model_dump_json(), self.speed.to_json(), *self._rehearsed)
+
+    @property
+    def _rehearsed(self) -> tuple:
         if self.kind == "forward and backward":
             names = ("model", "precision", "checkpointing", "micro", "length")
             return ("passes", *(self.fields[name] for name in names))
         if self.kind == "update":
             return ("update", self.fields["model"], self.setting)
-        return ("step", self.fields["choices"])
+        if "techniques" in self.fields:
+            return ("step", tuple(Choice(**one) for one in self.fields["techniques"]), False)
+        is_plain = self.kind == "step by hand" and "checkpointing" in self.setting  # which switches the cache off
+        return ("step", choices_of(self.fields["choices"]), not is_plain)
 
     @property
     def name(self) -> str:
@@ -128,7 +148,48 @@ class Row:
 def recorded_rows() -> list[Row]:
     recorded = json.loads(gzip.decompress(ROWS.read_bytes()))["rows"]
     rows = [row for fields in recorded if "error" not in fields for row in rows_of(fields)]
-    return rows + [grid_row(fields) for fields in csv.DictReader(GRID.read_text("utf-8").splitlines())]
+    rows += [grid_row(fields) for fields in csv.DictReader(GRID.read_text("utf-8").splitlines())]
+    return rows + [row for path in files.recordings() for row in rows_of_recording(files.read_recording(path))]
+
+
+def rows_of_recording(recording: dict) -> Iterator[Row]:
+    """Steps of the job, by hand and as planned, that `make gpu` has recorded."""
+    for fields in recording["runs"]:
+        if fields["kind"] in {"planned", "technique"} and "step_seconds" in fields:
+            yield planned_row(fields, recording)
+        elif fields.get("case") and part_job.is_by_hand(fields) and fields["status"] == "ok":
+            yield by_hand_row(fields, recording)
+
+
+def by_hand_row(fields: dict, recording: dict) -> Row:
+    words = part_job.setting_of(Case.from_dict(fields["case"]))
+    group = f"the job by hand, {recording['header']['device']}"
+    return Row("step by hand", group, words, part_job.seconds_of(fields), 1, {**fields, "choices": words},
+               *card_and_speed(recording))  # fmt: skip
+
+
+def planned_row(fields: dict, recording: dict) -> Row:
+    group = f"the job, {recording['header']['device']}"
+    seconds = part_job.seconds_of(fields)
+    return Row("step with techniques", group, fields["choices"], seconds, 1, fields, *card_and_speed(recording))
+
+
+def card_and_speed(recording: dict) -> tuple[DeviceSpec, Speed]:
+    """A card and its speed as Plimsoll measured it in the same session, or as the table has it."""
+    card = card_of(recording["header"])
+    measured = next((row["speed"] for row in recording["runs"] if row["kind"] == "speed"), None)
+    return card, Speed.from_json(json.dumps(measured)) if measured else speed_of(card)
+
+
+def card_of(header: dict) -> DeviceSpec:
+    """What Plimsoll knows of a card that was recorded."""
+    total_bytes = header["total_bytes"]
+    device = Device(
+        name=header["device"], kind="cuda", capacity_bytes=total_bytes, free_bytes=total_bytes,
+        hardware_bytes=total_bytes, use=MemoryUse(used_bytes=0, peak_bytes=0, reserved_bytes=0),
+        num_cores=header["num_sms"], architecture="sm_" + "".join(map(str, header["capability"])),
+    )  # fmt: skip
+    return spec_of(device)
 
 
 def rows_of(fields: dict) -> Iterator[Row]:
@@ -161,32 +222,46 @@ def choices_of(words: str) -> tuple[Choice, ...]:
 # -- what is predicted -------------------------------------------------------------------------------------------------
 
 
-def predict(task: tuple, speeds: Iterable[Speed] = (SPEED,)) -> list[float]:
-    """Seconds with each speed, of one rehearsal."""
-    trace, batch_size, micro_batch = traced(*task)
-    counted, samples = counted_on_card(trace), rehearsed_samples(batch_size, micro_batch)
+def predict(task: tuple, speeds: Iterable[Speed] | None = None) -> list[float]:
+    """Seconds with each speed, of one rehearsal; without any with the row's own."""
+    card = DeviceSpec.model_validate_json(task[0])
+    trace, batch_size, micro_batch = traced(card, *task[2:])
+    counted, samples = count_on_cuda(trace, card, card.capacity_bytes), rehearsed_samples(batch_size, micro_batch)
     sizes = {"batch_size": batch_size, "micro_batch": micro_batch, "rehearsed_samples": samples}
-    return [step_duration(counted, speed, **sizes).likely_seconds for speed in speeds]
+    return [step_duration(counted, speed, **sizes).likely_seconds for speed in speeds or [Speed.from_json(task[1])]]
 
 
-def counted_on_card(trace: Trace) -> Counted:
-    return count_on_cuda(trace, CARD, CARD.capacity_bytes)
-
-
-def traced(kind: str, *what: Any) -> tuple[Trace, int, int]:
+def traced(card: DeviceSpec, kind: str, *what: Any) -> tuple[Trace, int, int]:
     """The trace of a task, its last step like those that were timed, with the samples of a step and of a pass."""
     if kind == "passes":
-        return trace_loop(lambda place, say: passes(place, say, *what)), what[3], what[3]
+        return trace_loop(card, lambda place, say: passes(place, say, *what)), what[3], what[3]
     if kind == "update":
-        return trace_loop(lambda place, say: updates(place, say, *what)), 1, 1
-    choices = choices_of(*what)
+        return trace_loop(card, lambda place, say: updates(place, say, *what)), 1, 1
+    choices, use_cache = what
     samples = next(int(one.options["samples"]) for one in choices if one.technique == "micro_batch")
-    return rehearse_job(JOB, TEXTS, gpu_target(CARD, None).lowering(), choices, is_short=True), BATCH_SIZE, samples
+    return steps(card, choices, use_cache), BATCH_SIZE, samples
 
 
-def trace_loop(train: Callable[[Rehearsal, Callable[[Phase], None]], None]) -> Trace:
+def steps(card: DeviceSpec, choices: tuple[Choice, ...], use_cache: bool) -> Trace:
+    """Two steps of the job's model as it was recorded: it fills a cache of keys and values, which a job's does not."""
+    model = job_model()
+    model.config.use_cache = use_cache
+    tokens = torch.arange(BATCH_SIZE * LENGTH).view(BATCH_SIZE, LENGTH) * 7919 % (VOCABULARY - 2) + 1
+    return rehearse_step(
+        model, torch.optim.AdamW(model.parameters(), lr=3e-4), {"input_ids": tokens, "labels": tokens}, model_loss,
+        gpu_target(card, None).lowering(), units="next-tokens", choices=choices, clip_norm=1.0, precision="bf16",
+        is_short=True,
+    )  # fmt: skip
+
+
+@cache
+def job_model() -> transformers.GPT2LMHeadModel:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH)).train()
+
+
+def trace_loop(card: DeviceSpec, train: Callable[[Rehearsal, Callable[[Phase], None]], None]) -> Trace:
     phases: list[Phase] = ["setup"]
-    with rehearsal(gpu_target(CARD, None).lowering(), lambda: phases[-1]) as place:
+    with rehearsal(gpu_target(card, None).lowering(), lambda: phases[-1]) as place:
         train(place, phases.append)
         return place.trace()
 
@@ -230,7 +305,7 @@ def settle() -> None:
     transformers.logging.set_verbosity_error()
 
 
-def predicted_of(rows: list[Row], num_processes: int, speeds: Iterable[Speed] = (SPEED,)) -> list[list[float]]:
+def predicted_of(rows: list[Row], num_processes: int, speeds: Iterable[Speed] = ()) -> list[list[float]]:
     tasks = list(dict.fromkeys(row.task for row in rows))
     with multiprocessing.get_context("spawn").Pool(num_processes, settle) as pool:
         found = pool.starmap(predict, [(task, tuple(speeds)) for task in tasks], chunksize=1)
@@ -266,8 +341,9 @@ def figures_of(rows: list[Row], predicted: list[float]) -> dict:
 def figures_by_kind(rows: list[Row], predicted: list[float]) -> dict[str, dict]:
     pairs = list(zip(rows, predicted, strict=True))
     kinds = dict.fromkeys(row.kind for row in rows)
-    by_kind = {kind: [pair for pair in pairs if pair[0].kind == kind] for kind in kinds} | {"all": pairs}
-    return {kind: figures_of(*map(list, zip(*chosen, strict=True))) for kind, chosen in by_kind.items()}
+    by_kind = {kind: [pair for pair in pairs if pair[0].kind == kind] for kind in kinds}
+    by_kind |= {"all": pairs, f"all but {MENDED}": [pair for pair in pairs if MENDED not in pair[0].setting]}
+    return {kind: figures_of(*map(list, zip(*chosen, strict=True))) for kind, chosen in by_kind.items() if chosen}
 
 
 def summary(found: dict[str, dict]) -> str:

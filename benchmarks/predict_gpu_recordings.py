@@ -3,8 +3,8 @@
     PYTHONPATH=src:. python benchmarks/predict_gpu_recordings.py [FILE ...] [--only PART ...]
 
 Prints a table for each recording, one line a run, and a last line of JSON with the figures of each. Nothing is executed
-on a GPU: the recordings are files of ``tests/recordings``, and ``benchmarks/gpu/record.py`` makes them. Exits with 1 if
-a figure is out of the bounds of ``benchmarks/gpu/compare.py``.
+on a GPU: the recordings are files of ``tests/recordings`` and ``benchmarks/recorded``, which `make gpu` makes. Exits
+with 1 if a figure is out of the bounds of ``benchmarks/gpu/compare.py``.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.gpu import compare, record
+from benchmarks.gpu import compare, files
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, help="recordings (default: all of tests/recordings)")
+    parser.add_argument("files", nargs="*", type=Path, help="recordings (default: all that are kept)")
     parser.add_argument("--only", nargs="+", default=[], help="only runs with one of these in their id")
     options = parser.parse_args(arguments)
     transformers.utils.logging.set_verbosity_error()
-    files = options.files or compare.recordings()
-    if not files:
+    paths = options.files or files.recordings()
+    if not paths:
         print(
-            f"There is no recording in {record.RECORDINGS}, so nothing was compared: make one on a machine with a GPU, "
-            "`PYTHONPATH=src python -m benchmarks.gpu.record`"
+            f"There is no recording in {files.RECORDINGS}, so nothing was compared: make one on a machine with a GPU, "
+            "`make gpu`"
         )
-    figures = {path.name: report(path, options.only) for path in files}
+    figures = {path.name: report(path, options.only) for path in paths}
     print(json.dumps(figures))
     return int(any(one["faults"] for of_file in figures.values() for one in of_file["groups"].values()))
 
 
 def report(path: Path, only: list[str]) -> dict[str, dict]:
     """Print the comparison with one recording and return its figures."""
-    recording = record.read_recording(path)
+    recording = files.read_recording(path)
     header = recording["header"]
     rows = [row for row in compare.comparable(recording) if not only or any(part in row["id"] for part in only)]
     print(f"{path.name}: {header['device']}, recorded {header['recorded']}, {len(rows)} runs to compare")

@@ -14,14 +14,18 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 import warm
 
-# No deadline: a test that failed because the machine was busy would say nothing. No database of examples in the folder.
-_UNHURRIED = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("all", _UNHURRIED, max_examples=60)
-settings.register_profile("quick", _UNHURRIED, max_examples=20)
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # as in an image for GPUs, whose tests need none
+    settings = None
+else:
+    # No deadline: a test that failed because the machine was busy would say nothing. No database of examples.
+    _UNHURRIED = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("all", _UNHURRIED, max_examples=60)
+    settings.register_profile("quick", _UNHURRIED, max_examples=20)
 
 # One thread: models this small wait for a second one longer than it works, and there are as many processes of tests as
 # cores. OMP_NUM_THREADS=2 in the environment tries two.
@@ -48,7 +52,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Try a third of the examples of each property where `make test` leaves out long tests, too."""
-    settings.load_profile("quick" if "long" in config.getoption("markexpr") else "all")
+    if settings is not None:
+        settings.load_profile("quick" if "long" in config.getoption("markexpr") else "all")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plimsoll.records.device import Budget
-from plimsoll.records.plan import Choice, Duration, Plan, Rejected, Rung, micro_batch_choice
+from plimsoll.records.plan import Candidate, Choice, Duration, Plan, Rejected, Rung, Trial, Tried, micro_batch_choice
 from prediction_records import MIB, estimate, fitting, too_large
 
 CHECKPOINTS = Choice(technique="checkpointing", options={"blocks": "all"})
@@ -76,6 +76,24 @@ def fitting_plan(**changes: object) -> Plan:
         "plan_seconds": 12.34,
     }
     return Plan.model_validate(fields | changes)
+
+
+def untried_plan() -> Plan:
+    """Half the micro-batch with all blocks recomputed is about as fast."""
+    return fitting_plan(candidates=(Candidate(rung=rung(CHECKPOINTS, micro_batch_choice(8), mib=700, seconds=2.25)),))
+
+
+def tried_plan() -> Plan:
+    """Of three plans the second was the fastest, and the third ran out of memory."""
+    first, second, _ = fitting_plan().rungs
+    whole = (HALF_CHECKPOINTS, micro_batch_choice(64))
+    shortage = "memory ran out in the forward phase (asked for 1.0 GiB with 1.5 GiB in use of 2.0 GiB)"
+    tried = (
+        Tried(choices=first.choices, outcome="slower", predicted_seconds=1.9, measured_seconds=2.5),
+        Tried(choices=second.choices, outcome="fastest", predicted_seconds=2.25, measured_seconds=2.125),
+        Tried(choices=whole, outcome="ran out", predicted_seconds=1.75, why=shortage),
+    )
+    return fitting_plan(rungs=fitting_plan().rungs[1:], trial=Trial(seconds=6.5, tried=tried))
 
 
 def wished_plan(**changes: object) -> Plan:

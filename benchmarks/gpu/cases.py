@@ -25,6 +25,7 @@ NUM_STEPS = 4
 CHUNK_TOKENS = 512
 LABELS = 5
 RECURRENT = ("lstm-lm", "gru-cls")
+JOB_MODEL, JOB_BATCH_SIZE, JOB_LENGTH, JOB_VOCABULARY = "gpt2-job", 64, 512, 8000
 
 Fields = dict[str, Tensor]
 Note = Callable[[int, str], None]
@@ -118,6 +119,15 @@ def _gpt2(case: Case, attention: str) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+def _gpt2_of_job(case: Case, attention: str) -> nn.Module:
+    width, heads, layers = (32, 2, 2) if case.tiny else (768, 12, case.layers or 12)
+    config = transformers.GPT2Config(
+        vocab_size=vocabulary_of(case), n_positions=JOB_LENGTH, n_embd=width, n_layer=layers, n_head=heads
+    )
+    config._attn_implementation = attention
+    return transformers.GPT2LMHeadModel(config)
+
+
 def _bert(case: Case, attention: str) -> nn.Module:
     width, heads, layers = (32, 2, 2) if case.tiny else (768, 12, case.layers or 4)
     config = transformers.BertConfig(
@@ -162,6 +172,7 @@ def _gru(case: Case, attention: str) -> nn.Module:
 
 _BUILDERS: dict[str, tuple[int, Callable[[Case, str], nn.Module]]] = {
     "gpt2": (50257, _gpt2),
+    JOB_MODEL: (JOB_VOCABULARY, _gpt2_of_job),
     "bert-mlm": (30522, _bert),
     "bert-cls": (30522, _bert),
     "t5": (32128, _t5),
@@ -332,6 +343,16 @@ class Planned:
 
 def bases() -> tuple[Case, ...]:
     return _BASES
+
+
+def by_hand() -> tuple[Case, ...]:
+    """One job as people make it fit: its micro-batch and checkpointing; what is likely to be fast or small first."""
+    job = Case(JOB_MODEL, JOB_BATCH_SIZE, JOB_LENGTH, precision="bf16", clipped=True)
+    return tuple(
+        replace(job, accumulation=JOB_BATCH_SIZE // samples, checkpointing=checkpointing)
+        for samples in (16, 32, 64, 8, 4, 2, 1)
+        for checkpointing in (False, True)
+    )
 
 
 def all_cases() -> list[Planned]:

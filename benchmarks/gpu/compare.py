@@ -16,15 +16,13 @@ import statistics
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
-from benchmarks.gpu.cases import RECURRENT, Case, build, train
-from benchmarks.gpu.record import RECORDINGS
+from benchmarks.gpu.cases import JOB_MODEL, RECURRENT, Case, build, train
 
 from plimsoll.device.gpus import cublas_workspace_bytes
 from plimsoll.device.segments import text_of
@@ -36,6 +34,7 @@ from plimsoll.memory.workspaces import deltas_with_workspaces
 from plimsoll.records.trace import Trace
 
 _BEFORE = -1  # a storage that is not of the trace
+_MOST_MICRO_BATCHES = 4  # of a step that are traced: what comes after the second repeats it
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def trace_of(case: Case, capability: tuple[int, int], num_sms: int = 132) -> tup
     marks: list[int] = []
 
     def run(place: Rehearsal) -> None:
-        train(case, build(case), "cuda:0", lambda step, phase: marks.append(place.recorder.op_row))
+        train(_in_short(case), build(case), "cuda:0", lambda step, phase: marks.append(place.recorder.op_row))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries' advice
@@ -151,6 +150,12 @@ def predict(case: Case, header: dict[str, Any], before_bytes: int = 0, limit_byt
     )
 
 
+def _in_short(case: Case) -> Case:
+    """The same micro-batches, and fewer of them."""
+    kept = min(case.accumulation, _MOST_MICRO_BATCHES)
+    return replace(case, batch_size=case.batch_size // case.accumulation * kept, accumulation=kept)
+
+
 def _with_workspaces(trace: Trace, architecture: str) -> Iterator[tuple[int, int, int]]:
     """``(op, storage, bytes)`` of the device, with cuBLAS's workspaces."""
     own_ops = (trace.event_op[event] for event, _, _ in trace.deltas())
@@ -162,11 +167,6 @@ def _with_workspaces(trace: Trace, architecture: str) -> Iterator[tuple[int, int
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
-
-
-def recordings() -> list[Path]:
-    """All files that are kept."""
-    return sorted(RECORDINGS.glob("*.json.gz"))
 
 
 def comparable(recording: dict[str, Any]) -> list[dict[str, Any]]:
@@ -192,8 +192,9 @@ def _is_other_code(case: Case, header: dict[str, Any]) -> bool:
 
 
 def of_first_cases(rows: list[dict[str, Any]], num_cases: int) -> list[dict[str, Any]]:
-    """The rows of the first few cases, whatever the kind of the run: a case is traced once."""
-    first = list(dict.fromkeys(Case.from_dict(row["case"]) for row in rows))[:num_cases]
+    """The rows of the first few cases, the small ones first, whatever the kind of the run: a case is traced once."""
+    all_of_them = dict.fromkeys(Case.from_dict(row["case"]) for row in rows)
+    first = sorted(all_of_them, key=lambda case: case.model == JOB_MODEL)[:num_cases]
     return [row for row in rows if Case.from_dict(row["case"]) in first]
 
 

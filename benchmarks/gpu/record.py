@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import gzip
 import json
 import os
 import platform
@@ -29,19 +28,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
-from benchmarks.gpu.cases import Case, all_cases, bases, build, train, weights_key
+from benchmarks._results import processor
+from benchmarks.gpu.cases import Case, all_cases, bases, build, by_hand, train, weights_key
+from benchmarks.gpu.files import FORMAT, ROOT, default_path, read_recording, write_recording
 from benchmarks.gpu.meter import FAILURES, Meter
 from benchmarks.gpu.probes import PROBES, context_growth
 from torch import nn
 
-FORMAT = 1
-ROOT = Path(__file__).parents[2]
-RECORDINGS = ROOT / "tests" / "recordings"
 LIMIT_SHARES = (0.80, 0.92, 0.97, 1.0, 1.05)  # of what the same run reserved without a limit
 FRESH_MODELS = ("gpt2", "bert-mlm", "lstm-lm", "gru-cls")
 WRITE_EVERY_SECONDS = 15.0
@@ -85,6 +84,7 @@ def all_runs(tiny: bool = False) -> list[Run]:
     runs += [
         Run("limited", 2, sized(case), limit_share=share) for case in (*bases(), *halves) for share in LIMIT_SHARES
     ]
+    runs += [Run("shared", 5, sized(case)) for case in by_hand()]
     first_of_id = {run.id: run for run in reversed(runs)}  # small cases may coincide
     return sorted((run for run in runs if first_of_id[run.id] is run), key=lambda run: run.priority)
 
@@ -112,23 +112,6 @@ class Recording:
     def write(self) -> None:
         write_recording(self.path, {"format": FORMAT, "header": self.header, "runs": self.rows})
         self._written = time.monotonic()
-
-
-def read_recording(path: Path) -> dict[str, Any]:
-    """Read a file that `write_recording` has written."""
-    recording: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    if recording.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {recording.get('format')}, and {FORMAT} is read: record it again")
-    return recording
-
-
-def write_recording(path: Path, recording: dict[str, Any]) -> None:
-    """Write a recording, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = gzip.compress(json.dumps(recording, separators=(",", ":")).encode(), mtime=0)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------
@@ -171,14 +154,22 @@ class Runner:
             "before_reserved_bytes": reserved, "outside_before_bytes": meter.outside_bytes(),
         }  # fmt: skip
         marks: list[tuple[object, ...]] = []
+        ends_seconds: list[float] = []
+
+        def note(step: int, phase: str) -> None:
+            if phase in {"model", "optimizer"}:  # elsewhere waiting would keep calls from being ahead of their kernels
+                meter.wait()
+                ends_seconds.append(time.perf_counter())
+            marks.append((step, phase, *meter.now()))
 
         def work() -> None:
             with meter.limited_to(limit_bytes), meter.events_into(row, with_events):
-                train(case, taken.pop(), str(meter.device), lambda *mark: marks.append((*mark, *meter.now())))
+                train(case, taken.pop(), str(meter.device), note)
                 meter.wait()
 
         row |= attempt(work) | meter.peaks()
         row["marks"] = marks
+        row["step_seconds"] = [round(end - begin, 5) for begin, end in pairwise(ends_seconds)]
         allocated, reserved, _ = meter.now()
         row |= {
             "after_reserved_bytes": reserved, "outside_after_bytes": meter.outside_bytes(),
@@ -262,6 +253,8 @@ def describe(meter: Meter) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if meter.is_cuda else None,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
+        "processor": processor(),
+        "num_cores": len(os.sched_getaffinity(0)),
         "recorded": time.strftime("%Y-%m-%d"),
         "environment": {name: value for name, value in os.environ.items() if _ENVIRONMENT.match(name)},
         "tf32": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
@@ -279,12 +272,6 @@ def describe(meter: Meter) -> dict[str, Any]:
             "outside_at_start_bytes": meter.outside_bytes(),
         }
     return header
-
-
-def default_path(header: dict[str, Any]) -> Path:
-    """Where a recording of this machine is kept."""
-    device = re.sub(r"[^a-z0-9]+", "-", header["device"].lower()).strip("-")
-    return RECORDINGS / f"{device}-torch{header['torch'].partition('+')[0]}.json.gz"
 
 
 # -- the program -------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from plimsoll.run.predict import predict_function as predict_function
     from plimsoll.run.rows import rows_by_length as rows_by_length
     from plimsoll.run.step import TrainStep as TrainStep
+    from plimsoll.run.trial import try_plan as try_plan
 
 _HOMES = {
     "Diagnosis": ("plimsoll.records.diagnosis", "Diagnosis"),
@@ -59,6 +60,7 @@ _HOMES = {
     "predict_job": ("plimsoll.run.forecast", "predict_job"),
     "rows_by_length": ("plimsoll.run.rows", "rows_by_length"),
     "probe": ("plimsoll.device.probe", "probe_machine"),
+    "try_plan": ("plimsoll.run.trial", "try_plan"),
     "render": ("plimsoll.report.render", "render"),
 }
 __all__ = list(_HOMES)

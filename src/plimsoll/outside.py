@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,7 +30,37 @@ MARK = "_plimsoll_on_host"
 """The attribute of a tensor that lies outside the device."""
 Copier = Callable[[torch.Tensor], torch.Tensor]
 
-_KEEPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Copier] = weakref.WeakKeyDictionary()
+
+class Lender(Protocol):
+    """Keeps an optimizer's states outside the device, and lends an update copies of them."""
+
+    def is_lent(self, parameter: torch.Tensor, state: torch.Tensor) -> bool:
+        """Whether a state of a parameter is outside, so that an update works on a copy of it."""
+        ...
+
+    def copies_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy tensors to where the states are; the copies are made before the next update begins."""
+        ...
+
+    def holding_back(self) -> AbstractContextManager[None]:
+        """In the block updates leave the states outside as they are, until `keep` or `drop` is called."""
+        ...
+
+    def keep(self) -> None:
+        """Copy what updates have made of the copies that were lent to where the states are."""
+        ...
+
+    def drop(self) -> None:
+        """Forget what updates have made of them."""
+        ...
+
+
+class _Keeper(NamedTuple):
+    copy_of: Copier
+    lender: Lender | None
+
+
+_KEEPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Keeper] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -67,12 +98,13 @@ def is_marked(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def states_outside(optimizer: torch.optim.Optimizer, copy_of: Copier) -> Iterator[None]:
+def states_outside(optimizer: torch.optim.Optimizer, copy_of: Copier, lender: Lender | None = None) -> Iterator[None]:
     """Say that an optimizer's states leave the device as soon as they are made, so that no room is needed for all.
 
-    ``copy_of`` copies a tensor to where they are, which is where large copies for an undo belong as well.
+    ``copy_of`` copies a tensor to where they are, which is where large copies for an undo belong as well; ``lender`` is
+    for states that an update cannot change where they are.
     """
-    _KEEPERS[optimizer] = copy_of
+    _KEEPERS[optimizer] = _Keeper(copy_of, lender)
     try:
         yield
     finally:
@@ -86,4 +118,11 @@ def keeps_states_outside(optimizer: torch.optim.Optimizer) -> bool:
 
 def copier_of(optimizer: torch.optim.Optimizer) -> Copier | None:
     """Return what copies a tensor to where an optimizer's states are, ``None`` if they are on the device."""
-    return _KEEPERS.get(optimizer)
+    keeper = _KEEPERS.get(optimizer)
+    return keeper.copy_of if keeper else None
+
+
+def lender_of(optimizer: torch.optim.Optimizer) -> Lender | None:
+    """Return what lends copies of an optimizer's states to its updates, ``None`` if these change the states."""
+    keeper = _KEEPERS.get(optimizer)
+    return keeper.lender if keeper else None

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the loop and the comparison are shared with the programs in benchmarks/
 
 from benchmarks import predict_gpu_recordings  # noqa: E402
-from benchmarks.gpu import cases, compare, meter, record  # noqa: E402
+from benchmarks.gpu import cases, compare, files, meter, record  # noqa: E402
 from benchmarks.gpu.cases import Case  # noqa: E402
 
 MOST_CASES = 7  # of a recording in the default run: the first are the bases; all of them with -m slow
@@ -35,7 +35,7 @@ GPT2 = Case("gpt2", 2, 16, tiny=True)
 
 
 def check(path: Path, most_cases: int | None) -> None:
-    recording = record.read_recording(path)
+    recording = files.read_recording(path)
     rows = compare.comparable(recording)
     assert rows, f"{path} has nothing to compare"
     compared = compare.compare(recording, compare.of_first_cases(rows, most_cases or len(rows)))
@@ -47,7 +47,7 @@ def check(path: Path, most_cases: int | None) -> None:
 
 def each_recording() -> list:
     none = pytest.param(None, marks=pytest.mark.skip(reason="no recording lies here: see tests/recordings/README.md"))
-    return [pytest.param(path, id=path.stem) for path in compare.recordings()] or [none]
+    return [pytest.param(path, id=path.stem) for path in files.recordings()] or [none]
 
 
 @pytest.mark.parametrize("path", each_recording())
@@ -86,12 +86,12 @@ def synthetic() -> dict:
     rows += [row_of(GPT2, f"{GPT2.id}@{share}", int(rows[0]["peak_reserved_bytes"] * share)) for share in (0.3, 1.0)]
     rows.append({"id": "failed", "kind": "shared", "case": GRU.to_dict(), "status": "error", "limit_bytes": None})
     rows.append({"id": "probe:kernels", "kind": "probe", "rows": []})
-    return {"format": record.FORMAT, "header": HEADER, "runs": rows}
+    return {"format": files.FORMAT, "header": HEADER, "runs": rows}
 
 
 def written(recording: dict, folder: Path) -> Path:
     path = folder / "synthetic.json.gz"
-    record.write_recording(path, recording)
+    files.write_recording(path, recording)
     assert [each.name for each in folder.iterdir()] == [path.name]  # nothing half-written is left
     return path
 
@@ -121,7 +121,7 @@ def test_a_wrong_verdict_is_found(synthetic, tmp_path):
 
 def test_a_recording_of_another_format_is_refused(synthetic, tmp_path):
     with pytest.raises(ValueError, match="has format 0, and 1 is read: record it again"):
-        record.read_recording(written(synthetic | {"format": 0}, tmp_path))
+        files.read_recording(written(synthetic | {"format": 0}, tmp_path))
 
 
 def test_the_benchmark_prints_the_figures(synthetic, tmp_path, capsys):
@@ -140,7 +140,8 @@ def test_the_benchmark_prints_the_figures(synthetic, tmp_path, capsys):
 
 
 def test_the_benchmark_says_that_there_is_no_recording(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(compare, "RECORDINGS", tmp_path)
+    for name in ("RECORDINGS", "RECORDED"):
+        monkeypatch.setattr(files, name, tmp_path)
     assert predict_gpu_recordings.main([]) == 0
     said, figures = capsys.readouterr().out.splitlines()
     assert said.startswith("There is no recording in")
@@ -313,7 +314,7 @@ def test_recording_goes_through_on_the_cpu(tmp_path):
 def test_recording_stops_in_time_and_says_what_is_left(tmp_path):
     done = recorded(tmp_path / "none.json.gz", "--minutes", "0")
     assert "the time is over: " in done.stdout
-    assert record.read_recording(tmp_path / "none.json.gz")["runs"] == []
+    assert files.read_recording(tmp_path / "none.json.gz")["runs"] == []
 
 
 def test_a_run_that_fails_is_recorded_and_the_next_goes_on(tmp_path, monkeypatch, capsys):
@@ -325,7 +326,7 @@ def test_a_run_that_fails_is_recorded_and_the_next_goes_on(tmp_path, monkeypatch
     recording = record.Recording(tmp_path / "x.json.gz", {"device": "cpu", "torch": "2"}, resume=False)
     runs = [record.Run("shared", 0, case) for case in (GPT2, replace(GPT2, accumulation=2), GRU)]
     record.record(runs, record.Runner(meter.Meter("cpu")), recording, deadline=float("inf"))
-    rows = record.read_recording(tmp_path / "x.json.gz")["runs"]
+    rows = files.read_recording(tmp_path / "x.json.gz")["runs"]
     assert [(row["status"], row["error"]) for row in rows] == [
         ("oom", "OutOfMemoryError: CUDA out of memory"),
         ("error", "ValueError: no"),
@@ -345,7 +346,7 @@ def test_a_failed_device_goes_on_in_a_new_process(tmp_path, monkeypatch):
         record.record([record.Run("shared", 0, GRU)], record.Runner(meter.Meter("cpu")), recording, float("inf"))
     assert said[0][1][1:4] == ["-m", "benchmarks.gpu.record", "--minutes"]
     assert "--resume" in said[0][1]
-    assert len(record.read_recording(tmp_path / "x.json.gz")["runs"]) == 1  # the failed run is not tried again
+    assert len(files.read_recording(tmp_path / "x.json.gz")["runs"]) == 1  # the failed run is not tried again
 
 
 class StubbedCuda:
@@ -420,7 +421,7 @@ def test_events_become_columns():
 
 def test_the_file_is_named_after_the_gpu_and_torch():
     header = {"device": "NVIDIA H200 (PCIe)", "torch": "2.11.0+cu130"}
-    assert record.default_path(header).name == "nvidia-h200-pcie-torch2.11.0.json.gz"
+    assert files.default_path(header).name == "nvidia-h200-pcie-torch2.11.0.json.gz"
 
 
 def test_a_real_run_and_its_trace_do_the_same_ops():

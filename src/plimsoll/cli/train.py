@@ -39,6 +39,9 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     no_plan: Annotated[
         bool, typer.Option("--no-plan", help="Use no technique: begin with the whole batch, and halve it when need be.")
     ] = False,
+    no_trial: Annotated[
+        bool, typer.Option("--no-trial", help="Believe the plan: do not run others that are about as fast first.")
+    ] = False,
     pins: Annotated[
         list[str] | None, typer.Option("--pin", metavar="CHOICE", help="Use this in the plan: checkpointing=all.")
     ] = None,
@@ -93,7 +96,8 @@ def train(  # noqa: PLR0917 -- typer calls it by name
                 directory = _opened(out, job_file)
                 with directory.claimed():  # nothing is changed under a process that trains here
                     return _gone_on(directory, _job(directory.job, budget, changes), from_step, is_quiet, then)
-            return _begun(out, _job(_given(job_file, out), budget, changes), planning, cache, force, is_quiet, then)
+            job, trial = _job(_given(job_file, out), budget, changes), ("--no-trial",) if no_trial else ()
+            return _begun(out, job, planning, cache, force, is_quiet, then, trial)
 
         code = _as_a_rank(out, run, resume, from_step, is_quiet) if is_rank() else run(supervise)
         if code:
@@ -239,8 +243,9 @@ def _planning(
 
 
 def _begun(  # noqa: PLR0917 -- one call
-    out: Path, job: Job, planning: tuple[str, ...] | None, cache: Path | None, force: bool, quiet: bool, then: Then
-) -> int:
+    out: Path, job: Job, planning: tuple[str, ...] | None, cache: Path | None, force: bool, quiet: bool, then: Then,
+    trial: tuple[str, ...],
+) -> int:  # fmt: skip
     """Make the run directory, with its data and its plan, and train."""
     from plimsoll.run.directory import RunDirectory
     from plimsoll.run.supervise import prepare_data
@@ -256,7 +261,7 @@ def _begun(  # noqa: PLR0917 -- one call
             code
             or prepare_data(directory, cache or directory.cache, quiet, wishes=wishes)
             or (0 if is_given else _planned(directory, job, planning, quiet))
-            or then(directory, (), quiet)
+            or then(directory, trial, quiet)
         )
 
 

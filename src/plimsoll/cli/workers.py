@@ -101,6 +101,7 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
     too_large_rung: Annotated[int | None, typer.Option()] = None,
     restarts: int = 0,
     quiet: bool = False,
+    no_trial: Annotated[bool, typer.Option("--no-trial")] = False,
 ) -> None:
     """Train in a run directory."""
     from plimsoll.ranks import joined
@@ -116,6 +117,7 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
             too_large_rung=too_large_rung,
             restarts=restarts,
             quiet=quiet,
+            trial=not no_trial,
             ranks=ranks,
         )
 

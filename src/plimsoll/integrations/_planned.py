@@ -15,7 +15,8 @@ from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import Plan
-from plimsoll.run.plan import plan_step, require_that_fits
+from plimsoll.run.given_plan import require_that_fits
+from plimsoll.run.plan import plan_step
 from plimsoll.techniques import TECHNIQUES
 from plimsoll.workload import LossFunction, Precision, Units, move_batch
 

@@ -11,8 +11,8 @@ is neither torch's nor of this package.
 
 A sharded tensor (DTensor) is seen as the piece that this process has, and its ops as what they do with that.
 
-Not seen: memory that a kernel takes and returns inside one op (lowering adds what is known of it), and ops of other
-threads (CUDA's backward runs in one: measure there with the allocator's own counters).
+Not seen: memory that a kernel takes and returns inside one op (lowering adds what is known of it), and ops of threads
+other than this one, as CUDA's backward has (measure with the allocator's own counters there).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.memory.accumulate import accumulating_in_place
+from plimsoll.memory.beside import Beside
 from plimsoll.memory.captures import is_captured, stretches
 from plimsoll.memory.graphs import Graphs, calls_by_itself
 from plimsoll.memory.lowering.base import Run
@@ -91,6 +92,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_host = on_host or (lambda tensor: False)
         self._unwritten = unwritten or (lambda op, args, result: None)
         self._graphs = Graphs()
+        self.beside = Beside(lambda: self.op_row)
         self._names: dict[nn.Module, str] = {}
         self._watched: set[Tensor] = set()
         self._parameter_names: dict[Tensor, str] = {}
@@ -175,6 +177,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             assumptions=assumptions,
             unwritten=self._storages.unwritten(),
             nodes=self._graphs.nodes(),
+            **self.beside.columns(),
             captured=captured,
         )
 
@@ -259,6 +262,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_again(self, begin: int, num_times: int) -> None:
         """Note the ops from a row on so many times more; what they made is noted once."""
+        self.beside.note_again(begin, num_times)
         for column in (*self._ops, *self._work):
             column.extend(column[begin:] * num_times)
         self._phases.extend(self._phases[begin:] * num_times)

@@ -8,25 +8,24 @@ is taken anew each time; and its call. On a GPU a call puts a kernel into a queu
 called and the one before it has ended, so that small micro-batches take the time of their calls and large ones that of
 their kernels. A call from Python (a forward, a recomputation) costs more than one by autograd, and that more than one
 of an optimizer; the ops of a captured graph are launched together, for a few calls in all. Copies over the link run
-beside both. Exchanges between ranks take what `ExchangeSpeed` says: gradients that are added up after the passes are
-waited for, and on a GPU what passes gather and scatter is fetched beside their kernels. A rehearsal has at most two
-micro-batches, from which those of the real step follow; recomputation, copies and the work of any technique are ops of
-the trace like others.
+beside both as far as nobody waits for them (`plimsoll.plan.lanes`). Exchanges between ranks take what `ExchangeSpeed`
+says: gradients that are added up after the passes are waited for, and on a GPU what passes gather and scatter is
+fetched beside their kernels. A rehearsal has at most two micro-batches, from which those of the real step follow;
+recomputation, copies and the work of any technique are ops of the trace like others.
 
 What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` holds that against
-measured steps of a processor, `benchmarks/plan_time_gpu.py` against recorded ones of a GPU. It takes all copies over
-the link for hidden behind the rest of a pass. It does NOT cover reading the data, evaluation, and waiting for ranks
-that are slower than this one.
+measured steps of a processor, `benchmarks/plan_time_gpu.py` against recorded ones of a GPU. It does NOT cover reading
+the data, evaluation, and waiting for ranks that are slower than this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from plimsoll.device.launches import VIEW_SHARE
 from plimsoll.memory.captures import captured_rows
 from plimsoll.memory.predict import Counted
+from plimsoll.plan.lanes import Lanes
 from plimsoll.records.comparison import Calibration, Learned, Target
 from plimsoll.records.plan import Duration
 from plimsoll.records.speed import ExchangeKind, ExchangeSpeed, MovingKind, Speed, rate_at
@@ -59,37 +58,6 @@ _KINDS: dict[str, MovingKind] = {name: kind for kind, names in _KIND_NAMES.items
 _EXCHANGES: dict[str, ExchangeKind] = {
     "allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
 }  # fmt: skip
-
-
-@dataclass
-class _Stretch:
-    """When the ops of a stretch are done, in seconds from its begin, at which nothing runs.
-
-    ``host`` is the processor that calls the ops, ``device`` the queue of kernels, ``link`` the copies to and from
-    memory outside. Gradients that are added up when a pass has ended are ``waited`` for; what a pass exchanges is
-    ``fetched`` beside it. Where nothing overlaps, the processor does it all.
-    """
-
-    overlaps: bool
-    host: float = 0.0
-    device: float = 0.0
-    link: float = 0.0
-    fetched: float = 0.0
-    waited: float = 0.0
-
-    def call(self, call_seconds: float, kernel_seconds: float, copy_seconds: float) -> None:
-        self.host += call_seconds
-        if not self.overlaps:
-            self.host += kernel_seconds + copy_seconds
-            return
-        self.link += copy_seconds
-        if kernel_seconds:
-            self.device = max(self.device, self.host) + kernel_seconds
-
-    def total(self) -> float:
-        if self.overlaps:
-            return max(self.host, self.device, self.link, self.fetched) + self.waited
-        return self.host + self.fetched + self.waited
 
 
 def step_duration(
@@ -245,9 +213,10 @@ def _stretches(
     trace, fresh_bytes = counted.trace, counted.fresh_bytes
     ops = trace.ops
     names = [_plain_name(text) for text in trace.texts]
+    pieces: list[Lanes] = []
+    once, last_phase = Lanes(speed.overlaps), None
+    beside, waits = dict(trace.copies) if speed.overlaps else {}, _waits_by_row(trace)
     is_captured = captured_rows(trace)
-    pieces: list[_Stretch] = []
-    once, last_phase = _Stretch(speed.overlaps), None
     rows = [row for row, phase in enumerate(ops.phase) if phase not in _NOT_COUNTED]
     wanted = max((ops.step[row] for row in rows), default=0) if step is None else step
     for row in rows:
@@ -256,8 +225,10 @@ def _stretches(
         stretch, phase = once, ops.phase[row]
         if phase in _OF_A_PIECE:
             if not pieces or (last_phase == "backward" and phase != "backward"):
-                pieces.append(_Stretch(speed.overlaps))
+                pieces.append(Lanes(speed.overlaps))
             stretch, last_phase = pieces[-1], phase
+        for copy, by_processor in waits.get(row, ()):
+            stretch.wait(copy, by_processor=by_processor, in_backward=phase == "backward")
         name = names[ops.name[row]]
         if exchange is not None and name in _EXCHANGES:
             kind = _EXCHANGES[name]
@@ -269,23 +240,35 @@ def _stretches(
             continue
         kernel_seconds = _kernel_seconds(trace, row, name, speed)
         kernel_seconds += fresh_bytes.get(row, 0) * speed.fresh_seconds_per_byte
-        call_seconds, copy_seconds = _host_seconds(trace, row, name, speed)
+        if row in beside:
+            seconds = speed.kernel_seconds + ops.outside_bytes[row] / speed.link_bytes_per_second
+            stretch.copy(row, speed.op_seconds, seconds, to_device=beside[row])
+            continue
+        call_seconds, copy_seconds, work_seconds = _host_seconds(trace, row, name, speed)
         if is_captured[row]:
             call_seconds = 0.0 if row and is_captured[row - 1] else _REPLAY_CALLS * speed.op_seconds
-        stretch.call(call_seconds, kernel_seconds, copy_seconds)
-    return [piece.total() for piece in pieces], once.total()
+        stretch.run(call_seconds, kernel_seconds + copy_seconds)
+        stretch.work(work_seconds, adds_up=phase == "backward" and ops.by_autograd[row])
+    return [piece.seconds for piece in pieces], once.seconds
 
 
-def _host_seconds(trace: Trace, row: int, name: str, speed: Speed) -> tuple[float, float]:
-    """What an op keeps the processor and the link busy; in the memory outside a GPU the processor works itself."""
+def _waits_by_row(trace: Trace) -> dict[int, list[tuple[int, bool]]]:
+    found: dict[int, list[tuple[int, bool]]] = {}
+    for row, copy, by_processor in trace.waits:
+        found.setdefault(row, []).append((copy, by_processor))
+    return found
+
+
+def _host_seconds(trace: Trace, row: int, name: str, speed: Speed) -> tuple[float, float, float]:
+    """The call of an op, what it copies over the link, and what the processor works itself in memory outside a GPU."""
     ops = trace.ops
     moved_bytes, outside_bytes = ops.moved_bytes[row], ops.outside_bytes[row]
     call_seconds = _call_seconds(ops.phase[row], ops.by_autograd[row] or name in _CAST_BELOW, speed)
     if not (moved_bytes or ops.flops[row] or outside_bytes):
-        return call_seconds * VIEW_SHARE, 0.0
+        return call_seconds * VIEW_SHARE, 0.0, 0.0
     if speed.overlaps and not moved_bytes:
-        return call_seconds + outside_bytes / speed.host_bytes_per_second, 0.0
-    return call_seconds, outside_bytes / speed.link_bytes_per_second
+        return call_seconds, 0.0, outside_bytes / speed.host_bytes_per_second
+    return call_seconds, outside_bytes / speed.link_bytes_per_second, 0.0
 
 
 def _call_seconds(phase: Phase, is_below: bool, speed: Speed) -> float:

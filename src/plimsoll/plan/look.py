@@ -11,7 +11,7 @@ from plimsoll.memory.predict import Counted
 from plimsoll.records.plan import Choice, Duration, Rung
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Category, Phase
-from plimsoll.techniques import Choices
+from plimsoll.techniques import UNTRACED, Choices, in_order
 
 _GROWS = ("activations", "temporaries", "inputs")
 _PASSES: tuple[Phase, ...] = ("copy", "forward", "loss", "backward", "evaluation")
@@ -64,6 +64,17 @@ LookAt = Callable[[Choices], Look]
 def without_micro_batch(choices: tuple[Choice, ...]) -> Choices:
     """The choices but for the micro-batch."""
     return tuple(choice for choice in choices if choice.technique != "micro_batch")
+
+
+def heap_of(choices: Choices) -> Choice | None:
+    """Which of them sets up how memory is handed out; ``None`` for what a budget sets by itself."""
+    return next((choice for choice in choices if choice.technique in UNTRACED), None)
+
+
+def in_heap(choices: Choices, heap: Choice | None) -> Choices:
+    """The same choices in another heap; ``None`` is the one that a budget sets by itself."""
+    rest = tuple(choice for choice in choices if choice.technique not in UNTRACED)
+    return rest if heap is None else in_order((*rest, heap))
 
 
 def phase_peaks(counted: Counted) -> dict[Phase, PhasePeak]:

@@ -23,7 +23,8 @@ import numpy as np
 
 from plimsoll.memory.lowering.cudnn_rnn import MOST_STEPS
 from plimsoll.plan.blocks import some_blocks
-from plimsoll.plan.look import Look, LookAt, PhasePeak
+from plimsoll.plan.candidates import FALLS_SHARE, can_follow, candidates_beside
+from plimsoll.plan.look import Look, LookAt, PhasePeak, heap_of, in_heap
 from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of
 from plimsoll.plan.reasons import SAME_SECONDS, rejected
 from plimsoll.plan.surrogate import Column, Surrogate
@@ -35,10 +36,8 @@ _LEAST_PART = 0.02  # of a peak: what is less is not worth a trace
 _MOST_LOOKS = 8  # at mixes, for the plan ...
 _MOST_FALLBACK_LOOKS = 1  # ... and for each fallback, which need not be the fastest
 _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
+_MOST_LOOKS_BESIDE = 2  # at other micro-batches, for a trial
 _WEAKER_SECONDS = 0.5  # of the time that the strongest option adds
-_FALLS_SHARE = 0.95  # of what is before it: what needs more is no fallback
-# Taking one back needs room in the crisis.
-_MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload", "layer_streaming")
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 # Of what the plan needs: close by where it needs most of the limit, since most that runs out lacked a little. A peak
 # that is higher still is for the leanest.
@@ -47,7 +46,10 @@ _FALLBACK_SHARES = (0.85, 0.72, 0.6)
 
 @dataclass(frozen=True)
 class Found:
-    """The mix in force and its fallbacks; ``fits`` is False if ``chosen`` is only what needs least."""
+    """The mix in force and its fallbacks; ``fits`` is False if ``chosen`` is only what needs least.
+
+    ``candidates`` are others that are about as fast by the model, for a trial.
+    """
 
     chosen: Look
     fallbacks: tuple[Look, ...]
@@ -55,6 +57,7 @@ class Found:
     fits: bool
     rejected: tuple[Rejected, ...]
     openings: tuple[Look, ...]
+    candidates: tuple[Look, ...] = ()
 
 
 def search(problem: Problem, look_at: LookAt) -> Found:
@@ -91,7 +94,7 @@ class _Search:
         self._look_at = look_at
         self._looks: dict[Choices, Look] = {}
         self._surrogates: dict[Choice | None, Surrogate] = {}  # one for each heap
-        self._usual_heap = _heap_of(self._menu.base)
+        self._usual_heap = heap_of(self._menu.base)
         self._reference: Look
         self._asked: set[str] = set()
         self._learned: dict[str, list[Choice]] = {}
@@ -109,6 +112,7 @@ class _Search:
         if chosen is None:
             leanest = self._leanest()
             return self._result(leanest, (), plain, fits=False, openings=self._openings(leanest))
+        self._look_beside(chosen)
         return self._result(chosen, tuple(self._fallbacks(chosen)), plain, fits=True, openings=())
 
     def _needed_to_run(self) -> Choices:
@@ -160,7 +164,7 @@ class _Search:
         allowed = {name: tuple(filter(self._goes_with_base, choices)) for name, choices in offered.items()}
         heaps = tuple(chain.from_iterable(allowed.values()))
         for heap in (self._usual_heap, *heaps):
-            counted = [self._look_at_choices(_in_heap(look.choices, heap)) for look in looks.values()]
+            counted = [self._look_at_choices(in_heap(look.choices, heap)) for look in looks.values()]
             self._surrogates[heap] = Surrogate(counted)
         self._asked.update(UNTRACED)
         self._learned.update({name: list(choices) for name, choices in allowed.items() if choices})
@@ -312,7 +316,7 @@ class _Search:
     def _learned_mixes(self, after: Choices | None = None) -> list[_Mix]:
         """Those of what was learned, and where a mix is given that can come after it in a run."""
         learned = (mix for mix in self._mixes() if self._only_guessed.isdisjoint(mix.choices))
-        return [mix for mix in learned if after is None or _can_follow(after, mix.choices)]
+        return [mix for mix in learned if after is None or can_follow(after, mix.choices)]
 
     def _all_mixes(self) -> list[_Mix]:
         base, required = self._menu.base, self._problem.decided.required
@@ -334,7 +338,7 @@ class _Search:
 
     def _guessed(self, mix: _Mix) -> tuple[Column, Column, Column]:
         """Of each size of a mix, the need and the seconds as guessed or traced, and whether it is possible."""
-        surrogate = self._surrogates[_heap_of(mix.choices)]
+        surrogate = self._surrogates[heap_of(mix.choices)]
         needs, seconds = surrogate.need_bytes(mix.choices, mix.sizes), surrogate.seconds(mix.choices, mix.sizes)
         possible = np.ones(len(mix.sizes), dtype=bool)
         for row, look in enumerate(map(self._looks.get, mix.with_sizes)):
@@ -368,7 +372,7 @@ class _Search:
     def _correct(self, choices: Choices) -> None:
         """Look at choices with each heap, and let the surrogates learn from it."""
         for heap, surrogate in self._surrogates.items():
-            alike = _in_heap(choices, heap)
+            alike = in_heap(choices, heap)
             if self._compatibility.allows(alike):
                 surrogate.correct(self._look_at_choices(alike))
 
@@ -377,7 +381,7 @@ class _Search:
         names = {choice.technique for choice in look.mix}
         has_size = look.micro_batch in self._menu.sizes
         has_all = set(self._menu.base) <= set(look.mix) and self._problem.decided.required <= names
-        return has_size and has_all and (after is None or _can_follow(after, look.mix))
+        return has_size and has_all and (after is None or can_follow(after, look.mix))
 
     def _best_guess(self, mixes: list[_Mix], limit_bytes: int) -> Choices | None:
         """The choices to take: of those about as fast as the fastest, the fewest techniques, then the largest size."""
@@ -396,6 +400,22 @@ class _Search:
         best = min(near, key=lambda one: (*one[:3], str(one[3].choices)))
         return best[3].with_sizes[best[4]]
 
+    def _look_beside(self, chosen: Look) -> None:
+        """Trace what is guessed to be about as fast with other micro-batches: a trial may show that it is faster."""
+        limit_bytes, most_seconds = self._problem.limit_bytes, chosen.step_time.high_seconds
+        alike = {heap: self._look_at_choices(in_heap(self._reference.choices, heap)) for heap in self._surrogates}
+        likely = {heap: look.peak.likely_bytes / look.need_bytes for heap, look in alike.items()}
+        fastest: dict[int, tuple[float, int, Choices]] = {}  # of each size
+        for number, mix in enumerate(self._learned_mixes()):
+            needs, seconds, possible = self._guessed(mix)
+            fits = likely[heap_of(mix.choices)] * needs <= limit_bytes
+            for row in np.flatnonzero(fits & (seconds <= most_seconds) & possible):
+                size, guess = int(mix.sizes[row]), (float(seconds[row]), number, mix.with_sizes[row])
+                fastest[size] = min(fastest.get(size, guess), guess, key=lambda one: one[:2])
+        fastest.pop(chosen.micro_batch, None)
+        for *_, choices in sorted(fastest.values(), key=lambda one: one[:2])[:_MOST_LOOKS_BESIDE]:
+            self._correct(choices)
+
     # -- what is behind the plan ---------------------------------------------------------------------------------------
 
     def _fallbacks(self, chosen: Look) -> Iterator[Look]:
@@ -411,7 +431,7 @@ class _Search:
                 yield following
                 last = following
         leanest = self._leanest(last.mix)
-        if leanest.need_bytes < _FALLS_SHARE * last.need_bytes:
+        if leanest.need_bytes < FALLS_SHARE * last.need_bytes:
             yield leanest
             last = leanest
         single = (micro_batch_choice(self._menu.sizes[-1]), *last.mix)
@@ -456,39 +476,18 @@ class _Search:
     def _result(
         self, chosen: Look, fallbacks: tuple[Look, ...], plain: Look, *, fits: bool, openings: tuple[Look, ...]
     ) -> Found:
-        ours = _in_heap(chosen.choices, self._usual_heap)
+        ours = in_heap(chosen.choices, self._usual_heap)
         others = [
             look
             for look in self._looks.values()
             if look is not chosen and look not in fallbacks
-            and (_heap_of(look.choices) == self._usual_heap or _in_heap(look.choices, self._usual_heap) == ours)
+            and (heap_of(look.choices) == self._usual_heap or in_heap(look.choices, self._usual_heap) == ours)
         ]  # fmt: skip
         reasons = [rejected(look, chosen, self._problem) for look in others]
-        return Found(
-            chosen,
-            fallbacks,
-            plain,
-            fits,
-            (*reasons, *self._menu.rejected),
-            openings,
-        )
-
-
-def _heap_of(choices: Choices) -> Choice | None:
-    return next((choice for choice in choices if choice.technique in UNTRACED), None)
-
-
-def _in_heap(choices: Choices, heap: Choice | None) -> Choices:
-    """The same choices in another heap; ``None`` is the one that a budget sets by itself."""
-    rest = tuple(choice for choice in choices if choice.technique not in UNTRACED)
-    return rest if heap is None else in_order((*rest, heap))
-
-
-def _can_follow(before: Choices, mix: Choices) -> bool:
-    """Whether a mix can come after another in a run: what changes the training and what has moved states stays."""
-    for_the_run = [tuple(one for one in both if technique_of(one.technique).is_for_the_run) for both in (before, mix)]
-    moved = [tuple(one for one in both if one.technique in _MOVES) for both in (before, mix)]
-    return for_the_run[0] == for_the_run[1] and moved[1][: len(moved[0])] == moved[0]
+        possible = [look for look in self._looks.values() if self._can_be(look, None)]
+        candidates = candidates_beside(chosen, fallbacks, possible, self._problem.limit_bytes) if fits else ()
+        reasons += self._menu.rejected
+        return Found(chosen, fallbacks, plain, fits, tuple(reasons), openings, candidates)
 
 
 def _about(need_bytes: float) -> float:

@@ -128,6 +128,43 @@ class OffDevice(Frozen):
     disk_bytes_per_second: float | None = None
 
 
+class Candidate(Frozen):
+    """A plan that the model of time cannot tell from the one in force, with what a plan says of its first rung."""
+
+    rung: Rung
+    prediction: Prediction | None = None
+    time_factor: float = 1.0
+    off_device: OffDevice | None = None
+
+
+class Tried(Frozen):
+    """What a trial made of one candidate.
+
+    ``predicted_seconds`` are of a step, without what earlier runs have taught; ``measured_seconds`` of a step as the
+    passes that were run let expect it; ``peak_bytes`` is the most that was in use in them. A candidate that was struck
+    would need more than memory turned out to hold when another one ran out of it; one that was too near the limit may
+    need more in a long run.
+    """
+
+    choices: tuple[Choice, ...]
+    outcome: Literal["fastest", "slower", "ran out", "struck", "too near", "failed", "not tried"]
+    predicted_seconds: float | None = None
+    measured_seconds: float | None = None
+    peak_bytes: int | None = None
+    why: str = ""
+
+
+class Trial(Frozen):
+    """Candidates that were run for a few passes before the training, with everything put back; the fastest is first.
+
+    ``left_out`` says why nothing was tried.
+    """
+
+    seconds: float = 0.0
+    tried: tuple[Tried, ...] = ()
+    left_out: str = ""
+
+
 class Plan(Record):
     """The way to run that was chosen, and the smaller ones to take, in order, when memory runs out.
 
@@ -141,6 +178,8 @@ class Plan(Record):
     ``time_factor`` is what earlier runs have taught of the time, and in ``step_time``. ``off_device`` is there where
     parameters are in files (CPU) or on the host (CUDA), and not where the budget counts. ``loss_check`` says whether a
     batch may be cut, and ``tokenizer_bytes`` what training the tokenizer takes at most, before there is a model.
+    ``candidates`` are plans of about the same time, which a trial on the device runs beside the first rung; what it
+    measured is in ``trial``, ``None`` where none was made.
 
     For a reader, by the technique's name: ``about`` says what it does, ``numerics`` what it does to the numbers, and
     ``why`` what it saves in this plan, or why it is in it.
@@ -169,6 +208,8 @@ class Plan(Record):
     off_device: OffDevice | None = None
     loss_check: LossCheck | None = None
     tokenizer_bytes: int | None = None
+    candidates: tuple[Candidate, ...] = ()
+    trial: Trial | None = None
     num_traces: int = 0
     plan_seconds: float = 0.0
 

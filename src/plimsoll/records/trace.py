@@ -92,6 +92,9 @@ class Trace(Record):
     memory. ``nodes`` are those of autograd's graph: ``(op, op, number)``, the rows at which they were made and from
     which on they are gone (-1 if they were there at the end).
 
+    ``copies`` are those that run beside the computation, on a stream of their own: ``(op, whether it is to the
+    device)``; an op that copies and is not among them is one of the device's queue. ``waits`` are ``(op, op of a copy,
+    whether the processor waits, too)``: the device begins the first after the second has ended.
     ``captured`` are ``(op, op)``: the rows from which and before which a captured CUDA graph does the ops, in one
     launch and in memory of its own.
     """
@@ -109,6 +112,8 @@ class Trace(Record):
     assumptions: tuple[Assumption, ...] = ()
     unwritten: tuple[tuple[int, int], ...] = ()
     nodes: tuple[tuple[int, int, int], ...] = ()
+    copies: tuple[tuple[int, bool], ...] = ()
+    waits: tuple[tuple[int, int, bool], ...] = ()
     captured: tuple[tuple[int, int], ...] = ()
 
     def deltas(self, on_host: bool = False) -> Iterator[tuple[int, int, int]]:

@@ -72,6 +72,7 @@ def run_report(record: RunRecord) -> Group:
         sheets.oom_sheet(record.oom_events),
         sheets.death_sheet(record),
         plan_sheets.plan_in_force_sheet(record),
+        plan_sheets.trial_sheet(record.plan),
     ]
     return _spaced(run_panel(record), run_table(record), *(_table(sheet) for sheet in tables if sheet.rows))
 
@@ -201,6 +202,7 @@ def plan_report(plan: Plan) -> Group:
     tables = [
         *(_table(sheet, is_wide=True) for sheet in [chosen] if sheet.rows),
         *([_table(ladder)] if ladder.rows and is_shown else []),
+        *(_table(sheet) for sheet in [plan_sheets.trial_sheet(plan)] if sheet.rows),
         *(_table(sheet, is_wide=True) for sheet in [openings, rejected] if sheet.rows),
         *(_table(sheet) for sheet in _prediction_tables(plan.prediction) if sheet.rows),
     ]
@@ -216,7 +218,7 @@ def plan_panel(plan: Plan) -> Panel:
     """Return the headline: of what it is, whether it fits, and when the peak is."""
     sentences = [
         plan_sheets.plain_sentence(plan), plan_sheets.loss_sentence(plan), plan_sheets.opening_sentence(plan),
-        plan_sheets.off_device_sentence(plan), plan_sheets.preparing_sentence(plan),
+        plan_sheets.off_device_sentence(plan), plan_sheets.preparing_sentence(plan), plan_sheets.trial_sentence(plan),
     ]  # fmt: skip
     if plan.prediction is None:
         title, moments = "Plan", [plan_sheets.budget_sentence(plan.budget)]

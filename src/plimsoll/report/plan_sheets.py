@@ -156,6 +156,50 @@ def loss_sentence(plan: Plan) -> str:
     return f"The batch is not cut: {check.why} ({check.remedy})."
 
 
+def trial_sentence(plan: Plan) -> str:
+    """Say whether the plan was run beside others before it was believed; empty where nothing fits, or was predicted."""
+    trial, num_others = plan.trial, len(plan.candidates)
+    if not plan.fits or (trial is None and plan.prediction is None):
+        return ""
+    if trial is None and num_others:
+        others = "one other that is" if num_others == 1 else f"{num_others} others that are"
+        return (
+            f"Untried: on its device, `plimsoll train` runs it and {others} about as fast for a few passes, and takes "
+            "the fastest."
+        )
+    if trial is None:
+        return "Untried: no other plan that was traced is about as fast."
+    if trial.left_out:
+        return f"Untried: {trial.left_out}."
+    fastest = next((one for one in trial.tried if one.outcome == "fastest"), None)
+    if fastest is None:
+        return f"Tried: none of {len(trial.tried)} plans held, so it begins with a fallback."
+    num_measured = sum(one.measured_seconds is not None for one in trial.tried)
+    of = f"the fastest of {num_measured} plans" if num_measured > 1 else "the only one of its candidates that was run"
+    return (
+        f"Tried: {choices_text(fastest.choices)} is {of}, {format_seconds(fastest.measured_seconds)} a step measured "
+        f"in {format_seconds(trial.seconds)}."
+    )
+
+
+def trial_sheet(plan: Plan) -> Sheet:
+    """List what a trial ran, with the seconds of a step that were predicted and measured."""
+    columns = (
+        Column("Choices"), Column("Predicted", True), Column("Measured", True), Column("Result"), Column("Why")
+    )  # fmt: skip
+    rows = tuple(
+        (
+            choices_text(one.choices),
+            format_seconds(one.predicted_seconds),
+            "" if one.measured_seconds is None else format_seconds(one.measured_seconds),
+            one.outcome,
+            one.why,
+        )
+        for one in (plan.trial.tried if plan.trial is not None else ())
+    )
+    return Sheet("Tried before training, a step", columns, rows)
+
+
 def preparing_sentence(plan: Plan) -> str:
     """Say what preparing the data takes at most, where that is more than reading them: a tokenizer is trained."""
     if plan.tokenizer_bytes is None or plan.tokenizer_bytes < _LEAST_SAID_BYTES:

@@ -52,7 +52,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
 from plimsoll.optimizers import is_of_torch, is_separable
-from plimsoll.outside import copier_of, is_marked, keeps_states_outside, outside_the_device
+from plimsoll.outside import copier_of, is_marked, keeps_states_outside, lender_of, outside_the_device
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
@@ -74,10 +74,14 @@ from plimsoll.run.update_copies import Learned, Memory, PieceCopy, WholeCopy
 
 # A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
 _PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
+# Parameters that lie on the host in a training on a GPU are updated there: in its cache, but by fewer calls, since many
+# threads share the work of each.
+_OUTSIDE_PIECE_BYTES = 8 << 20
 # On the CPU copies are made in memory that is kept: to take and free it in every step makes the C library give the top
 # of its heap back to the system and take it again, which costs up to twice as much as the copying. CUDA's allocator
 # keeps it.
 _KEPT_BYTES = {"cpu": 8 << 20, "cuda": 0}
+_OUTSIDE_KEPT_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 
 
 @dataclass(slots=True)
@@ -169,7 +173,7 @@ class StepCommit:
         self.recovered: list[OomEvent] = []
         self._backend = backend
         self._position = position
-        self._scratch = Scratch(_KEPT_BYTES[backend.kind])
+        self._scratch = _scratch_by_place(backend)
         self._plain: list[nn.Parameter] = []  # found to be so: looking again in every step would cost more
         self._pieces: list[_Piece] = []
         self._made_for: object = None
@@ -185,7 +189,7 @@ class StepCommit:
 
     def forget(self) -> None:
         """Let go of the scratch memory, and of the optimizer's states: views of them are kept from step to step."""
-        self._scratch = Scratch(_KEPT_BYTES[self._backend.kind])
+        self._scratch = _scratch_by_place(self._backend)
         self._plain, self._pieces, self._made_for = [], [], None
         self._learned.kept.forget()
 
@@ -315,6 +319,8 @@ class StepCommit:
                 times = self._state_bytes(piece) / max(piece.num_bytes, 1)
                 event = self._lacks_room(others, times, is_next=True)
             event = self._agreed(event)
+            if event is None and isinstance(copy, PieceCopy):
+                copy.keep()
             is_done = event is None
         finally:
             if not is_done:
@@ -360,7 +366,7 @@ class StepCommit:
         """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
         copy = attempt(lambda: self._copied(piece), self._backend, self._position)
         if isinstance(copy, OomEvent):
-            self._scratch.clear()
+            self._scratch[piece.place[1]].clear()
             self._backend.release()
             copy = attempt(lambda: self._copied(piece), self._backend, self._position)
         if isinstance(copy, OomEvent) or (piece.num_failures and self._lacks_room([piece]) is not None):
@@ -369,8 +375,9 @@ class StepCommit:
         return copy
 
     def _copied(self, piece: _Piece) -> PieceCopy | WholeCopy:
-        memory = Memory(piece.layout, self._scratch, copier_of(self.optimizer))
+        memory = Memory(piece.layout, self._scratch[piece.place[1]], copier_of(self.optimizer))
         if piece.is_separable:
+            memory = memory._replace(lender=lender_of(self.optimizer))
             return PieceCopy(self.optimizer, piece.members(), memory, self._changes_gradients)
         return WholeCopy(self.optimizer, self._learned, memory, self._backend, is_again=piece.num_failures > 0)
 
@@ -391,7 +398,7 @@ class StepCommit:
         return agreed(event, self._position, self._ranks) if self._is_undone_by_all else event
 
     def _do_without_copy(self, piece: _Piece, others: list[_Piece]) -> OomEvent | None:
-        self._scratch.clear()
+        self._scratch[piece.place[1]].clear()
         self._backend.release()
         no_room = self._agreed(self._lacks_room([piece, *others]))
         if no_room is not None:
@@ -433,13 +440,19 @@ def _pieces(members: Members, can_be_cut: bool, piece_bytes: int) -> list[_Piece
     """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter); tables on the host last."""
     pieces: list[_Piece] = [] if can_be_cut else [_Piece(is_separable=False)]  # which has a step to do in any case
     for group, parameter in sorted(members, key=_order):
+        most_bytes = min(piece_bytes, _OUTSIDE_PIECE_BYTES) if is_marked(parameter) else piece_bytes
         is_full = pieces and (
-            pieces[-1].num_bytes + _cut_bytes(parameter) > piece_bytes or pieces[-1].place != _place_of(parameter)
+            pieces[-1].num_bytes + _cut_bytes(parameter) > most_bytes or pieces[-1].place != _place_of(parameter)
         )
         if not pieces or (can_be_cut and is_full):
             pieces.append(_Piece(can_be_cut))
         pieces[-1].add(group, parameter)
     return pieces
+
+
+def _scratch_by_place(backend: Backend) -> dict[bool, Scratch]:
+    """Memory for copies of what is in the device's memory, and of what lies outside of it."""
+    return {False: Scratch(_KEPT_BYTES[backend.kind]), True: Scratch(_OUTSIDE_KEPT_BYTES[backend.kind])}
 
 
 def _order(member: tuple[int, nn.Parameter]) -> tuple[bool, bool, int]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class EarlyUpdate:
             parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
         self._settings = settings_of(optimizer)
+        self._lock = Lock()  # gradients on a device and on the host are complete in different threads
         self._waiting: list[nn.Parameter] = []
         self._before: dict[nn.Parameter, _Before] = {}
 
@@ -83,6 +85,10 @@ class EarlyUpdate:
 
     def _is_complete(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
+        with self._lock:
+            self._add(parameter)
+
+    def _add(self, parameter: nn.Parameter) -> None:
         if parameter in self._before or any(parameter is one for one in self._waiting):
             raise InputError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} came in more than one part, so it "

@@ -1,4 +1,4 @@
-"""What a planned run teaches the next plan: its peak and its step time, measured over predicted, by technique.
+"""What a planned run, and a trial before it, teach the next plan: peaks and step times, measured over predicted.
 
 A finished run adds to one file in the cache folder (`plimsoll.records.base.cache_folder`), which the next plan reads.
 Only steps that ran as the plan says count, from the third on: the first ones import, allocate and make states. A ratio
@@ -60,10 +60,31 @@ def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine]
     return calibration
 
 
+def learned_from_trial(calibration: Calibration, plan: Plan) -> Calibration:
+    """Return what is known after a trial: the time of each candidate that was measured."""
+    target = plan.made_for.get("target")
+    for one in plan.trial.tried if plan.trial is not None and target is not None else ():
+        if one.measured_seconds is None or one.predicted_seconds is None or target is None:
+            continue
+        if 1 / _MOST_RATIO < one.measured_seconds / one.predicted_seconds < _MOST_RATIO:
+            names = [choice.technique for choice in one.choices]
+            calibration = learn_time(calibration, target, names, one.predicted_seconds, one.measured_seconds)
+    return calibration
+
+
+def learn_from_trial(plan: Plan) -> None:
+    """Add a trial to the file, where that can be written."""
+    before = known_calibration()
+    _save(before, learned_from_trial(before, plan))
+
+
 def learn(plan: Plan, steps: Sequence[StepLine], begun_at: int = 0) -> None:
     """Add a run to the file (see `learned_from`); where that cannot be written, nothing is learned."""
     before = known_calibration()
-    after = learned_from(before, plan, steps, begun_at)
+    _save(before, learned_from(before, plan, steps, begun_at))
+
+
+def _save(before: Calibration, after: Calibration) -> None:
     if after == before:
         return
     file = calibration_file()

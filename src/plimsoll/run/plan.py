@@ -24,20 +24,17 @@ import torch
 from torch import nn
 
 from plimsoll.assemble import choose_device
-from plimsoll.data.sketch import TextSketch, sketch_texts
-from plimsoll.device.base import backend_for
+from plimsoll.data.sketch import TextSketch
 from plimsoll.device.disk import disk_bytes_per_second
 from plimsoll.device.exchange import exchange_of, measured_exchange
-from plimsoll.device.gpus import spec_of
 from plimsoll.device.speed import measured_speed, speed_of
-from plimsoll.errors import BudgetError, InputError, OutputError
+from plimsoll.errors import InputError, OutputError
 from plimsoll.mapped import scratch_folder
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
 from plimsoll.plan.cost import learned_peak, learned_ratio, moved_outside, step_duration, with_disk
-from plimsoll.plan.facts import differences, facts_of
 from plimsoll.plan.look import Look, phase_peaks
 from plimsoll.plan.menu import Problem
 from plimsoll.plan.search import Found, search
@@ -45,15 +42,15 @@ from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Allowed, Job
 from plimsoll.records.loss_check import LossCheck
-from plimsoll.records.plan import OffDevice, Pin, Plan, Rejected, Rung, micro_batch_choice, parse_pin
+from plimsoll.records.plan import Candidate, OffDevice, Pin, Plan, Rejected, Rung, micro_batch_choice, parse_pin
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
-from plimsoll.records.units import format_bytes, parse_bytes
+from plimsoll.records.units import parse_bytes
 from plimsoll.run.rehearse import rehearsed_samples
 from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.subjects import JobSubject, StepSubject, Subject
-from plimsoll.run.targets import StartedBaseline, Target, find_target, gpu_target
+from plimsoll.run.targets import StartedBaseline, Target, find_target
 from plimsoll.run.wishes import decided_of, require_known, setting_of, wished
 from plimsoll.techniques import TECHNIQUES, UNTRACED, Choices, in_order
 from plimsoll.workload import LossFunction, Reason, Units, model_loss
@@ -203,70 +200,6 @@ def _here(device: str) -> str:
     """A device as it is called here, and what ``local`` stands for."""
     name = device.lower()
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "local" else name
-
-
-def require_that_fits(plan: Plan) -> None:
-    """Refuse a plan that no budget holds.
-
-    Raises:
-        BudgetError: if it does not fit; it says which budget would, and which lossy techniques.
-    """
-    if plan.fits:
-        return
-    assert plan.smallest_budget_bytes is not None
-    leanest = " ".join(map(str, plan.choices))
-    budget = f"{-(-plan.smallest_budget_bytes >> 20)}MiB"
-    openings = "".join(f"; {' '.join(map(str, one.choices))} {one.reason}" for one in plan.openings)
-    check = plan.loss_check
-    uncut = f"; the batch is not cut, because {check.why}: {check.remedy}" if check and not check.may_cut else ""
-    raise BudgetError(
-        f"a budget of {format_bytes(plan.budget.device_bytes or 0)} cannot hold this training: what needs least, "
-        f"{leanest}, needs {format_bytes(plan.smallest_budget_bytes)}: give --budget "
-        f'{budget} or more (in Python budget="{budget}"){openings}{uncut}'
-    )
-
-
-def require_same(plan: Plan, job: Job, source: str) -> Job:
-    """Check that a plan is of a job, and return the job with the plan's budget where it has none of its own.
-
-    Its texts need not be prepared yet: `plimsoll.plan.facts.require_prepared_for` follows.
-
-    Raises:
-        InputError: if the plan is of other code, data, another device or a larger budget; it says what differs.
-    """
-    different = _differences(plan, job, sketch_texts(job))
-    if different:
-        raise InputError(
-            f"the plan {source} is of another training: {'; '.join(different)}; make it again with `plimsoll plan`"
-        )
-    has_bytes, needs_bytes = job.budget.device_bytes, plan.budget.device_bytes
-    if has_bytes is not None and needs_bytes is not None and has_bytes < needs_bytes:
-        raise InputError(
-            f"the plan {source} is for a budget of {format_bytes(needs_bytes)}, and this run has "
-            f"{format_bytes(has_bytes)}: give that budget, or make the plan again with `plimsoll plan`"
-        )
-    require_that_fits(plan)
-    return job if has_bytes is not None else job.model_copy(update={"budget": plan.budget})
-
-
-def reasons_against(plan: Plan, job: Job, texts: TextSketch) -> list[str]:
-    """What a run that goes on has otherwise than its plan says; a plan for less than its budget is still good.
-
-    Its texts may be gone: ``texts`` is what was prepared of them.
-    """
-    needs_bytes, has_bytes = plan.budget.device_bytes, job.budget.device_bytes
-    if needs_bytes is not None and has_bytes is not None and has_bytes < needs_bytes:
-        return [f"the budget was {format_bytes(needs_bytes)}, is {format_bytes(has_bytes)}"]
-    return _differences(plan, job, texts)
-
-
-def _differences(plan: Plan, job: Job, texts: TextSketch) -> list[str]:
-    target = CpuLowering().name if choose_device(job) == "cpu" else _cuda_here().lowering().name
-    return list(differences(plan.made_for, facts_of(job, texts, target), texts.guessed))
-
-
-def _cuda_here() -> Target:
-    return gpu_target(spec_of(backend_for("cuda").probe()), None)
 
 
 class Planner:
@@ -434,9 +367,11 @@ class Planner:
         return counted if self._target.spec is not None else replace(counted, spread=_LONG_RUN_SPREAD)
 
     def _record(self, found: Found, rungs: Sequence[Look], smallest_bytes: int | None) -> Plan:
-        names = {choice.technique for look in (*rungs, *found.openings) for choice in look.choices}
+        looks = (*rungs, *found.openings, *found.candidates)
+        names = {choice.technique for look in looks for choice in look.choices}
         names |= {choice.technique for one in found.rejected for choice in one.choices}
-        learned = self._learned(rungs[0].choices)
+        chosen = self._candidate(rungs[0], self._is_short)
+        near = self._near(found, rungs[0]) if smallest_bytes is None else ()
         about = {name: TECHNIQUES[name].summary for name in sorted(names)}
         numerics = {name: TECHNIQUES[name].numerics for name in sorted(names)}
         if rungs[0].micro_batch == self.subject.batch_size:
@@ -449,20 +384,37 @@ class Planner:
             rejected=found.rejected,
             openings=() if found.fits else tuple(map(self._opening, found.openings)),
             smallest_budget_bytes=None if smallest_bytes is None else smallest_bytes + self._target.kept_back_bytes,
-            prediction=self.prediction(rungs[0].choices),
+            prediction=chosen.prediction,
             pinned=self._decided.pinned,
             required=tuple(sorted(self._decided.required)),
             forbidden=tuple(sorted(self._decided.forbidden)),
             left_out=dict(self._decided.left_out),
             about=about,
             numerics=numerics,
-            time_factor=learned.low if learned else 1.0,
-            off_device=self._off_device(self._at_length(rungs[0].choices), rungs[0].micro_batch),
+            time_factor=chosen.time_factor,
+            off_device=chosen.off_device,
+            candidates=tuple(self._candidate(look, is_short=True) for look in near),
             loss_check=self.loss_check,
             tokenizer_bytes=self.subject.tokenizer_bytes,
             made_for=self.subject.facts(self._target.lowering().name),
             num_traces=len(self._traced),
             plan_seconds=time.perf_counter() - self._started_seconds,
+        )
+
+    def _near(self, found: Found, chosen: Look) -> Iterator[Look]:
+        """Look at the candidates beside the plan as long as the plan was; those of them that probably fit."""
+        for one in found.candidates:
+            look = self.look(one.choices, is_short=True, is_long=True)
+            if look.choices != chosen.choices and look.fits and look.peak.likely_bytes <= self._target.limit_bytes:
+                yield look
+
+    def _candidate(self, look: Look, is_short: bool) -> Candidate:
+        learned, counted = self._learned(look.choices), self._count(look.choices, is_short, is_long=True)
+        return Candidate(
+            rung=look.rung(),
+            prediction=self._prediction(look.choices, counted),
+            time_factor=learned.low if learned else 1.0,
+            off_device=self._off_device(counted, look.micro_batch),
         )
 
     def _opening(self, look: Look) -> Rejected:
@@ -478,11 +430,14 @@ class Planner:
 
     def prediction(self, choices: Choices) -> Prediction:
         """Make the record of what a mix needs."""
+        return self._prediction(choices, self._at_length(choices))
+
+    def _prediction(self, choices: Choices, counted: Counted) -> Prediction:
         subject = self.subject
         named = [str(choice.options["dtype"]) for choice in choices if choice.technique == "autocast"]
         precision = named[0] if named else str(subject.workload.precision)
         return self._target.predict(
-            self._at_length(choices),
+            counted,
             subject.described(precision),
             precision,
             samples_of(choices),

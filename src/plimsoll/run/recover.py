@@ -62,6 +62,10 @@ class RanOut(NamedTuple):
     wanted_bytes: int
     limit_bytes: int
 
+    def most_bytes(self, needed_bytes: int) -> float:
+        """What may be predicted for a plan to fit, if all need as much more as this one, of which so much was."""
+        return needed_bytes * min(1.0, self.limit_bytes / max(self.wanted_bytes, 1))
+
 
 class Measured(NamedTuple):
     """The memory of a step that went through: its peak, and what is in use after it."""
@@ -289,7 +293,7 @@ class Ladder:
         needs = self._needs[rung]
         if ran_out is None or needs is None:
             return smaller[0]
-        most_bytes = needs * min(1.0, ran_out.limit_bytes / max(ran_out.wanted_bytes, 1))
+        most_bytes = ran_out.most_bytes(needs)
         return next((later for later in smaller if (self._needs[later] or 0) <= most_bytes), smaller[-1])
 
     def _note_limit(self, level: int, num_elements: int) -> None:

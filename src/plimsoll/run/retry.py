@@ -177,17 +177,22 @@ class Retry:
             result = passes()
         return result
 
+    @property
+    def doubt(self) -> str | None:
+        """Why not all that passes have changed is known to be put back; ``None`` where it is."""
+        if self.hidden is None and self._unseen_iterators:
+            return _said_of_iterators(self._unseen_iterators)
+        if self.hidden is None and self.undo.lost:
+            return f"what it has changed is not put back: {', '.join(dict.fromkeys(self.undo.lost))}"
+        return self.hidden
+
     def refuse(self, event: OomEvent, ranks: Ranks) -> None:
         """Refuse to go on after an event, where not all that the step has changed is put back.
 
         Raises:
             OutOfMemoryError: if that is known, and not allowed.
         """
-        why = self.hidden
-        if why is None and self._unseen_iterators:
-            why = _said_of_iterators(self._unseen_iterators)
-        elif why is None and self.undo.lost:
-            why = f"what it has changed is not put back: {', '.join(dict.fromkeys(self.undo.lost))}"
+        why = self.doubt
         if ranks.agree(why is not None and not self._allows):
             reason = why or "another rank has state that is not put back"
             raise OutOfMemoryError(

@@ -41,6 +41,16 @@ class Rungs:
 
     def __init__(self, workload: Workload, rungs: Sequence[Rung | Sequence[Choice]]) -> None:
         self._workload = workload
+        self._set(rungs)
+        batch_size = max((size.samples for size in self.sizes), default=1)
+        for choices in map(choices_of, rungs):
+            _refuse_impossible(choices, workload, batch_size)
+        self._run_stack = ExitStack()
+        self._run_stack.enter_context(installed(workload, self._for_the_run))
+        self._at_work: list[tuple[Choice, ExitStack]] = []
+        self._level: int | None = None
+
+    def _set(self, rungs: Sequence[Rung | Sequence[Choice]]) -> None:
         self.needs = tuple(
             rung.peak.likely_bytes if isinstance(rung, Rung) and rung.peak is not None else None for rung in rungs
         )
@@ -52,8 +62,7 @@ class Rungs:
                 f"the rungs of a plan differ in what changes the training ({' | '.join(different)}): give the same to "
                 "each"
             )
-        for choices in choices_by_rung:
-            _refuse_impossible(choices, workload, max(map(samples_of, choices_by_rung)))
+        self._for_the_run = for_the_run[0]
         self._levels: list[Choices] = []
         sizes: list[Size] = []
         for choices in choices_by_rung:
@@ -62,10 +71,17 @@ class Rungs:
                 self._levels.append(others)
             sizes.append(Size(samples_of(choices), len(self._levels) - 1))
         self.sizes = tuple(sizes)
-        self._run_stack = ExitStack()
-        self._run_stack.enter_context(installed(workload, for_the_run[0]))
-        self._at_work: list[tuple[Choice, ExitStack]] = []
-        self._level: int | None = None
+
+    def exchange(self, rungs: Sequence[Rung | Sequence[Choice]]) -> None:
+        """Go on with other rungs of the same plan; what is at work stays so, until `use` is asked for another level.
+
+        Raises:
+            InputError: if they differ in what changes the training.
+        """
+        for_the_run = self._for_the_run
+        self._set(rungs)
+        assert self._for_the_run == for_the_run, "what is for the whole run stays"
+        self._level = 0 if self._levels and self._levels[0] == tuple(choice for choice, _ in self._at_work) else None
 
     @property
     def has_one_in_force(self) -> bool:

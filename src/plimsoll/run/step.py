@@ -103,13 +103,9 @@ class TrainStep:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: LossFunction = model_loss,
-        *,
-        units: Units | None = None,
-        micro_batch: int | None = None, rungs: Sequence[Rung | Sequence[Choice]] | None = None,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossFunction = model_loss, *,
+        units: Units | None = None, micro_batch: int | None = None,
+        rungs: Sequence[Rung | Sequence[Choice]] | None = None,
         clip_norm: float | None = None, schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
         precision: Precision = "fp32",
         recut_batch_norm: bool = False, recut_loss: bool = False, never_cut: bool = False,
@@ -322,8 +318,10 @@ class TrainStep:
         loss = self._together(lambda: self._gradients_at(batch, size, own, shape))
         if self._reduction is not None and not isinstance(loss, OomEvent):
             loss = self._reduction.add_up_all(loss, self._together)
-        if isinstance(loss, OomEvent):
-            return loss
+        return loss if isinstance(loss, OomEvent) else self._finish(loss)
+
+    def _finish(self, loss: float) -> Outcome | OomEvent:
+        """Clip the gradients, which are there, and update."""
         refuse_non_finite("loss", loss, self.workload, self.position)
         gradient_norm = self._together(self._clip)
         if isinstance(gradient_norm, OomEvent):

@@ -179,7 +179,7 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         Interrupted: after a second signal, or a kill while it stops, which end a step in its middle.
     """
     plan, num_ranks = Plan.load(directory.plan), Job.from_yaml(directory.job).ranks
-    rungs, retries = plan.rungs, _Retries(len(plan.rungs), worker_arguments)
+    retries = _Retries(len(plan.rungs), worker_arguments)
     launched = ["launch-worker", str(num_ranks), "--"] if num_ranks > 1 else []
     shown = ["--quiet"] if quiet else []
     while True:
@@ -194,6 +194,8 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
             _complete_record(directory)
             _require_saved(directory, end)
             return end.exit_code
+        rungs = Plan.load(directory.plan).rungs  # others after a trial
+        retries.num_rungs = len(rungs)
         has_begun = len(_starts(directory)) > num_starts
         if has_begun:
             retries.note_begun()

@@ -1,7 +1,8 @@
 """What an update changes, copied just before it, so that it can be undone bit for bit.
 
 `PieceCopy` is of some parameters of an optimizer that treats each alone (see `plimsoll.optimizers.is_separable`): their
-values and states, and of embedding tables with sparse gradients the rows that change (`plimsoll.run.sparse`).
+values and states, and of embedding tables with sparse gradients the rows that change (`plimsoll.run.sparse`). States
+that an update only borrows (`plimsoll.outside.Lender`) are their own copy, until the update is kept.
 
 `WholeCopy` is of any other optimizer, which may keep what it likes where it likes: all that is reached from it
 (`plimsoll.run.reachable`), whether in states, groups, attributes or further down, and the random numbers. What is
@@ -16,6 +17,7 @@ and fails; `WholeCopy` names it, where tensors count their versions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.device.base import Backend
 from plimsoll.optimizers import settings_of
-from plimsoll.outside import Copier
+from plimsoll.outside import Copier, Lender
 from plimsoll.run.kept import Kept
 from plimsoll.run.reachable import SMALL_BYTES
 from plimsoll.run.room import Members
@@ -44,22 +46,25 @@ class Memory(NamedTuple):
         layout: of the copy before, if there was one.
         scratch: the memory.
         copy_outside: makes large ones where they take no memory of the device, if anything does.
+        lender: of states that the update does not change where they are, if there are such.
     """
 
     layout: Layout | None
     scratch: Scratch
     copy_outside: Copier | None
+    lender: Lender | None = None
 
 
 class _Values:
     """Values of tensors, copied together where their memory allows it."""
 
     def __init__(self, tensors: list[Tensor], memory: Memory) -> None:
-        layout, scratch, copy_outside = memory
+        layout, scratch, copy_outside, lender = memory
         self.layout = layout if layout is not None and layout.is_of(tensors) else Layout(tensors)
         self._alike: list[tuple[list[Tensor], Tensor]] = []
         if copy_outside is not None and sum(map(bytes_of, tensors)) > scratch.kept_bytes:
-            self._others = [(tensor, copy_outside(tensor)) for tensor in tensors]
+            copies = lender.copies_of(tensors) if lender else map(copy_outside, tensors)
+            self._others = [*zip(tensors, copies, strict=True)]
         else:
             for key, flat in self.layout.alike.items():
                 self._alike.append((flat, scratch.copy_of(key, flat, self.layout.num_elements[key])))
@@ -99,6 +104,7 @@ class PieceCopy:
         self._fresh: list[nn.Parameter] = []
         self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
         self._writes: Writes | None = None
+        self._lender = memory.lender
         self.changes_gradients = changes_gradients
         tensors: list[Tensor] = []
         for group, parameter in members:
@@ -108,6 +114,8 @@ class PieceCopy:
             else:
                 self._states.append((parameter, dict(state)))
             values = [value for value in (state or {}).values() if isinstance(value, Tensor)]
+            if self._lender is not None:
+                values = [value for value in values if not self._lender.is_lent(parameter, value)]
             tensors.extend(self._without_rows(group, parameter, values))
         self._values = _Values(tensors, memory)
         self.layout = self._values.layout
@@ -121,11 +129,10 @@ class PieceCopy:
 
     def run(self, work: Callable[[], object]) -> None:
         """Run the update of these parameters; gradients that it changes are seen where that is not known yet."""
+        with self._lender.holding_back() if self._lender else nullcontext(), self._writes or nullcontext():
+            work()
         if self._writes is None:
-            work()
             return
-        with self._writes:
-            work()
         is_fused = any(group.get("fused") for group in self._optimizer.param_groups)
         written = self._writes.written.values()
         # Kernels that are fused say that they write gradients, and do so only to unscale them.
@@ -140,9 +147,16 @@ class PieceCopy:
             else:
                 self._rows.append((tensor, rows_U, tensor.detach().index_select(0, rows_U)))
 
+    def keep(self) -> None:
+        """Let the update stand."""
+        if self._lender is not None:
+            self._lender.keep()
+
     @torch.no_grad()
     def restore(self) -> None:
         """Bring everything back. It may be called again."""
+        if self._lender is not None:
+            self._lender.drop()
         self._values.put_back()
         for gradient, value in self._gradients:
             gradient.copy_(value)

@@ -198,8 +198,9 @@ def plan_run(  # noqa: PLR0917 -- of a command
     from plimsoll.records.plan import parse_pin
     from plimsoll.report.plan_sheets import headline
     from plimsoll.report.progress import spinner
+    from plimsoll.run.given_plan import require_same, require_that_fits
     from plimsoll.run.learning import known_calibration
-    from plimsoll.run.plan import plan_job, require_same, require_that_fits
+    from plimsoll.run.plan import plan_job
 
     _begin_supervised()
     directory = RunDirectory(path)
@@ -243,7 +244,7 @@ def _is_still_good(directory: RunDirectory, job: Job, quiet: bool) -> bool:
     """Whether the plan of a run that goes on is for its budget and of its code; says what differs."""
     from plimsoll.data.prepare import Prepared
     from plimsoll.data.sketch import texts_of
-    from plimsoll.run.plan import reasons_against
+    from plimsoll.run.given_plan import reasons_against
 
     reasons = reasons_against(Plan.load(directory.plan), job, texts_of(Prepared.load(directory.prepared)))
     if reasons and not quiet:
@@ -264,7 +265,7 @@ def _able_to_begin_anew(work: Callable[P, None]) -> Callable[P, None]:
 
 # long: what a start does, in its order, with the imports it needs
 @_able_to_begin_anew
-def train_run(  # noqa: PLR0915 -- as above
+def train_run(  # noqa: PLR0912, PLR0915 -- as above
     path: Path,
     *,
     resume: bool,
@@ -274,6 +275,7 @@ def train_run(  # noqa: PLR0915 -- as above
     too_large_rung: int | None,
     restarts: int,
     quiet: bool,
+    trial: bool = True,
     ranks: Ranks | None = None,
 ) -> None:
     """Train the job of a run directory, from the start or from a checkpoint, inside its budget.
@@ -287,6 +289,7 @@ def train_run(  # noqa: PLR0915 -- as above
         too_large_rung: with ``rung``, one that is known to kill and not to be taken again.
         restarts: how often the training process was killed before.
         quiet: show nothing on standard error.
+        trial: run the plan's candidates for a few passes first, where that is worth it (`plimsoll.run.trial`).
         ranks: who trains it together; ``None``: this process alone.
 
     Raises:
@@ -312,6 +315,7 @@ def train_run(  # noqa: PLR0915 -- as above
     from plimsoll.run.teaching import loss_for, sketched_loss, teacher_of
     from plimsoll.run.train import Training, begin_after, train
     from plimsoll.run.train import resume as go_on
+    from plimsoll.run.trial import try_before_training
     from plimsoll.techniques.allocator import set_up_as_with as set_up_allocator_as_with
     from plimsoll.techniques.heap import set_up_as_with as set_up_heap_as_with
     from plimsoll.techniques.heap import set_up_for_steps
@@ -382,6 +386,9 @@ def train_run(  # noqa: PLR0915 -- as above
         )  # fmt: skip
         if device == "cpu":
             set_up_for_steps(first)
+        is_tried = trial and saved is None and not restarts and ranks.is_alone
+        if is_tried:
+            plan = try_before_training(step, plan, parts.loader, directory, num_steps=job.steps, quiet=quiet)
         offset_seconds = max((line.time_seconds for line in directory.each_line()), default=0.0)
         training = Training(job, parts, step, directory, marks, MemorySampler(step.backend, offset_seconds), view, host)
         if saved is not None:

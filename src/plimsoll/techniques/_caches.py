@@ -9,12 +9,13 @@ Does NOT cover caches that are written in place (``StaticCache``), which no trai
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _MODULE = "transformers.cache_utils"
 
@@ -29,7 +30,8 @@ class CachesBefore:
     @staticmethod
     def is_cache(value: Any) -> bool:
         """Whether something is a cache of Hugging Face's, or one of its layers; asks without loading transformers."""
-        return any(kind.__module__ == _MODULE for kind in type(value).__mro__)
+        kind: type = type(value)
+        return _is_of_caches(kind)
 
     def without(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves without the caches."""
@@ -57,12 +59,17 @@ class CachesBefore:
             return {key: self._copied(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(self._copied(item) for item in value)
-        if not self.is_cache(value):
+        if isinstance(value, Tensor) or not self.is_cache(value):
             return value
-        mine = copy.copy(value)
+        mine = object.__new__(type(value))  # copy.copy would take five times as long, for each layer in each block
         vars(mine).update({name: self._copied(item) for name, item in vars(value).items()})
         self._pairs.append((value, mine))
         return mine
+
+
+@cache
+def _is_of_caches(kind: type) -> bool:
+    return any(base.__module__ == _MODULE for base in kind.__mro__)
 
 
 def _tensor_items(value: Any) -> list[tuple[str, Tensor]]:
@@ -73,6 +80,14 @@ def _tensors(value: Any) -> dict[str, int]:
     return {name: id(item) for name, item in _tensor_items(value)}
 
 
+_SHAPES = WeakTensorKeyDictionary()  # each block asks for those of the layers of all blocks before it
+
+
 def _shape_of(tensor: Tensor) -> Tensor:
     """A tensor of the same shape without memory or values."""
-    return torch.empty(1, dtype=tensor.dtype, device="meta").expand(tensor.shape) if tensor.numel() else tensor
+    if tensor.is_meta or not tensor.numel():
+        return tensor
+    shape: Tensor | None = _SHAPES.get(tensor)  # type: ignore[no-untyped-call]
+    if shape is None:
+        shape = _SHAPES[tensor] = torch.empty(1, dtype=tensor.dtype, device="meta").expand(tensor.shape)
+    return shape

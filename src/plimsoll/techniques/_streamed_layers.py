@@ -6,7 +6,9 @@
 The home of a parameter is the parameter itself, on the host (training: its gradient goes there, and the optimizer
 updates it there), or a tensor that ``home_of`` gives (inference: pinned memory, or a read-only mapping of a file).
 While a block computes, the copies of the next one are on their way on a stream of their own; in backward, and in what
-is recomputed there, those of the one before. So at most two blocks are on the device.
+is recomputed there, those of the one before. So at most two blocks are on the device. Gradients leave on another
+stream, at most two at a time: the thread that asked for backward, to which autograd gives what is on the host, waits
+for each and adds it up there, while that of the device goes on.
 
 Backward does not keep the copies: where autograd would save one, it saves where it is from, and the block is copied
 once more. That goes beside other hooks on saved tensors (checkpointing's, those that offload activations), which see
@@ -23,21 +25,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
 
 from plimsoll.mapped import dense_strides
 from plimsoll.techniques._forwards import replaced_forward
 from plimsoll.techniques._pinned import PinnedPool
-from plimsoll.techniques._side_stream import SideStream, wait_for
+from plimsoll.techniques._side_stream import Leaving, SideStream, Transfer
 
 HomeOf = Callable[[str, nn.Parameter], Tensor]
 """``(qualified name, parameter) -> where its values are``, a tensor of its shape and type."""
+
+# How a recomputation of torch's ends, when it has what backward needs; private, and without it copies come twice.
+_STOPS: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
+_MOST_LEAVING = 2  # gradients that are still on the device while their copies are on the way
+_AT_ONCE = 1 << 63  # autograd's number of a node: of those that are ready, the one with the highest goes first
 
 
 @contextmanager
@@ -130,12 +138,12 @@ class _Here:
 
     copies: list[Tensor]
     versions: list[int]
-    arrived: list[torch.cuda.Event | None] = field(default_factory=list)
+    arrival: Transfer | None = None
 
     def wait(self) -> None:
-        for event in self.arrived:
-            wait_for(event)
-        self.arrived.clear()
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None
 
 
 class _Stream:
@@ -143,8 +151,9 @@ class _Stream:
 
     def __init__(self, blocks: Sequence[_Block], device: torch.device, is_cyclic: bool) -> None:
         self.blocks, self._device, self._is_cyclic = blocks, device, is_cyclic
-        self.pool = PinnedPool()
+        self._pool = PinnedPool()
         self._side = SideStream(device)
+        self._leaving = Leaving(_MOST_LEAVING)
         self._here: dict[int, _Here] = {}
         self._cleared_after: int | None = None
 
@@ -156,13 +165,16 @@ class _Stream:
         hooks: AbstractContextManager[None] = nullcontext()
         if torch.is_grad_enabled():
             pairs = zip(block.homes, here.copies, strict=True)
-            tensors = [_Fetch.apply(home, self, copy) for home, copy in pairs]  # type: ignore[no-untyped-call]
+            tensors = [_on_the_way(home, copy, self) for home, copy in pairs]
             hooks = _hooks(self, number, here.copies)
         is_done = False
         try:
             with block.having(tensors), hooks:
                 result = forward()
             is_done = True
+        except _STOPS:
+            is_done = True
+            raise
         finally:
             if not is_done:
                 self.clear()
@@ -180,15 +192,25 @@ class _Stream:
             self._drop(other)
         if in_backward:
             self._clear_after_backward()
+        else:
+            self._leaving.wait()  # after a backward that failed there may be some
         here = self._start(number)
         here.wait()
         if 0 <= following < num_blocks and following != number:
             self._start(following)
         return here
 
+    def send_home(self, gradient: Tensor) -> tuple[Tensor, Transfer]:
+        """Copy a gradient to the host; it must not be read before the copy has been made."""
+        target = self._pool.empty_like(gradient, self._device)
+        transfer = self._side.send([(target, gradient)])
+        self._leaving.add(transfer)
+        return target, transfer
+
     def clear(self) -> None:
         """Let go of all copies."""
         self._cleared_after = None
+        self._leaving.wait()
         for number in [*self._here]:
             self._drop(number)
 
@@ -206,9 +228,9 @@ class _Stream:
         self._drop(number)
         here = self._here[number] = _Here([], [])  # of no version, until all of it is asked for
         for home in homes:
-            copy = torch.empty_strided(home.shape, dense_strides(home), dtype=home.dtype, device=self._device)
-            here.copies.append(copy)
-            here.arrived.append(self._side.copy(copy, home.detach()))
+            made = torch.empty_strided(home.shape, dense_strides(home), dtype=home.dtype, device=self._device)
+            here.copies.append(made)
+        here.arrival = self._side.bring([(made, home.detach()) for made, home in zip(here.copies, homes, strict=True)])
         here.versions = [home._version for home in homes]
         return here
 
@@ -229,20 +251,57 @@ class _Forward:
         return self._stream.run(self._number, lambda: self.forward(*args, **kwargs))
 
 
-class _Fetch(torch.autograd.Function):
+def _on_the_way(home: Tensor, copy: Tensor, stream: _Stream) -> Tensor:
     """From a parameter at home to its copy, which is there already; the gradient goes the other way."""
+    passage = _Passage(stream, home.device)
+    left = _Leave.apply(home, passage)  # type: ignore[no-untyped-call]
+    arrived: Tensor = _Arrive.apply(left, copy, passage)  # type: ignore[no-untyped-call]
+    if arrived.grad_fn is not None:
+        # By its own number it would go after all ops of the block, and gradients would leave together at the end.
+        arrived.grad_fn._set_sequence_nr(_AT_ONCE)  # type: ignore[attr-defined]
+    return arrived
+
+
+@dataclass
+class _Passage:
+    """The way of one gradient home, which two threads of autograd go."""
+
+    stream: _Stream
+    home: torch.device
+    transfer: Transfer | None = None
+
+
+class _Arrive(torch.autograd.Function):
+    """The end of the way that is on the device: backward asks for the copy of the gradient, and waits for nothing."""
 
     @staticmethod
-    def forward(ctx: Any, home: Tensor, stream: _Stream, copy: Tensor) -> Tensor:
-        ctx.pool, ctx.device = stream.pool, home.device
+    def forward(ctx: Any, home: Tensor, copy: Tensor, passage: _Passage) -> Tensor:
+        ctx.passage = passage
         return copy.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        passage: _Passage = ctx.passage
         if gradient.layout is not torch.strided:
-            return gradient.to(ctx.device), None, None
-        # Waited for: autograd adds it up on the host next.
-        return ctx.pool.copy_of(gradient), None, None
+            return gradient.to(passage.home), None, None
+        target, passage.transfer = passage.stream.send_home(gradient)
+        return target, None, None
+
+
+class _Leave(torch.autograd.Function):
+    """The end of the way that is on the host: autograd reads the gradient next, to add it up."""
+
+    @staticmethod
+    def forward(ctx: Any, home: Tensor, passage: _Passage) -> Tensor:
+        ctx.passage = passage
+        return home.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        transfer, ctx.passage.transfer = ctx.passage.transfer, None
+        if transfer is not None:
+            transfer.synchronize()
+        return gradient, None
 
 
 class _Ref(NamedTuple):

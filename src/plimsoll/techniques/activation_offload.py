@@ -2,22 +2,22 @@
 
 Torch's hooks on saved tensors see each one while ``workload.loss`` runs. The storage behind it is copied away, once for
 all tensors that share it, and given back to backward with the same strides. In a mapped file backward reads it where it
-is. In the host's memory it is copied back: copies run on a stream of their own beside the computation, and the one that
-backward will most likely need next is on its way while it works on the last.
+is. In the host's memory it is copied back: copies run on streams of their own beside the computation, and the one that
+backward will most likely need next is on its way while it works on the last. The last storage of a pass, which backward
+needs at once, stays on the device: each is sent when the next one is saved.
 
 Parameters, buffers and their views stay, as do integers and whatever is below `LEAST_BYTES`. Blocks that are
 checkpointed save their inputs only, which are offloaded too; what a recomputation saves is not. A copy lives as long as
 the graph needs it, so that a step that is given up leaves none.
 
 Numerics: bitwise, backward sees the same values. Does NOT cover tensors that a custom function keeps as attributes and
-does not save, saved tensors that are changed in place (plain PyTorch refuses them; here backward sees what was saved),
-and sparse ones.
+does not save, saved tensors that are changed in place (plain PyTorch refuses them, and so it is here where they go to
+the host; where they go to a file backward sees what was saved), and sparse ones.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -27,19 +27,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from plimsoll.errors import InputError
 from plimsoll.mapped import MappedPool
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
+from plimsoll.records.units import format_bytes
 from plimsoll.techniques._base import Choices, Setting
 from plimsoll.techniques._pinned import PinnedPool
-from plimsoll.techniques._side_stream import SideStream, wait_for
+from plimsoll.techniques._side_stream import Leaving, SideStream, Transfer
 from plimsoll.workload import Workload
 
 LEAST_BYTES = 1 << 20
 """Smaller storages stay: their copies would cost more than they free."""
 
 _PLACES = {"cpu": "disk", "cuda": "host"}
-_MOST_LEAVING = 2  # storages that are still on the device while their copies are on the way
+_MOST_LEAVING = 1  # storages that are still on the device while their copies are on the way, beside the last one
 
 
 class ActivationOffload:
@@ -101,15 +103,17 @@ class _Away:
             with saved_tensors_hooks(pass_.pack, _unpack):
                 yield
         finally:
-            pass_.all_left()
+            pass_.leaving.wait()
 
     def side(self, device: torch.device) -> SideStream:
         """The copies to and from a device."""
-        return self._side.setdefault(device, SideStream(device))
+        if device not in self._side:
+            self._side[device] = SideStream(device)
+        return self._side[device]
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether so many bytes more are allowed."""
-        return self._most_bytes is None or sum(kept.away.nbytes for kept in self._kept) + num_bytes <= self._most_bytes
+        return self._most_bytes is None or sum(kept.num_bytes for kept in self._kept) + num_bytes <= self._most_bytes
 
     def keep(self, whole: Tensor, previous: _Kept | None) -> _Kept:
         """Copy a storage away."""
@@ -140,7 +144,7 @@ class _Pass:
         # Weakly: as many forward passes as there are may end before their backward, or have none.
         self._known: dict[tuple[int, int, torch.dtype], tuple[weakref.ref[Any], weakref.ref[_Kept]]] = {}
         self._last: weakref.ref[_Kept] | None = None
-        self._leaving: deque[tuple[Tensor, _Kept]] = deque()
+        self.leaving = Leaving(_MOST_LEAVING)
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
         """Take a tensor that is saved for backward."""
@@ -151,11 +155,6 @@ class _Pass:
             return tensor
         kept.num_uses += 1
         return _Packed(kept, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-    def all_left(self) -> None:
-        """Let go of what was held while it was copied."""
-        while self._leaving:
-            self._one_left()
 
     def _goes(self, tensor: Tensor) -> bool:
         if tensor.layout is not torch.strided or tensor.is_inference():
@@ -175,44 +174,53 @@ class _Pass:
         if not self._away.has_room(storage.nbytes()):
             return None
         whole = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-        kept = self._away.keep(whole, self._last() if self._last is not None else None)
+        previous = self._last() if self._last is not None else None
+        if previous is not None and self._away.is_host:
+            self.leaving.add(previous.send())
+        kept = self._away.keep(whole, previous)
         self._known[key] = weakref.ref(storage), weakref.ref(kept)
         self._last = weakref.ref(kept)
-        if self._away.is_host:
-            self._leaving.append((whole, kept))
-            if len(self._leaving) > _MOST_LEAVING:
-                self._one_left()
         return kept
-
-    def _one_left(self) -> None:
-        # The memory is given back, and so overwritten, only after what comes next on the device waits for the copy.
-        _, kept = self._leaving.popleft()
-        wait_for(kept.sent)
 
 
 class _Kept:
     """One storage off the device, as a tensor of one dimension, and its copy on the device while backward needs it."""
 
     def __init__(self, whole: Tensor, away: _Away, previous: _Kept | None) -> None:
-        self.num_uses = 0
-        self._device, self._is_host = whole.device, away.is_host
-        self._side = away.side(whole.device)
+        self.num_uses, self.num_bytes = 0, whole.nbytes
+        self._pool, self._side = away.pool, away.side(whole.device)
         self._previous = None if previous is None else weakref.ref(previous)
-        self._here: Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
-        self.away = away.pool.empty_like(whole)
-        self.sent = self._side.copy(self.away, whole)
+        self._here: Tensor | None = whole
+        self._version = whole._version
+        self._away: Tensor | None = None
+        self._transfer: Transfer | None = None
+        self._is_spoilt = False
+        if not away.is_host:
+            self._here, self._away = None, away.pool.copy_of(whole)
+
+    def send(self) -> Transfer:
+        """Send it to the host; the device's memory is free when the device has waited for that."""
+        assert self._here is not None
+        self._is_spoilt = self._here._version != self._version
+        self._away = self._pool.empty_like(self._here)
+        self._transfer = self._side.send([(self._away, self._here)])
+        self._device, self._here = self._here.device, None
+        return self._transfer
 
     def use(self) -> Tensor:
         """The storage's values where backward can read them."""
-        if not self._is_host:
-            return self.away
         self._fetch()
-        wait_for(self._arrived)
+        if self._transfer is not None:
+            self._transfer.wait()
         here = self._here
         assert here is not None
+        if self._is_spoilt or (self._away is None and here._version != self._version):
+            raise InputError(
+                f"a tensor of {format_bytes(self.num_bytes)} that backward needs was changed in place after it was "
+                "saved; plain PyTorch refuses that, too: write `x = x + y` in place of `x += y`"
+            )
         self.num_uses -= 1
-        if self.num_uses <= 0:
+        if self.num_uses <= 0 and self._away is not None:
             self._here = None
         previous = self._previous() if self._previous is not None else None
         if previous is not None and previous.num_uses > 0:
@@ -220,15 +228,14 @@ class _Kept:
         return here
 
     def _fetch(self) -> None:
-        if self._here is None:
-            here = torch.empty(self.away.shape, dtype=self.away.dtype, device=self._device)
-            self._arrived = self._side.copy(here, self.away)
-            self._here = here
-
-    def __del__(self) -> None:
-        # A copy that nobody used may still be on its way into memory that is given back here.
-        if getattr(self, "_here", None) is not None:
-            wait_for(self._arrived)
+        if self._here is not None or self._away is None:
+            return
+        if self._transfer is None:  # in a file, which is memory like any other
+            self._here = self._away
+            return
+        self._transfer.wait()
+        self._here = torch.empty(self._away.shape, dtype=self._away.dtype, device=self._device)
+        self._transfer = self._side.bring([(self._here, self._away)])
 
 
 def _counts_alone(tensor: Tensor) -> bool:

@@ -257,11 +257,13 @@ class _Call:
             return self._again(tensors)
         versions = _versions(self._of.block)
         result = self._of.forward(*first[0], **first[1])
-        for (name, buffer), version in _versions(self._of.block).items():
-            if versions.get((name, buffer), version) != version:
+        for (part, name, buffer), version in _versions(self._of.block).items():
+            if versions.get((part, name, buffer), version) != version:
+                path = next(path for path, one in self._of.block.named_modules() if id(one) == part)
                 raise InputError(
-                    f"cannot checkpoint {self._of.name}: its forward changes its buffer {name}, and would do so twice: "
-                    "leave it out with `--forbid checkpointing`"
+                    f"cannot checkpoint {self._of.name}: its forward changes its buffer "
+                    f"{f'{path}.{name}' if path else name}, and would do so twice: leave it out with "
+                    "`--forbid checkpointing`"
                 )
         self._caches.forget_unchanged()
         return result
@@ -277,16 +279,29 @@ class _Call:
 _TENSOR = object()  # stands where a tensor was
 
 
+def _parts(block: nn.Module) -> Iterator[nn.Module]:
+    """The block and its parts, one of several places several times: ``modules`` would take ten times as long."""
+    waiting = [block]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        waiting.extend(one for one in part._modules.values() if one is not None)
+
+
 def _norms(block: nn.Module) -> list[nn.Module]:
     """The layers that count statistics in their buffers while they train."""
-    return [part for part in block.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
+    return [part for part in _parts(block) if isinstance(part, nn.modules.batchnorm._NormBase)]
 
 
-def _versions(block: nn.Module) -> dict[tuple[str, int], int]:
+def _versions(block: nn.Module) -> dict[tuple[int, str, int], int]:
     """The version counters of the buffers that must not change, by name and identity: one may be replaced."""
-    statistics = {id(buffer) for norm in _norms(block) for buffer in norm.buffers(recurse=False)}
-    named = block.named_buffers()
-    return {(name, id(buffer)): buffer._version for name, buffer in named if id(buffer) not in statistics}
+    return {
+        (id(part), name, id(buffer)): buffer._version
+        for part in _parts(block)
+        if part._buffers and not isinstance(part, nn.modules.batchnorm._NormBase)
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    }
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 The optimizer makes its states where it always does; right after the update in which they were made they move. The
 training step updates in pieces (`plimsoll.run.commit`), so that only one piece's fresh states are on the device at a
 time. In a mapped file an update is in place: the kernel brings the pages and writes them out. In the host's memory the
-states of the piece are copied to the device, updated there and copied back; an update that fails copies nothing back.
+states of the piece are lent (`plimsoll.outside.Lender`): copies come to the device, are updated there, and go back when
+the step keeps the piece. Until then the states on the host are what they were, so that undoing a piece needs no other
+copy of them; the parameters' copies go to the host while the states come.
 
 The exit brings the states back one by one. If memory runs out in it, the others stay where they are, and can be used:
 those in a file as they are, those in the host's memory come back with the next update of their parameter.
@@ -16,11 +18,11 @@ keeps elsewhere, and sparse ones.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import MethodType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
 from plimsoll.techniques._pinned import PinnedPool
+from plimsoll.techniques._side_stream import SideStream, Transfer
 from plimsoll.workload import Workload, resident_bytes
 
 PLACES = {"cpu": "disk", "cuda": "host"}
@@ -40,6 +43,10 @@ PLACES = {"cpu": "disk", "cuda": "host"}
 
 class Pool(Protocol):
     """Makes tensors off the device."""
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Make a tensor like another, with arbitrary values."""
+        ...
 
     def copy_of(self, tensor: Tensor) -> Tensor:
         """Make a tensor like another, with its values."""
@@ -87,7 +94,7 @@ class OptimizerOffload:
         ]
         unwrap = _wrap_step(optimizer, states.update)
         try:
-            with states_outside(optimizer, states.copy_of):
+            with states_outside(optimizer, states.copy_of, states if is_streamed else None):
                 states.send(_parameters_of(optimizer))
                 yield
         finally:
@@ -110,30 +117,42 @@ def _file_for(workload: Workload) -> MappedPool:
     return pool
 
 
+class _Lent(NamedTuple):
+    """A state of a parameter, the key in it, the tensor that is on the host, and the copy an update works on."""
+
+    state: dict[str, Any]
+    key: str
+    kept: Tensor
+    copy: Tensor
+
+
 class _States:
-    """Where the states of an optimizer are, and how they get there."""
+    """Where the states of an optimizer are, and how they get there; those in the host's memory are lent to updates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: Pool, is_streamed: bool) -> None:
         self._optimizer, self._pool, self._is_streamed = optimizer, pool, is_streamed
         self._set_aside: dict[Any, dict[str, Any]] = {}
-        self._is_leaving = False
+        self._is_leaving = self._holds_back = False
+        self._lent: list[_Lent] = []
+        self._updated: list[nn.Parameter] = []
+        self._sides: dict[torch.device, SideStream] = {}
+        self._departures: list[Transfer] = []
 
     def update(self, step: Callable[[], Any]) -> Any:
         """Do an update of the parameters that the optimizer sees now; if it fails, states are what they were."""
         parameters = _parameters_of(self._optimizer)
-        brought = self._bring(parameters) if self._is_streamed else []
-        stay = False
+        is_done = False
         try:
+            if self._is_streamed:
+                self._lend(parameters)
             result = step()
-            if not self._is_leaving:
-                _put_back(brought)
-            stay = self._is_leaving
+            is_done = True
         finally:
-            for state, key, kept, _ in [] if stay else brought:
-                state[key] = kept
-        del brought
-        if not self._is_leaving:
-            self.send(parameters)
+            if not is_done:
+                self.drop()
+        self._updated += parameters
+        if not self._holds_back:
+            self.keep()
         return result
 
     def send(self, parameters: list[nn.Parameter]) -> None:
@@ -145,6 +164,75 @@ class _States:
     def copy_of(self, tensor: Tensor) -> Tensor:
         """Copy a tensor to where the states are."""
         return self._pool.copy_of(tensor)
+
+    # -- lending: see `plimsoll.outside.Lender` ------------------------------------------------------------------------
+
+    def is_lent(self, parameter: Tensor, state: Tensor) -> bool:
+        """Whether a state is on the host, and an update works on a copy."""
+        return not is_marked(parameter) and _moves(state) and self._pool.holds(state)
+
+    def copies_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy tensors to the host, beside what the device does until the next update."""
+        copies = [self._pool.empty_like(tensor) for tensor in tensors]
+        pairs = [(copy, tensor.detach()) for copy, tensor in zip(copies, tensors, strict=True)]
+        self._departures += [side.send(some) for side, some in self._by_device(pairs, of_target=False)]
+        return copies
+
+    @contextmanager
+    def holding_back(self) -> Iterator[None]:
+        """Let updates leave the states on the host as they are, until `keep` or `drop` is called."""
+        self._holds_back = True
+        try:
+            yield
+        finally:
+            self._holds_back = False
+
+    def keep(self) -> None:
+        """Copy what was lent back, and send the states that are new."""
+        lent, self._lent = self._lent, []
+        updated, self._updated = self._updated, []
+        if self._is_leaving:  # they are where they belong now
+            return
+        pairs = [(one.kept, one.state[one.key]) for one in lent]
+        for side, some in self._by_device(pairs, of_target=False):
+            side.send(some).synchronize()  # the host reads them: checkpoints, copies for an undo
+        for one in lent:
+            one.state[one.key] = one.kept
+        self.send(updated)
+
+    def drop(self) -> None:
+        """Forget what was lent."""
+        for one in self._lent:
+            one.state[one.key] = one.kept
+        self._lent, self._updated, self._departures = [], [], []
+
+    def _lend(self, parameters: list[nn.Parameter]) -> None:
+        """Put copies on the device in place of the states: all of them, or none if there is no room."""
+        lent = [
+            _Lent(state, key, value, _room_for(value, parameter))
+            for parameter, state, key, value in self._of(parameters)
+            if self._pool.holds(value)
+        ]
+        pairs = [(one.copy, one.kept) for one in lent]
+        arrivals = [side.bring(some) for side, some in self._by_device(pairs, of_target=True)]
+        for transfer in self._departures + arrivals:
+            transfer.wait()
+        self._departures = []
+        for one in lent:
+            one.state[one.key] = one.copy
+        self._lent += lent
+
+    def _by_device(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], of_target: bool
+    ) -> Iterator[tuple[SideStream, list[tuple[Tensor, Tensor]]]]:
+        """Copies by the device that they come from or go to."""
+        by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        for pair in pairs:
+            by_device.setdefault(pair[not of_target].device, []).append(pair)
+        for device, some in by_device.items():
+            if device not in self._sides:
+                self._sides[device] = SideStream(device)
+            yield self._sides[device], some
 
     def leave(self) -> None:
         """Move every state to where its parameter is, and no further ones away."""
@@ -181,17 +269,6 @@ class _States:
                     for key, value in full[number].items()
                 }
 
-    def _bring(self, parameters: list[nn.Parameter]) -> list[_Brought]:
-        """Put copies on the device in place of the states: all of them, or none if there is no room."""
-        brought = [
-            (state, key, value, _on_device(value, parameter))
-            for parameter, state, key, value in self._of(parameters)
-            if self._pool.holds(value)
-        ]
-        for state, key, _, copy in brought:
-            state[key] = copy
-        return brought
-
     def _of(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, dict[str, Any], str, Tensor]]:
         """The states of parameters that move."""
         states = self._optimizer.state
@@ -204,18 +281,6 @@ class _States:
         ]
 
 
-_Brought = tuple[dict[str, Any], str, Tensor, Tensor]
-"""A state, the key in it, the tensor that is kept off the device, and its copy on the device."""
-
-
-def _put_back(brought: list[_Brought]) -> None:
-    with torch.no_grad():
-        for state, key, kept, _ in brought:
-            kept.copy_(state[key], non_blocking=True)
-    if any(copy.is_cuda for *_, copy in brought):
-        torch.cuda.current_stream().synchronize()  # the host reads what is kept: copies for the undo, checkpoints
-
-
 def _moves(value: Any) -> bool:
     """Whether a state is worth moving, and can be."""
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
@@ -224,8 +289,11 @@ def _moves(value: Any) -> bool:
 
 def _on_device(tensor: Tensor, parameter: Tensor) -> Tensor:
     with torch.no_grad():
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=parameter.device)
-        return made.copy_(tensor, non_blocking=True)
+        return _room_for(tensor, parameter).copy_(tensor)
+
+
+def _room_for(tensor: Tensor, parameter: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=parameter.device)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -166,10 +166,36 @@ def test_on_a_gpu_a_kernel_begins_when_it_is_called_and_the_one_before_it_has_en
     assert one({}, speed=GPU) == pytest.approx(0.3)
 
 
-def test_on_a_gpu_copies_over_the_link_run_beside_the_rest():
-    copy = {"moved_bytes": 35, "outside_bytes": 35}
-    assert in_a_row({"moved_bytes": 20}, copy) == 7
-    assert in_a_row({"moved_bytes": 80}, copy) == 9
+COPY = {"moved_bytes": 35, "outside_bytes": 35}  # 7 s on the link, and 3 s to begin it
+KERNEL = {"moved_bytes": 80}
+
+
+def test_on_a_gpu_a_copy_is_an_op_of_the_queue_like_others():
+    assert in_a_row(COPY, KERNEL) == 1 + 7 + 8
+
+
+@pytest.mark.parametrize(
+    ("waits", "seconds"),
+    [
+        ((), 1 + 3 + 7),  # beside the kernel, from 2 to 10
+        (((1, 0, False),), 1 + 3 + 7 + 8),
+        (((1, 0, True),), 1 + 3 + 7 + 1 + 8),  # the kernel is called after it
+        (((2, 0, True),), 1 + 3 + 7),  # after the last op
+    ],
+)
+def test_one_on_a_stream_of_its_own_runs_beside_them_until_it_is_waited_for(waits, seconds):
+    trace = trace_of(("forward", 1, ""), ("forward", 1, ""), work={0: COPY, 1: KERNEL})
+    trace = trace.model_copy(update={"copies": ((0, True),), "waits": waits})
+    assert seconds_of(trace, GPU) == seconds
+    assert seconds_of(trace) == seconds_of(trace.model_copy(update={"copies": (), "waits": ()}))  # a processor
+
+
+def test_gradients_that_left_the_device_are_added_up_on_the_host_while_backward_goes_on():
+    ops = [("backward", 1, "")] * 3
+    trace = trace_of(*ops, work={0: COPY, 1: {"outside_bytes": 20}, 2: KERNEL})
+    by_autograd = trace.ops.model_copy(update={"by_autograd": (True,) * 3})
+    trace = trace.model_copy(update={"ops": by_autograd, "copies": ((0, False),), "waits": ((1, 0, True),)})
+    assert seconds_of(trace, GPU) == 1 + 3 + 7 + 20 / 2
 
 
 def test_memory_of_the_host_is_worked_on_by_the_processor_that_calls():

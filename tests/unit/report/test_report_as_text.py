@@ -60,6 +60,7 @@ SCREENS = {
     "device.txt": as_text.device_table(cpu()),
     "plan.txt": as_text.plan_report(plan()),
     "plan-fits.txt": as_text.plan_report(plan_records.fitting_plan()),
+    "plan-tried.txt": as_text.plan_report(plan_records.tried_plan()),
     "plan-wishes.txt": as_text.plan_report(plan_records.wished_plan()),
     "plan-impossible.txt": as_text.plan_report(plan_records.impossible_plan()),
     "plan-empty.txt": as_text.plan_report(plan_records.bare_plan()),

@@ -16,10 +16,12 @@ from plan_records import (
     impossible_plan,
     rejected,
     rung,
+    tried_plan,
+    untried_plan,
     wished_plan,
 )
 from plimsoll.records.device import Budget
-from plimsoll.records.plan import Duration, OffDevice, Rung, micro_batch_choice
+from plimsoll.records.plan import Duration, OffDevice, Rung, Trial, micro_batch_choice
 from plimsoll.report import plan_sheets
 from prediction_records import fitting, on_cpu
 
@@ -320,3 +322,40 @@ def test_the_budget_is_said(budget, sentence):
 
 def test_what_a_plan_was_made_for_is_listed():
     assert plan_sheets.made_for_sheet(fitting_plan()).rows == (("torch", "2.13.0"), ("sequence length", "1024"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (fitting_plan(), "Untried: no other plan that was traced is about as fast."),
+        (
+            untried_plan(),
+            "Untried: on its device, `plimsoll train` runs it and one other that is about as fast for a few passes, "
+            "and takes the fastest.",
+        ),
+        (untried_plan().model_copy(update={"trial": Trial(left_out="2 ranks train")}), "Untried: 2 ranks train."),
+        (
+            tried_plan(),
+            "Tried: checkpointing=all + micro_batch=8 is the fastest of 2 plans, 2.1 s a step measured in 6.5 s.",
+        ),
+        (
+            tried_plan().model_copy(update={"trial": Trial(tried=tried_plan().trial.tried[2:])}),
+            "Tried: none of 1 plans held, so it begins with a fallback.",
+        ),
+        (impossible_plan(), ""),
+        (bare_plan(), ""),
+    ],
+)
+def test_it_is_said_whether_a_plan_was_tried(plan, sentence):
+    assert plan_sheets.trial_sentence(plan) == sentence
+
+
+def test_what_was_tried_is_listed_with_what_was_predicted_and_measured():
+    rows = plan_sheets.trial_sheet(tried_plan()).rows
+    assert [row[1:4] for row in rows] == [
+        ("1.9 s", "2.5 s", "slower"),
+        ("2.2 s", "2.1 s", "fastest"),
+        ("1.8 s", "", "ran out"),
+    ]
+    assert rows[2][4].startswith("memory ran out in the forward phase")
+    assert plan_sheets.trial_sheet(fitting_plan()).rows == ()

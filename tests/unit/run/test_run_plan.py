@@ -16,7 +16,8 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan, micro_batch_choice, parse_pin
 from plimsoll.records.prediction import Estimate
 from plimsoll.run import subjects
-from plimsoll.run.plan import plan_job, plan_step, require_same, require_that_fits
+from plimsoll.run.given_plan import require_same, require_that_fits
+from plimsoll.run.plan import plan_job, plan_step
 from plimsoll.run.wishes import require_possible
 
 MIB = 1 << 20

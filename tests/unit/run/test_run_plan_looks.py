@@ -10,16 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.data.sketch import TextSketch
-from plimsoll.errors import BudgetError
 from plimsoll.plan.cost import learn_peak, learn_time
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice, parse_pin
-from plimsoll.run.plan import Planner, plan_job, planner_of, reasons_against, require_same, require_that_fits
+from plimsoll.run.plan import Planner, plan_job, planner_of
 from plimsoll.run.rungs import samples_of
-from plimsoll.run.subjects import JobSubject, StepSubject
+from plimsoll.run.subjects import StepSubject
 
 MIB = 1 << 20
 SMALL = {"architecture": "lstm", "embedding_size": 32, "hidden_size": 32}
@@ -215,48 +213,3 @@ def test_the_budget_beside_a_gpu_is_the_plan_s():
     of_host = job(budget={"device": "900MiB", "host": "3GiB"}, pin=["micro_batch=16"])
     plan = plan_job(of_host, device="rtx3060")
     assert plan.budget == Budget(device_bytes=900 * MIB, host_bytes=3072 * MIB)
-
-
-@pytest.fixture(scope="module")
-def made():
-    """A plan of this job for 1 GiB, as if made for this processor."""
-    plan = planned(job(pin=["micro_batch=16"]), 1024 * MIB)
-    facts = JobSubject(job()).facts("cpu")
-    return plan.model_copy(update={"made_for": facts})
-
-
-def without_budget(plan):
-    return plan.model_copy(update={"budget": Budget()})
-
-
-on_this_processor = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-
-
-TEXTS = TextSketch(1000, None, 0)  # as they were prepared
-
-
-@on_this_processor
-def test_a_run_may_have_just_the_budget_of_its_plan_or_a_plan_without_one(made):
-    assert require_same(made, job(budget={"device": "1GiB"}), "plan.json").budget.device_bytes == 1 << 30
-    assert require_same(without_budget(made), job(budget={"device": "1MiB"}), "plan.json").budget.device_bytes == MIB
-    assert require_same(without_budget(made), job(), "plan.json").budget == Budget()
-
-
-@on_this_processor
-@pytest.mark.parametrize("budget", [{}, {"device": "1GiB"}, {"device": "2GiB"}])
-def test_a_run_goes_on_with_its_plan_where_the_budget_is_no_smaller(made, budget):
-    assert reasons_against(made, job(budget=budget), TEXTS) == []
-    assert reasons_against(without_budget(made), job(budget=budget), TEXTS) == []
-
-
-@on_this_processor
-def test_a_run_that_goes_on_has_what_is_otherwise_against_its_plan(made):
-    assert reasons_against(made, job(budget={"device": "1023MiB"}), TEXTS) == ["the budget was 1.0 GiB, is 1023.0 MiB"]
-    assert reasons_against(made, job(batch_size=8), TEXTS) == ["batch_size was 16, is 8"]
-    assert reasons_against(made, job(), TEXTS._replace(vocab_size=261)) == ["vocabulary was 1000, is 261"]
-
-
-def test_a_plan_that_fits_is_let_through_and_one_that_does_not_is_refused(made):
-    require_that_fits(made)
-    with pytest.raises(BudgetError, match="cannot hold this training"):
-        require_that_fits(made.model_copy(update={"smallest_budget_bytes": 2 << 30}))

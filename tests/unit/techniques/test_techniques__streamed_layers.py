@@ -3,16 +3,25 @@
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from plimsoll.device.gpus import find_gpu
 from plimsoll.mapped import MappedPool
+from plimsoll.memory.lowering.cuda import CudaLowering
+from plimsoll.memory.predict import count_on_cuda
+from plimsoll.memory.trace import rehearsal
+from plimsoll.plan.cost import step_duration
+from plimsoll.records.plan import Choice
+from plimsoll.records.speed import Point, Speed
 from plimsoll.techniques import _streamed_layers
 from plimsoll.techniques._blocks import blocks_of
 from plimsoll.techniques._streamed_layers import streamable_parameters, streamed
+from plimsoll.techniques.layer_streaming import put_where_needed
 from technique_trainings import TRAININGS
 
 CPU = torch.device("cpu")
@@ -95,7 +104,7 @@ def made(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(_streamed_layers.torch, "empty_strided", noted)
-        patch.setattr(_streamed_layers.PinnedPool, "copy_of", lambda self, tensor: tensor.clone())
+        patch.setattr(_streamed_layers.PinnedPool, "empty_like", lambda self, tensor, device: torch.empty_like(tensor))
         yield alive, most
 
 
@@ -109,9 +118,10 @@ def test_at_most_two_blocks_are_there_and_none_after_backward(x, made, is_checkp
         assert not any(one() is not None for one in alive)
 
 
-def test_each_block_is_copied_once_in_forward_and_once_in_backward(x, made):
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["saved", "checkpointed"])
+def test_each_block_is_copied_once_in_forward_and_once_in_backward(x, made, is_checkpointed):
     alive, _ = made
-    model = Tower()
+    model = Tower(is_checkpointed=is_checkpointed)
     with streamed(model, names_of(model), device=CPU):
         model(x).mean().backward()
     assert len(alive) == 2 * 5 * 4
@@ -181,6 +191,42 @@ def test_parameters_shared_between_blocks_get_the_gradient_of_both(x):
     with streamed(model, names_of(model), device=CPU):
         found = gradients_of(model, x)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def seconds_of_a_pass(stream, link_rate, is_checkpointed=False):
+    """Forward and backward where each kernel takes a second, calls take nothing, and only the link is slow."""
+    lowering = CudaLowering((8, 6))
+    with rehearsal(lowering, lambda: "forward") as stage:
+        model = Tower(num_blocks=NUM_BLOCKS, is_checkpointed=is_checkpointed)
+        put_where_needed(model, lowering.device, [STREAMED] if stream else [])
+        stage.recorder.step = 1
+        with streamed(model, names_of(model), device=CPU) if stream else nullcontext():
+            loss = model(torch.randn(6, 16, device=lowering.device)).mean()
+            with stage.recorder.phase("backward"):
+                loss.backward()
+    counted = count_on_cuda(stage.trace(), find_gpu("rtx3060"))
+    speed = KERNELS_OF_A_SECOND.model_copy(update={"link_bytes_per_second": link_rate})
+    return step_duration(counted, speed, batch_size=1, micro_batch=1, rehearsed_samples=1).likely_seconds
+
+
+NUM_BLOCKS, BLOCK_BYTES = 6, 4 * (16 * 32 + 32 + 32 * 16 + 16)
+STREAMED = Choice(technique="layer_streaming", options={"blocks": "all"})
+INFINITE = (Point(at=1, rate=1e30),)
+KERNELS_OF_A_SECOND = Speed(
+    device="by hand", source="measured", flops_per_second={"float32": INFINITE}, bytes_per_second={"plain": INFINITE},
+    op_seconds=0, module_op_seconds=0, backward_op_seconds=0, kernel_seconds=1, link_bytes_per_second=1,
+    host_bytes_per_second=1e30, overlaps=True, spread=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["saved", "checkpointed"])
+def test_copies_are_hidden_behind_blocks_that_take_longer_and_waited_for_where_the_link_is_slow(is_checkpointed):
+    plain = seconds_of_a_pass(stream=False, link_rate=1, is_checkpointed=is_checkpointed)
+    num_brought, to_begin = 2 * NUM_BLOCKS, 4  # in forward and in backward; a second for each parameter
+    fast = seconds_of_a_pass(True, BLOCK_BYTES / 0.5, is_checkpointed) - plain
+    assert 0 < fast < 5 * (to_begin + 0.5)  # the first block in forward, the last in backward, the last gradients
+    slow = seconds_of_a_pass(True, BLOCK_BYTES / (20 * plain), is_checkpointed)
+    assert num_brought * 20 < slow / plain < (num_brought + 2) * 20 + 1  # gradients go the other way meanwhile
 
 
 @pytest.mark.gpu

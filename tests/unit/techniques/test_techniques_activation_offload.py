@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
@@ -39,7 +40,7 @@ class Kept:
 
         def make(kept, whole, away, previous):
             original(kept, whole, away, previous)
-            self.made.append((weakref.ref(kept), kept.away.nbytes))
+            self.made.append((weakref.ref(kept), kept.num_bytes))
 
         monkeypatch.setattr(activation_offload._Kept, "__init__", make)
 
@@ -211,6 +212,25 @@ def test_running_out_of_memory_leaves_nothing(choice, point, monkeypatch):
     assert kept.alive_bytes == 0
     steps[1].close()
     torch.testing.assert_close(plain[0].state_dict(), offloaded[0].state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_sent", [False, True], ids=["on the device", "sent"])
+@pytest.mark.usefixtures("all_sizes")
+def test_what_is_changed_in_place_after_it_was_saved_is_refused_as_by_plain_pytorch(is_sent):
+    def loss(model, x):
+        hidden = x.exp()  # which backward needs
+        result = hidden * 2
+        hidden += 1
+        return (result.tanh() if is_sent else result).sum()
+
+    x = torch.zeros(4, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss(None, x).backward()
+    workload = workload_of(nn.Identity(), loss=loss)
+    with installed(workload, [HOST]):
+        value = workload.loss(workload.model, x)
+        with pytest.raises(InputError, match="64 B that backward needs was changed in place"):
+            value.backward()
 
 
 @pytest.mark.usefixtures("all_sizes")

@@ -153,16 +153,16 @@ def test_afterwards_the_optimizer_is_an_ordinary_one(choice):
 def test_an_exit_that_runs_out_of_memory_leaves_states_that_train_on(choice, monkeypatch):
     """The first three states come back; on CUDA the others do with the next updates, of which one fails."""
     model, optimizer = fresh()
-    on_device, num_calls = offload._on_device, []
+    room_for, num_calls = offload._room_for, []
 
     def scarce(tensor, parameter):
         num_calls.append(tensor)
-        return failpoints.exhaust_memory() if len(num_calls) == 4 else on_device(tensor, parameter)
+        return failpoints.exhaust_memory() if len(num_calls) == 4 else room_for(tensor, parameter)
 
     def leave():
         with installed(workload_of(model, optimizer), [choice]):
             train(CASES[0], model, optimizer, num_steps=1)
-            monkeypatch.setattr(offload, "_on_device", scarce)
+            monkeypatch.setattr(offload, "_room_for", scarce)
 
     with pytest.raises(RuntimeError, match="allocate"):
         leave()

@@ -1,0 +1,47 @@
+"""Files of recordings: where they lie, and how they are read and written. Needs no torch."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+ROOT = Path(__file__).parents[2]
+RECORDINGS = ROOT / "tests" / "recordings"
+RECORDED = ROOT / "benchmarks" / "recorded"
+
+
+def recordings() -> list[Path]:
+    """All that are kept: of trainings alone, and of `make gpu`."""
+    return sorted(path for folder in (RECORDINGS, RECORDED) for path in folder.glob("*.json.gz") if _has_runs(path))
+
+
+def _has_runs(path: Path) -> bool:
+    return "runs" in json.loads(gzip.decompress(path.read_bytes()))
+
+
+def read_recording(path: Path) -> dict[str, Any]:
+    """Read a file that `write_recording` has written."""
+    recording: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    if recording.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {recording.get('format')}, and {FORMAT} is read: record it again")
+    return recording
+
+
+def write_recording(path: Path, recording: dict[str, Any]) -> None:
+    """Write a recording, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = gzip.compress(json.dumps(recording, separators=(",", ":")).encode(), mtime=0)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def default_path(header: dict[str, Any]) -> Path:
+    """Where a recording of this machine is kept."""
+    device = re.sub(r"[^a-z0-9]+", "-", header["device"].lower()).strip("-")
+    return RECORDINGS / f"{device}-torch{header['torch'].partition('+')[0]}.json.gz"

@@ -1,0 +1,73 @@
+"""Copies that run beside the computation, and who waits for them: noted by whoever records, without a recorder nothing.
+
+    with copying_beside(to_device=True) as copied:
+        target.copy_(source)
+    ...
+    copied.note_wait(by_processor=False)
+
+A rehearsal has no streams and makes each copy at once. That it would be on its way beside what follows, and where it is
+waited for, is what its time follows from (`plimsoll.plan.lanes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+class Beside:
+    """What one record has of such copies.
+
+    Args:
+        last_row: asked for the row of the op that was noted last.
+
+    Attributes:
+        copies: ``(row, whether it is to the device)`` of each copy.
+        waits: ``(row, row of a copy, whether the processor waits, too)``: the first begins after the second has ended.
+    """
+
+    def __init__(self, last_row: Callable[[], int]) -> None:
+        self.last_row = last_row
+        self.copies: list[tuple[int, bool]] = []
+        self.waits: list[tuple[int, int, bool]] = []
+
+    def columns(self) -> dict[str, Any]:
+        """What a trace has of them."""
+        return {"copies": tuple(self.copies), "waits": tuple(self.waits)}
+
+    def note_again(self, begin: int, num_times: int) -> None:
+        """Note what belongs to the last rows, from one on, so many times more."""
+        num_rows = self.last_row() + 1 - begin
+        copies = [(row, to_device) for row, to_device in self.copies if row >= begin]
+        waits = [one for one in self.waits if begin <= one[1]]
+        for shift in range(num_rows, num_rows * (num_times + 1), num_rows):
+            self.copies += [(row + shift, to_device) for row, to_device in copies]
+            self.waits += [(row + shift, copy + shift, by_processor) for row, copy, by_processor in waits]
+
+
+class Copied:
+    """The last of some copies, in each record that is being made."""
+
+    def __init__(self, rows: list[tuple[Beside, int]]) -> None:
+        self._rows = rows
+
+    def note_wait(self, *, by_processor: bool) -> None:
+        """Say that what comes next waits for the copies: on the device, or also the processor."""
+        for beside, row in self._rows:
+            beside.waits.append((beside.last_row() + 1, row, by_processor))
+
+
+@contextmanager
+def copying_beside(to_device: bool) -> Iterator[Copied]:
+    """Let the ops of the block be noted as copies that are on their way beside what follows."""
+    records = [getattr(mode, "beside", None) for mode in _get_current_dispatch_mode_stack()]
+    begins = [(beside, beside.last_row() + 1) for beside in records if isinstance(beside, Beside)]
+    rows: list[tuple[Beside, int]] = []
+    yield Copied(rows)
+    for beside, begin in begins:
+        end = beside.last_row()
+        beside.copies += [(row, to_device) for row in range(begin, end + 1)]
+        rows.append((beside, end))

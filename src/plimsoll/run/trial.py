@@ -1,0 +1,396 @@
+"""The last choice among plans, measured: each candidate does a few real passes, and everything is put back.
+
+    plan = try_plan(step, plan, batch)
+
+The model of time has a spread, so the plans within it (``plan.candidates``) are run where the device is here: put to
+work as a fallback would be, a micro-batch with its update to warm up, and one or a few more that are timed, inside the
+limit and on a real batch. From these follow the seconds of a whole step. The fastest is in force when this returns; of
+the others those that need less are among its fallbacks.
+
+Each pass is undone as a step is that runs out of memory: random numbers, buffers and what Python keeps by
+`plimsoll.run.undo`, parameters and the optimizer's states from copies outside of the device
+(`plimsoll.run.update_copies`). The batch is not taken from its loader. A candidate that runs out of memory is struck,
+and with it those that would need too much if they needed as much more than predicted. A model with state that cannot
+be put back is not tried.
+
+Does NOT cover several ranks, data loading, evaluation, and what only later steps take.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plimsoll.data.loader import Loader
+from plimsoll.errors import PlimsollError, TornStepError
+from plimsoll.mapped import MappedPool
+from plimsoll.optimizers import is_separable
+from plimsoll.outside import Copier
+from plimsoll.plan.candidates import schedule
+from plimsoll.records.plan import Candidate, Plan, Rung, Trial, Tried
+from plimsoll.records.run import OomEvent
+from plimsoll.records.units import format_bytes, format_seconds
+from plimsoll.report.plan_sheets import trial_sentence
+from plimsoll.report.progress import spinner
+from plimsoll.run.boundary import fitting
+from plimsoll.run.directory import RunDirectory
+from plimsoll.run.learning import learn_from_trial
+from plimsoll.run.outcome import Outcome
+from plimsoll.run.pieces import Shape
+from plimsoll.run.recover import Size
+from plimsoll.run.retry import scaler_as_now
+from plimsoll.run.rungs import ran_out_of
+from plimsoll.run.scratch import Scratch
+from plimsoll.run.step import TrainStep
+from plimsoll.run.update_copies import Learned, Memory, PieceCopy, WholeCopy
+from plimsoll.workload import batch_size_of, pick_samples
+
+_MOST_SECONDS = {"cpu": 10.0, "cuda": 5.0}
+_MOST_STEPS = 2  # of the plan, on a CPU, where these take longer
+_LEAST_GAIN = 0.05  # of a step: what plans about as fast differ by in the median, see docs/LOG.md
+# What each candidate takes: so many steps at most, and so long to look at what its techniques change.
+_STEPS_OF_A_TRIAL, _SECONDS_OF_A_TRIAL = 4, 0.5
+_MOST_COPIED_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # outside of the device and back takes a second or two
+_MOST_PIECES = 4  # in a timed part of a step that is not timed whole ...
+_MOST_REPEATS = 3
+_SAME_SECONDS = 0.01  # of a step: no faster than what comes before it
+_MOST_NOISE = 0.25  # of a step, by which repeated passes may differ
+_HOLDS_SHARE = 0.97  # of the limit: what may need more than that in a long run must have been measured below
+
+Progress = Callable[[str], None]
+
+
+def _silent(_text: str) -> None:
+    pass
+
+
+def try_plan(
+    step: TrainStep, plan: Plan, batch: Any, *, num_steps: int | None = None, progress: Progress = _silent
+) -> Plan:
+    """Run the candidates of a plan for a few passes, put everything back, and go on with the fastest.
+
+        step = plimsoll.TrainStep(model, optimizer, units="next-tokens", rungs=plan.rungs)
+        with plimsoll.limited("2GiB"):
+            plan = plimsoll.try_plan(step, plan, batch)
+
+    After a first pass it takes at most 5 seconds on a GPU, and 10 or those of two steps on a CPU.
+
+    Args:
+        step: of the training, made with ``plan.rungs``.
+        plan: the plan.
+        batch: a real one of the usual size; it is not trained on.
+        num_steps: of the training: too few to be worth it are not tried. ``None``: try anyway.
+        progress: told what is being done.
+
+    Returns:
+        the plan that is in force, with what was measured in ``trial``.
+
+    Raises:
+        TornStepError: if memory ran out while a pass was undone, twice.
+    """
+    reason = _reason_against(step, plan, batch, num_steps)
+    if reason is not None:
+        return plan.model_copy(update={"trial": Trial(left_out=reason)})
+    return _Tries(step, plan, batch, progress).settled()
+
+
+def try_before_training(
+    step: TrainStep, plan: Plan, loader: Loader, directory: RunDirectory, *, num_steps: int, quiet: bool
+) -> Plan:  # fmt: skip
+    """Try the plan of a run that begins (see `try_plan`), if there is anything to try; say, write and learn it."""
+    if not plan.candidates:
+        return plan
+    with spinner(quiet) as progress:
+        batch = fitting(loader.peek, step.backend, "reading the first batch").fields
+        plan = try_plan(step, plan, batch, num_steps=num_steps, progress=progress)
+    plan.save(directory.plan)
+    learn_from_trial(plan)
+    if not quiet:
+        print(trial_sentence(plan), file=sys.stderr)
+    return plan
+
+
+def _reason_against(step: TrainStep, plan: Plan, batch: Any, num_steps: int | None) -> str | None:
+    """Why nothing is to be tried, if so."""
+    time_of_step, kind = plan.rungs[0].step_time, step.backend.kind
+    if not plan.candidates or time_of_step is None:
+        return "no other plan is about as fast"
+    if not step.ranks.is_alone:
+        return f"{step.ranks.world_size} ranks train together"
+    copied_bytes = _changed_bytes(step)
+    if copied_bytes > _MOST_COPIED_BYTES[kind]:
+        return f"to copy {format_bytes(copied_bytes)} of parameters and put them back would take longer"
+    if num_steps is not None:
+        seconds, num_candidates = time_of_step.likely_seconds, 1 + len(plan.candidates)
+        expected_seconds = num_candidates * (_SECONDS_OF_A_TRIAL + _STEPS_OF_A_TRIAL * seconds)
+        trial_seconds = min(_most_seconds(plan, kind), expected_seconds)
+        if trial_seconds > _LEAST_GAIN * num_steps * seconds:
+            run = f"{num_steps:,} steps of about {format_seconds(seconds)}"
+            return f"in {run} it would hardly gain what it takes, up to {format_seconds(trial_seconds)}"
+    return None
+
+
+def _most_seconds(plan: Plan, kind: str) -> float:
+    time_of_step = plan.rungs[0].step_time
+    steps_seconds = _MOST_STEPS * time_of_step.likely_seconds if kind == "cpu" and time_of_step else 0.0
+    return max(_MOST_SECONDS[kind], steps_seconds)
+
+
+def _changed_bytes(step: TrainStep) -> int:
+    """Bytes that an update changes."""
+    optimizer = step.workload.optimizer
+    changed = {id(one): one for group in optimizer.param_groups for one in group["params"]}
+    states = [value for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")]
+    return sum(one.nbytes for one in (*changed.values(), *states))
+
+
+@dataclass
+class _Found:
+    """What was found of one candidate; without ``measured_seconds`` it cannot be taken."""
+
+    candidate: Candidate
+    outcome: str
+    measured_seconds: float | None = None
+    noise_seconds: float = 0.0
+    peak_bytes: int | None = None
+    why: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.outcome not in {"ran out", "struck", "failed", "too near"}
+
+    def record(self) -> Tried:
+        rung = self.candidate.rung
+        predicted = rung.step_time.likely_seconds / self.candidate.time_factor if rung.step_time else None
+        return Tried(
+            choices=rung.choices, outcome=self.outcome, predicted_seconds=predicted,  # type: ignore[arg-type]
+            measured_seconds=self.measured_seconds, peak_bytes=self.peak_bytes, why=self.why,
+        )  # fmt: skip
+
+
+class _Tries:
+    """The trial of one plan on one live training."""
+
+    def __init__(self, step: TrainStep, plan: Plan, batch: Any, progress: Progress) -> None:
+        self._step, self._plan, self._batch, self._progress = step, plan, batch, progress
+        self._batch_size = batch_size_of(batch)
+        self._copier = _copier_for(step.backend.kind)
+        self._began = time.perf_counter()
+        # Not known before the first pass, which loads and proves what the training would as well.
+        self._ends: float | None = None
+        self._least_seconds = 0.0  # that a candidate took
+        self._most_bytes = math.inf  # that may be predicted for a plan that fits
+        self._doubt: str | None = None
+
+    def settled(self) -> Plan:
+        """Try them, and put the fastest to work."""
+        plan = self._plan
+        first = Candidate(
+            rung=plan.rungs[0], prediction=plan.prediction, time_factor=plan.time_factor, off_device=plan.off_device
+        )
+        candidates, found = [first, *plan.candidates], list[_Found]()
+        try:
+            for number, candidate in enumerate(candidates):
+                self._progress(
+                    f"trying {number + 1} of {len(candidates)} plans: {' '.join(map(str, candidate.rung.choices))}"
+                )
+                found.append(self._found(candidate, len(candidates) - number))
+                if self._doubt is not None:
+                    return plan.model_copy(update={"trial": Trial(left_out=self._doubt, seconds=self._seconds())})
+            return self._chosen(found)
+        finally:
+            self._step._retry.undo.done()
+            self._step.backend.release()
+            self._step.backend.reset_peak()
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    # -- one candidate -------------------------------------------------------------------------------------------------
+
+    def _found(self, candidate: Candidate, num_left: int) -> _Found:
+        if _needed_bytes(candidate.rung) > self._most_bytes:
+            return _Found(candidate, "struck", why="it would need more than another one ran out of memory with")
+        began = time.perf_counter()
+        if self._ends is not None and began + self._least_seconds / 2 > self._ends:
+            return _Found(candidate, "not tried", why="the time for the trial was over")
+        self._go_on_with([candidate.rung])
+        self._step.backend.release()
+        self._step.backend.reset_peak()
+        try:
+            timed = self._put_to_work() or self._refused(candidate.rung) or self._timed(candidate.rung, num_left)
+        except TornStepError:
+            raise
+        except PlimsollError as error:  # of this candidate: the training says it again if it is the only one
+            return _Found(candidate, "failed", why=str(error))
+        if isinstance(timed, str):
+            return _Found(candidate, "failed", why=timed)
+        if isinstance(timed, OomEvent):
+            if (ran_out := ran_out_of(timed)) is not None and candidate.rung.peak is not None:
+                self._most_bytes = min(self._most_bytes, ran_out.most_bytes(_needed_bytes(candidate.rung)))
+            return _Found(candidate, "ran out", why=f"memory ran out in the {timed.phase} phase ({timed.shortage})")
+        seconds, noise_seconds = timed
+        taken_seconds = time.perf_counter() - began
+        self._least_seconds = min(self._least_seconds or taken_seconds, taken_seconds)
+        found = _Found(candidate, "slower", seconds, noise_seconds, self._step.backend.use().peak_bytes)
+        return self._held(found)
+
+    def _held(self, found: _Found) -> _Found:
+        """Strike what may need more than there is, by what was predicted, and was not measured to need clearly less."""
+        limit_bytes, peak = self._plan.limit_bytes, found.candidate.rung.peak
+        if limit_bytes is None or peak is None or peak.high_bytes <= limit_bytes:
+            return found
+        if (found.peak_bytes or 0) <= _HOLDS_SHARE * limit_bytes:
+            return found
+        taken, limit = format_bytes(found.peak_bytes), format_bytes(limit_bytes)
+        found.outcome, found.why = "too near", f"it took {taken} of {limit}, and a long run may take more"
+        return found
+
+    def _refused(self, rung: Rung) -> str | None:
+        """Why it is not tried, with its techniques at work."""
+        if self._doubt is not None:
+            return self._doubt
+        if rung.micro_batch >= self._batch_size:
+            return None
+        reason = self._step._whole.reason() or self._step.additivity.before_cut(self._batch)
+        return None if reason is None else f"the batch must not be cut: {reason}"
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Put everything back that the first pass of the block and those after it change."""
+        step, copies = self._step, self._copies()
+        try:
+            yield
+        finally:
+            step._retry.put_back(step._put_back_own)
+            copies.restore()
+            step._retry.undo.settle(all_of_it=True)
+
+    def _timed(self, rung: Rung, num_left: int) -> tuple[float, float] | OomEvent:
+        """Seconds of a whole step, as few passes let expect, and by how much these differ."""
+        num_pieces = -(-self._batch_size // rung.micro_batch)
+        with self._undone():
+            warm, now = self._seconds_of(rung, 1, is_first=True), time.perf_counter()
+            self._ends = self._ends or now + _most_seconds(self._plan, self._step.backend.kind)
+            ends = now + (self._ends - now) / num_left
+            one = warm if isinstance(warm, OomEvent) else self._seconds_of(rung, 1)
+            if isinstance(one, OomEvent):
+                return one
+            room = (ends - time.perf_counter()) / one  # in passes of one piece with its update, which take the longest
+            most = num_pieces if room >= num_pieces else min(num_pieces, max(2, min(int(room / 2), _MOST_PIECES)))
+            times = [one] if most == 1 else []
+            while len(times) < _MOST_REPEATS and (not times or time.perf_counter() + times[-1] < ends):
+                several = self._seconds_of(rung, most)
+                if isinstance(several, OomEvent):
+                    return several
+                times.append(several)
+        least, second, *_ = sorted([*times, (1 + _SAME_SECONDS) * max(times)])
+        noise_share = min(second / least - 1, _MOST_NOISE)
+        if most < num_pieces:
+            least += (num_pieces - most) * max(least - one, 0.0) / (most - 1)
+        return least, noise_share * least
+
+    def _put_to_work(self) -> OomEvent | None:
+        """Install its techniques, and see before the first pass that all it changes can be put back."""
+        step = self._step
+        step.position.phase = "copy"
+
+        def work() -> None:
+            step._use(0)
+            loss_of = partial(step._loss_of, self._batch, step._rungs.sizes[0].samples)
+            step._retry.remember(self._batch, loss_of, [*step._all_parameters()])
+
+        event = step._together(work)
+        self._doubt = step._retry.doubt
+        step._retry.put_back(step._put_back_own)
+        return event if isinstance(event, OomEvent) else None
+
+    def _seconds_of(self, rung: Rung, num_pieces: int, is_first: bool = False) -> float | OomEvent:
+        """Do a step of the first pieces of the batch; the state to go back to is that before the first one."""
+        step, backend = self._step, self._step.backend
+        num_samples = min(num_pieces * rung.micro_batch, self._batch_size)
+        batch = pick_samples(self._batch, range(num_samples))  # copies, so that a model may write them
+        shape = step._shape_of(batch)
+        size = Size(min(rung.micro_batch, num_samples), 0)
+        step.position.micro_batch = size.samples
+        backend.synchronize()
+        began = time.perf_counter()
+        outcome = step._run(batch, size, shape, shape) if is_first else self._again(batch, size.samples, shape)
+        backend.synchronize()
+        return outcome if isinstance(outcome, OomEvent) else time.perf_counter() - began
+
+    def _again(self, batch: Any, micro_batch: int, shape: Shape) -> Outcome | OomEvent:
+        """Do a step after another one, as if that had been taken, but that nothing is remembered to go back to."""
+        step = self._step
+        step._drop_gradients()
+        step._early = None
+        if step._scaler is not None:
+            step._scaler = scaler_as_now(step._scaler)
+        loss = step._together(lambda: step._gradients(batch, micro_batch, shape, shape))
+        return loss if isinstance(loss, OomEvent) else step._finish(loss)
+
+    def _copies(self) -> PieceCopy | WholeCopy:
+        optimizer = self._step.workload.optimizer
+        memory = Memory(None, Scratch(0), self._copier)
+        if not is_separable(optimizer):
+            return WholeCopy(optimizer, Learned(optimizer), memory, self._step.backend, is_again=False)
+        groups = enumerate(optimizer.param_groups)
+        members = [(number, one) for number, group in groups for one in group["params"]]
+        return PieceCopy(optimizer, members, memory, changes_gradients=False)
+
+    # -- what follows --------------------------------------------------------------------------------------------------
+
+    def _chosen(self, found: list[_Found]) -> Plan:
+        plan, fastest = self._plan, _fastest(found)
+        if fastest is not None:
+            fastest.outcome = "fastest"
+        trial = Trial(seconds=self._seconds(), tried=tuple(one.record() for one in found))
+        others = [one.candidate.rung for one in found if one.fits and one is not fastest]
+        fallbacks = [one for one in plan.rungs[1:] if _needed_bytes(one) <= self._most_bytes] or [*plan.rungs[-1:]]
+        rungs = schedule(fastest.candidate.rung, fallbacks, others) if fastest else tuple(fallbacks)
+        self._go_on_with(rungs)
+        tried = {one.candidate.rung.choices for one in found}
+        rejected = tuple(one for one in plan.rejected if one.choices not in tried)
+        changed: dict[str, Any] = {"rungs": rungs, "trial": trial, "candidates": (), "rejected": rejected}
+        if fastest is not None:
+            changed |= {name: getattr(fastest.candidate, name) for name in ("prediction", "time_factor", "off_device")}
+        return plan.model_copy(update=changed)
+
+    def _go_on_with(self, rungs: list[Rung] | tuple[Rung, ...]) -> None:
+        step = self._step
+        step._rungs.exchange(rungs)
+        step.ladder = None
+        step._evaluator.begin_at(step._rungs.sizes[0].samples)
+
+
+def _fastest(found: Sequence[_Found]) -> _Found | None:
+    """The first of those that held, unless another was faster by more than repeated passes differ."""
+    best: tuple[_Found, float] | None = None
+    for one in found:
+        seconds = one.measured_seconds
+        if seconds is not None and one.fits:
+            noise_seconds = max(one.noise_seconds, best[0].noise_seconds) if best else 0.0
+            best = (one, seconds) if best is None or seconds + noise_seconds < best[1] else best
+    return best[0] if best else None
+
+
+def _needed_bytes(rung: Rung) -> int:
+    return rung.peak.likely_bytes if rung.peak is not None else 0
+
+
+def _copier_for(kind: str) -> Copier:
+    """What copies to where the budget does not count it: a mapped file, or the host's memory."""
+    return MappedPool().copy_of if kind == "cpu" else _copy_on_host
+
+
+def _copy_on_host(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())

@@ -1,0 +1,122 @@
+"""A link that is slower than everything else: copies are made as late as the schedule allows, or at any time before.
+
+    with late_copies(seed=3) as link:
+        ...                            # techniques, with the CPU in the place of a GPU
+    assert link.num_late
+
+Where the CPU stands in for a GPU, a copy is made when it is asked for, so that nobody could tell whether it was waited
+for. Here it is made when it must have been: when the device waits, in the order of its direction, and the processor
+sees what was sent only when it waits itself. Until then a target has no values that mean anything, and a source must
+not change and, on the device, must be held by the one who will wait. A seed makes some copies earlier, at random.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from plimsoll.techniques._side_stream import SideStream, Transfer
+
+
+class LateTransfer(Transfer):
+    """`Transfer` whose copies are made when somebody waits for them."""
+
+    def __init__(self, link: LateLink, copies: list[_Copy], queue: deque[_Copy]) -> None:
+        super().__init__([copy.target if copy.to_device else copy.source() for copy in copies])
+        self._link, self._copies, self._queue = link, copies, queue
+
+    def wait(self) -> None:
+        if not self._is_waited_for:
+            self._make()
+        super().wait()
+
+    def synchronize(self) -> None:
+        self._make()
+        for copy in self._copies:
+            copy.show()
+        super().synchronize()
+
+    def _make(self) -> None:
+        """Make the copies, and those of this direction that were asked for before them."""
+        while self._queue and self._queue[0].number <= self._copies[-1].number:
+            self._link.num_late += 1
+            self._queue.popleft().make(self._link)
+
+
+class _Copy:
+    """One copy. What is on the device is the transfer's to hold; what is on the host torch protects."""
+
+    def __init__(self, number: int, target: torch.Tensor, source: torch.Tensor, to_device: bool) -> None:
+        self.number, self.to_device = number, to_device
+        self.source, self._version = weakref.ref(source), source._version
+        self._home = source if to_device else target
+        self._target = weakref.ref(target)
+        self.sent: list[torch.Tensor] = []  # the values, when the copy has been made
+        target.detach().fill_(torch.nan if target.is_floating_point() else 1)
+
+    @property
+    def target(self) -> torch.Tensor | None:
+        return self._target()
+
+    @torch.no_grad()
+    def make(self, link: LateLink) -> None:
+        source, target = self.source(), self.target
+        assert source is not None, "given back before it was copied"
+        assert target is not None, "given back before the copy arrived"
+        assert source._version == self._version, "overwritten before it was copied"
+        if self.to_device:
+            sent = link.sent.get(source)
+            assert sent != [], "brought back before it was sent"
+            target.copy_(sent[0] if sent else source)
+        else:
+            self.sent.append(source.detach().clone())
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Let the processor see what was sent: that the device has waited for it does not do."""
+        if self.sent:
+            self._home.copy_(self.sent[0])
+
+
+class LateLink:
+    """Copies that were asked for and are not made yet, by direction."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._random = None if seed is None else random.Random(seed)
+        self.asked: dict[tuple[SideStream, bool], deque[_Copy]] = {}
+        self.sent = WeakTensorKeyDictionary()
+        self.num_asked = self.num_late = 0
+
+    def copy(self, side: SideStream, pairs, to_device: bool) -> Transfer:
+        copies = []
+        for target, source in pairs:
+            self.num_asked += 1
+            copies.append(_Copy(self.num_asked, target, source, to_device))
+            if not to_device:
+                self.sent[target] = copies[-1].sent
+        queue = self.asked.setdefault((side, to_device), deque())
+        queue.extend(copies)
+        transfer = LateTransfer(self, copies, queue)
+        if self._random is not None:
+            for other in self.asked.values():
+                while other and self._random.random() < 0.4:
+                    other.popleft().make(self)
+        return transfer
+
+
+@contextmanager
+def late_copies(seed: int | None = None) -> Iterator[LateLink]:
+    """Let the copies of the block be late; when it ends, none is on its way."""
+    link = LateLink(seed)
+    with mock.patch.object(SideStream, "_copy", lambda side, pairs, to_device: link.copy(side, pairs, to_device)):
+        yield link
+    gc.collect()
+    assert not any(link.asked.values()), "copies that nobody waited for"
