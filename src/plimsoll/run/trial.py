@@ -279,7 +279,10 @@ class _Tries:
         """Seconds of a whole step, as few passes let expect, and by how much these differ."""
         num_pieces = -(-self._batch_size // rung.micro_batch)
         with self._undone():
-            warm, now = self._seconds_of(rung, 1, is_first=True), time.perf_counter()
+            warm = self._seconds_of(rung, 1, is_first=True)
+            if not (isinstance(warm, OomEvent) or self._step.replays.is_settled):
+                warm = self._seconds_of(rung, 1)  # in which a graph is captured
+            now = time.perf_counter()
             self._ends = self._ends or now + _most_seconds(self._plan, self._step.backend.kind)
             ends = now + (self._ends - now) / num_left
             one = warm if isinstance(warm, OomEvent) else self._seconds_of(rung, 1)
