@@ -110,6 +110,16 @@ def test_whole_micro_batches_are_a_graphs_from_the_second_step_on(looks):
     assert len(lengths) == 1
 
 
+def test_a_pass_that_reads_its_masks_is_not_predicted_as_a_graphs():
+    """So that a plan does not count on what the run will refuse."""
+    fields = {"architecture": "bert", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    job = JOB.model_copy(update={"model": {**fields, "intermediate_size": 32}, "task": "classification"})
+    lowering, texts = gpu_target(CARD, None).lowering(), TextSketch(500, 3, 0)
+    traces = [rehearse_job(job, texts, lowering, (micro_batch_choice(3), *more)) for more in ((), (GRAPH,))]
+    assert traces[1].captured == ()
+    assert traces[1].events == traces[0].events
+
+
 def test_gradients_are_the_same_tensors_in_all_steps_but_the_first(looks):
     def born(trace):
         rows = zip(trace.storages.category, trace.storages.born, trace.storages.name, strict=True)
