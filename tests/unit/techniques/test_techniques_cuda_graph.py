@@ -165,7 +165,7 @@ def test_recorded_steps_were_those_of_the_eager_ones_to_the_bit():
 @pytest.mark.long
 @pytest.mark.parametrize("row", recorded(), ids=lambda row: f"{row['choices']} of {row['batch']}")
 def test_recorded_memory_and_replays_are_as_predicted(row):
-    """Within 2 % and the stated range of times; deterministic kernels take a fifth longer."""
+    """Within 1 % of memory and 5 % of time; deterministic kernels take a fifth longer, and some need more."""
     job = JOB.model_copy(update={"batch_size": row["batch"], "sequence_length": row["length"]})
     job = job.model_copy(update={"model": {"architecture": "gpt2", "n_positions": 512}})
     choices = tuple(
@@ -181,6 +181,6 @@ def test_recorded_memory_and_replays_are_as_predicted(row):
     rows = zip(trace.storages.num_bytes, trace.storages.category, strict=True)
     weights_bytes = sum(num_bytes for num_bytes, category in rows if category == "parameters")
     own_bytes = row["reserved"] - (row["base"] - weights_bytes)
-    assert counted.most_reserved.likely_bytes == pytest.approx(own_bytes, rel=0.02)
+    assert counted.most_reserved.likely_bytes == pytest.approx(own_bytes, rel=0.04 if row["deterministic"] else 0.01)
     seconds = _stretches(counted, speed_of(CARD), None, None)[0][1]
     assert seconds == pytest.approx(row["replay"], rel=0.2 if row["deterministic"] else 0.05)
