@@ -38,6 +38,7 @@ NAMES = [
         "render",
     ),
     "rows_by_length",
+    "try_plan",
 ]
 
 

@@ -45,7 +45,6 @@ from plimsoll.weights.parts import plain_parts
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
-_OP_COLUMNS = ("name", "module", "line", "step", "by_autograd", "captured")
 _DEVICE_OF = torch.ops.prim.device.default
 _IS_SAME_SIZE = torch.ops.aten.is_same_size.default
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -159,8 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def trace(self, source: Any, lowered_to: str, assumptions: tuple[Assumption, ...] = ()) -> Trace:
         """Return what was recorded."""
-        columns = dict(zip(_OP_COLUMNS, map(tuple, self._ops), strict=True))
-        captured = stretches(columns.pop("captured"))
+        columns = dict(zip(("name", "module", "line", "step", "by_autograd"), map(tuple, self._ops[:-1]), strict=True))
         work = dict(zip(("flops", "moved_bytes", "outside_bytes", "dtype"), map(tuple, self._work), strict=True))
         table, events, event_ops = self._storages.tables(self._phases)
         return Trace(
@@ -175,7 +173,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             unwritten=self._storages.unwritten(),
             nodes=self._graphs.nodes(),
             **self.beside.columns(),
-            captured=captured,
+            captured=stretches(self._ops[-1]),
         )
 
     # -- what torch says -----------------------------------------------------------------------------------------------
@@ -272,11 +270,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name is None:
             name = self._op_names[op] = self.text(str(op))
         module, line, phase = self._where()
-        row = name, module, line, self.step, calls_by_itself(), is_captured()
-        for column, value in zip(self._ops, row, strict=True):
+        row = name, module, line, self.step, calls_by_itself(), is_captured(), 0, 0, 0, 0
+        for column, value in zip((*self._ops, *self._work), row, strict=True):
             column.append(value)
-        for column in self._work:
-            column.append(0)
         self._phases.append(phase)
 
     def _note_work(self, row: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

@@ -166,6 +166,7 @@ class Capture:
         why = self._obstacle()
         if why is not None:
             return why
+        self._go_back()  # where a step is one of several from the state that is remembered
         inputs = map_leaves(piece, lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf)
         first, why = self._first_pass(inputs, eager)
         if why is not None:

@@ -10,7 +10,8 @@ are replayed. All others run eagerly and add to the same gradients. Before each 
 compared with what it was at the capture: where it differs, the graph is dropped, and captured anew. Whatever forbids a
 capture, or fails in it, the steps run eagerly; that is said once, and the memory of the graph is given back.
 
-In a rehearsal nothing is captured: the ops of such a micro-batch are marked as a graph's (`plimsoll.memory.captures`).
+In a rehearsal nothing is captured: the ops of such a micro-batch are marked as a graph's (`plimsoll.memory.captures`),
+unless its forward is seen to read the data.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from plimsoll.run.boundary import Position, attempt, without_fail
 from plimsoll.run.captured import GRAPHS, Capture, Captured, Eager, Scaler
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.retry import Retry, warn_at_the_loop
+from plimsoll.run.survey import Survey
 from plimsoll.workload import Workload, leaves_of, move_batch
 
 _MOST_CHANGES = 3  # of what is around the passes; where it changes in every step, no capture pays
@@ -179,12 +181,22 @@ class Replays:
         held.clear()
         is_captured = self._position.step and shape is not None and shape == self._shape
         with as_captured() if is_captured else nullcontext():
-            loss = eager(moved)
-        if self._position.step == 0 and is_first:
+            loss = self._surveyed(eager, moved) if self._position.step == 0 and is_first else eager(moved)
+        if self._position.step == 0 and is_first and self.why_not is None:
             self._shape, self._reached = shape, [one for one in self._parameters() if one.grad is not None]
         if self._static is not None:
             self._static.update((one, one.grad) for one in self._reached if one.grad is not None)
         return loss
+
+    def _surveyed(self, eager: Eager, piece: Any) -> Tensor:
+        """A pass whose forward is looked at: where it reads its data, nothing will be replayed."""
+        workload, survey = self._workload, Survey(self._workload.device)
+        loss = workload.loss
+        workload.loss = lambda model, batch: survey.of(lambda: loss(model, batch))
+        try:
+            return eager(piece)
+        finally:
+            workload.loss, self.why_not = loss, survey.reason
 
 
 def shape_of(piece: Any, kind: str) -> Hashable:

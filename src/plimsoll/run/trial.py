@@ -7,8 +7,8 @@ work as a fallback would be, a micro-batch with its update to warm up, and one o
 limit and on a real batch. From these follow the seconds of a whole step. The fastest is in force when this returns; of
 the others those that need less are among its fallbacks.
 
-Each pass is undone as a step is that runs out of memory: random numbers, buffers and what Python keeps by
-`plimsoll.run.undo`, parameters and the optimizer's states from copies outside of the device
+The passes of a candidate are undone as a step is that runs out of memory: random numbers, buffers and what Python
+keeps by `plimsoll.run.undo`, parameters and the optimizer's states from copies outside of the device
 (`plimsoll.run.update_copies`). The batch is not taken from its loader. A candidate that runs out of memory is struck,
 and with it those that would need too much if they needed as much more than predicted. A model with state that cannot
 be put back is not tried.
@@ -97,9 +97,9 @@ def try_plan(
     Raises:
         TornStepError: if memory ran out while a pass was undone, twice.
     """
-    reason = _reason_against(step, plan, batch, num_steps)
+    reason = _reason_against(step, plan, num_steps)
     if reason is not None:
-        return plan.model_copy(update={"trial": Trial(left_out=reason)})
+        return plan.model_copy(update={"trial": Trial(left_out=reason), "candidates": ()})
     return _Tries(step, plan, batch, progress).settled()
 
 
@@ -119,7 +119,7 @@ def try_before_training(
     return plan
 
 
-def _reason_against(step: TrainStep, plan: Plan, batch: Any, num_steps: int | None) -> str | None:
+def _reason_against(step: TrainStep, plan: Plan, num_steps: int | None) -> str | None:
     """Why nothing is to be tried, if so."""
     time_of_step, kind = plan.rungs[0].step_time, step.backend.kind
     if not plan.candidates or time_of_step is None:
@@ -205,7 +205,9 @@ class _Tries:
                 )
                 found.append(self._found(candidate, len(candidates) - number))
                 if self._doubt is not None:
-                    return plan.model_copy(update={"trial": Trial(left_out=self._doubt, seconds=self._seconds())})
+                    self._go_on_with(plan.rungs)
+                    left_out = Trial(left_out=self._doubt, seconds=self._seconds())
+                    return plan.model_copy(update={"trial": left_out, "candidates": ()})
             return self._chosen(found)
         finally:
             self._step._retry.undo.done()
@@ -241,7 +243,7 @@ class _Tries:
         seconds, noise_seconds = timed
         taken_seconds = time.perf_counter() - began
         self._least_seconds = min(self._least_seconds or taken_seconds, taken_seconds)
-        found = _Found(candidate, "slower", seconds, noise_seconds, self._step.backend.use().peak_bytes)
+        found = _Found(candidate, "slower", seconds, noise_seconds, self._step.use().peak_bytes)
         return self._held(found)
 
     def _held(self, found: _Found) -> _Found:
@@ -274,12 +276,17 @@ class _Tries:
             step._retry.put_back(step._put_back_own)
             copies.restore()
             step._retry.undo.settle(all_of_it=True)
+            step.replays.drop()
 
     def _timed(self, rung: Rung, num_left: int) -> tuple[float, float] | OomEvent:
         """Seconds of a whole step, as few passes let expect, and by how much these differ."""
         num_pieces = -(-self._batch_size // rung.micro_batch)
         with self._undone():
-            warm, now = self._seconds_of(rung, 1, is_first=True), time.perf_counter()
+            warm = self._seconds_of(rung, 1, is_first=True)
+            for _ in range(_MOST_REPEATS):  # until passes are replayed, where they will be
+                if not isinstance(warm, OomEvent) and not self._step.replays.is_settled:
+                    warm = self._seconds_of(rung, 1)
+            now = time.perf_counter()
             self._ends = self._ends or now + _most_seconds(self._plan, self._step.backend.kind)
             ends = now + (self._ends - now) / num_left
             one = warm if isinstance(warm, OomEvent) else self._seconds_of(rung, 1)

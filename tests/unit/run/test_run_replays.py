@@ -83,6 +83,25 @@ def test_a_step_that_is_put_back_keeps_the_graph_and_passes_settle_with_the_capt
     assert len(tapes) == 1
 
 
+def test_a_step_that_is_one_of_several_from_one_state_captures_as_any_other(tapes):
+    """As a trial does several: random numbers have moved since."""
+    batch = batches()[0]
+
+    def several(step):
+        if step.num_steps == 1:
+            shape = step._shape_of(batch)
+            step._retry.remember(batch, None, None)
+            torch.rand(3)
+            for _ in range(2):
+                step._drop_gradients()
+                step._gradients(batch, 3, shape, shape)
+            step._retry.put_back(step._put_back_own)
+
+    found = trained(Net(), GRAPH, between_steps=several)
+    require_the_same_bits(found, trained(Net()))
+    assert found[2].num_replays == 2 * 2 + 2 * (NUM_STEPS - 1)
+
+
 def test_a_micro_batch_that_is_the_whole_batch_is_replayed(tapes):
     assert both(Net(), micro_batch=8).num_replays == NUM_STEPS - 1
 

@@ -110,6 +110,16 @@ def test_whole_micro_batches_are_a_graphs_from_the_second_step_on(looks):
     assert len(lengths) == 1
 
 
+def test_a_pass_that_reads_its_masks_is_not_predicted_as_a_graphs():
+    """So that a plan does not count on what the run will refuse."""
+    fields = {"architecture": "bert", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    job = JOB.model_copy(update={"model": {**fields, "intermediate_size": 32}, "task": "classification"})
+    lowering, texts = gpu_target(CARD, None).lowering(), TextSketch(500, 3, 0)
+    traces = [rehearse_job(job, texts, lowering, (micro_batch_choice(3), *more)) for more in ((), (GRAPH,))]
+    assert traces[1].captured == ()
+    assert traces[1].events == traces[0].events
+
+
 def test_gradients_are_the_same_tensors_in_all_steps_but_the_first(looks):
     def born(trace):
         rows = zip(trace.storages.category, trace.storages.born, trace.storages.name, strict=True)
@@ -155,7 +165,7 @@ def test_recorded_steps_were_those_of_the_eager_ones_to_the_bit():
 @pytest.mark.long
 @pytest.mark.parametrize("row", recorded(), ids=lambda row: f"{row['choices']} of {row['batch']}")
 def test_recorded_memory_and_replays_are_as_predicted(row):
-    """Within 2 % and the stated range of times; deterministic kernels take a fifth longer."""
+    """Within 1 % of memory and 5 % of time; deterministic kernels take a fifth longer, and some need more."""
     job = JOB.model_copy(update={"batch_size": row["batch"], "sequence_length": row["length"]})
     job = job.model_copy(update={"model": {"architecture": "gpt2", "n_positions": 512}})
     choices = tuple(
@@ -171,6 +181,6 @@ def test_recorded_memory_and_replays_are_as_predicted(row):
     rows = zip(trace.storages.num_bytes, trace.storages.category, strict=True)
     weights_bytes = sum(num_bytes for num_bytes, category in rows if category == "parameters")
     own_bytes = row["reserved"] - (row["base"] - weights_bytes)
-    assert counted.most_reserved.likely_bytes == pytest.approx(own_bytes, rel=0.02)
+    assert counted.most_reserved.likely_bytes == pytest.approx(own_bytes, rel=0.04 if row["deterministic"] else 0.01)
     seconds = _stretches(counted, speed_of(CARD), None, None)[0][1]
     assert seconds == pytest.approx(row["replay"], rel=0.2 if row["deterministic"] else 0.05)
