@@ -18,15 +18,12 @@ import transformers
 
 import plan_time_gpu
 from plimsoll.memory.allocator.caching import CachingAllocator, replay
-from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.predict import count_on_cuda
 from plimsoll.memory.trace import Rehearsal, trace_training
 from plimsoll.memory.workspaces import LT_BYTES
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Trace
-from plimsoll.run.rehearse import rehearse_step
 from plimsoll.run.targets import gpu_target
-from plimsoll.workload import model_loss
 
 MIB = 2**20
 _STEPS = 2
@@ -72,7 +69,7 @@ def _row(fields: dict[str, Any]) -> RecordedPeak:
         name, task = fields["choices"], ("technique", fields["choices"])
     else:
         (timed,) = plan_time_gpu.rows_of(fields)
-        name, task = timed.name, timed.task
+        name, task = timed.name, timed.task[2:]
     return RecordedPeak(fields["kind"], name, fields["peak"], fields["reserved"], task)
 
 
@@ -111,12 +108,12 @@ def _moved(estimate: Estimate, likely_bytes: int) -> Estimate:
 
 
 def _traced(kind: str, *what: Any) -> Trace:
-    lowering = gpu_target(plan_time_gpu.CARD, None).lowering()
     if kind == "technique":
-        return _technique(lowering, *what)
+        return plan_time_gpu.steps(plan_time_gpu.CARD, plan_time_gpu.choices_of(*what), use_cache=True)
     if kind == "by hand":
+        lowering = gpu_target(plan_time_gpu.CARD, None).lowering()
         return trace_training(lambda place: _train_by_hand(place, *what), lowering)
-    return plan_time_gpu.traced(kind, *what)[0]
+    return plan_time_gpu.traced(plan_time_gpu.CARD, kind, *what)[0]
 
 
 def _model() -> torch.nn.Module:
@@ -126,17 +123,6 @@ def _model() -> torch.nn.Module:
 
 def _tokens(num_samples: int) -> torch.Tensor:
     return torch.arange(num_samples * _LENGTH).view(num_samples, _LENGTH) * 7919 % (_VOCABULARY - 2) + 1
-
-
-def _technique(lowering: Lowering, words: str) -> Trace:
-    tokens = _tokens(_BATCH_SIZE)
-    with torch.device("meta"):
-        model = _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    return rehearse_step(
-        model, optimizer, {"input_ids": tokens, "labels": tokens}, model_loss, lowering, units="next-tokens",
-        choices=plan_time_gpu.choices_of(words), clip_norm=1.0, precision="bf16", is_short=True,
-    )  # fmt: skip
 
 
 def _train_by_hand(place: Rehearsal, micro_batch: int, checkpoints: bool) -> None:
