@@ -236,7 +236,7 @@ def test_on_cuda_copies_run_beside_kernels():
             torch.cuda.synchronize()
     ranges = {"HtoD": [], "DtoH": [], "kernel": []}
     for event in profiler.events():
-        if event.device_type is DeviceType.CUDA:
+        if event.device_type == DeviceType.CUDA:  # an enum of C++: each is an object of its own
             kind = next((kind for kind in ("HtoD", "DtoH") if kind in event.name), "kernel")
             ranges[kind].append((event.time_range.start, event.time_range.end))
     for way in ("HtoD", "DtoH"):
