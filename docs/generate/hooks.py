@@ -76,7 +76,7 @@ def _linked_sources(pages: dict[str, str], outer: list[str]) -> set[str]:
     texts = pages | {path: (ROOT / path).read_text(encoding="utf-8") for path in outer}
     linked = {links.in_the_repository(page, found[1]) for page, text in texts.items() for found in links.links_of(text)}
     files = {path for path in linked if (ROOT / path).is_file()}
-    return {path for path in files if not path.endswith(".md") and not links.is_picture(path)}
+    return {path for path in files if not links.is_page(path) and not links.is_picture(path)}
 
 
 def _source_page(config: MkDocsConfig, path: str) -> File:

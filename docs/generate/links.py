@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TOP = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+PAGES = ("docs/", "benchmarks/results/")
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 CODE = re.compile(r"^(`{3,}|~{3,}).*?^\1|(`+)(?!`).*?(?<!`)\2(?!`)", re.MULTILINE | re.DOTALL)
 OUTSIDE = re.compile(r"[a-z]+:|//", re.IGNORECASE)
@@ -35,7 +36,12 @@ def on_the_site(path: str, root: Path) -> str:
     inner = path.removeprefix("docs/")
     if (root / path).is_dir():
         return f"{inner}/index.md"
-    return inner if path.endswith(".md") or is_picture(path) else f"source/{inner}.md"
+    return inner if is_page(path) or is_picture(path) else f"source/{inner}.md"
+
+
+def is_page(path: str) -> bool:
+    """Say whether a file is a page of the site: other texts of the repository are shown as what they are, files."""
+    return path in {"README.md", *TOP} or (path.endswith(".md") and path.startswith(PAGES))
 
 
 def is_picture(path: str) -> bool:
