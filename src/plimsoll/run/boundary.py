@@ -92,10 +92,12 @@ def fitting(work: Callable[[], T], backend: Backend, what: str, otherwise: str =
     return outcome
 
 
-def without_fail(work: Callable[[], T]) -> T | str:
-    """Run what explains an error and must not hide it; return its message where it fails itself."""
+def without_fail(work: Callable[[], T], *raised: type[Exception]) -> T | str:
+    """Run what explains an error and must not hide it; return its message where it fails itself, unless ``raised``."""
     try:
         return work()
+    except raised:
+        raise
     except Exception as error:  # noqa: BLE001 - memory is short, and the error that is explained must be seen
         return f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
 

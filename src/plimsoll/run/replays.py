@@ -120,6 +120,20 @@ class Replays:
         while self._workload.captured:
             self._workload.captured.pop().graph.release()
 
+    def reset(self) -> None:
+        """Be as before the first step: other techniques are put to work."""
+        self.drop()
+        self.num_replays = self._num_changes = self._num_idle = 0
+        self.why_not, self._shape = None, None
+        self._first_shapes, self._full = set(), set()
+
+    @property
+    def why_none(self) -> str | None:
+        """Why nothing was replayed, where that was asked for and not done."""
+        if self._workload.captured is None or self.num_replays:
+            return None
+        return self.why_not or ("there was no room to capture a graph" if self._full else "no graph was captured")
+
     @property
     def is_settled(self) -> bool:
         """Whether passes run as they will from now on, and not for the first time before a capture."""

@@ -132,14 +132,14 @@ class Retry:
         elif found is not None:
             self._note(found)
         if moved := self.undo.moved_iterators():  # in a branch that no step has taken yet
-            self._note(_said_of_iterators(moved))
+            self._note(said_of_iterators(moved))
 
     def observed(self) -> None:
         """Say that the passes of a step went through; what could not be compared yet, the next step does."""
         if self.undo.is_due:
             moved = self.undo.moved_iterators()
             if moved:
-                self._note(_said_of_iterators(moved))
+                self._note(said_of_iterators(moved))
                 self._is_unproven = False
             self._idle_iterators |= self.undo.iterators() - {*moved}
             self._unseen_iterators = []
@@ -148,6 +148,15 @@ class Retry:
     def observing(self) -> AbstractContextManager[None]:
         """See what passes write, as long as passes of their kind have not been seen."""
         return self.undo.observing() if self.undo.is_due else nullcontext()
+
+    @contextmanager
+    def unmarked(self) -> Iterator[None]:
+        """Learn of the passes of the block what they write; the steps after it are observed as without them."""
+        kinds, idle_iterators = {*self.undo.kinds}, {*self._idle_iterators}
+        try:
+            yield
+        finally:
+            self.undo.kinds, self._idle_iterators = kinds, idle_iterators
 
     def put_back(self, others: Callable[[], None]) -> None:
         """Put everything back, by ``others`` what is not the undo's; where memory runs out in that, once more.
@@ -181,7 +190,7 @@ class Retry:
     def doubt(self) -> str | None:
         """Why not all that passes have changed is known to be put back; ``None`` where it is."""
         if self.hidden is None and self._unseen_iterators:
-            return _said_of_iterators(self._unseen_iterators)
+            return said_of_iterators(self._unseen_iterators)
         if self.hidden is None and self.undo.lost:
             return f"what it has changed is not put back: {', '.join(dict.fromkeys(self.undo.lost))}"
         return self.hidden
@@ -305,7 +314,8 @@ def _noting_outputs(model: nn.Module) -> Iterator[list[tuple[str, list[Print]]]]
             hook.remove()
 
 
-def _said_of_iterators(names: Sequence[str]) -> str:
+def said_of_iterators(names: Sequence[str]) -> str:
+    """Say that iterators cannot be put back."""
     what = "is an iterator, whose position" if len(names) == 1 else "are iterators, whose positions"
     return f"{' and '.join(names[:_MOST_NAMES])} {what} cannot be put back"
 

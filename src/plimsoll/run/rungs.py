@@ -78,10 +78,23 @@ class Rungs:
         Raises:
             InputError: if they differ in what changes the training.
         """
-        for_the_run = self._for_the_run
+        self.refuse_others(rungs)
         self._set(rungs)
-        assert self._for_the_run == for_the_run, "what is for the whole run stays"
         self._level = 0 if self._levels and self._levels[0] == tuple(choice for choice, _ in self._at_work) else None
+
+    def refuse_others(self, rungs: Sequence[Rung | Sequence[Choice]]) -> None:
+        """Refuse rungs that are not for this training, whose choices for the whole run stay.
+
+        Raises:
+            InputError: if they differ in these.
+        """
+        ours, theirs = self._for_the_run, next((_split(choices_of(one))[0] for one in rungs), ())
+        if ours != theirs:
+            asked, made = (" ".join(map(str, choices)) or "nothing" for choices in (theirs, ours))
+            raise InputError(
+                f"the plan changes the training by {asked}, but the step was made with {made}: make the step with "
+                "rungs=plan.rungs"
+            )
 
     @property
     def has_one_in_force(self) -> bool:

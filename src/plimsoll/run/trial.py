@@ -9,9 +9,10 @@ the others those that need less are among its fallbacks.
 
 The passes of a candidate are undone as a step is that runs out of memory: random numbers, buffers and what Python
 keeps by `plimsoll.run.undo`, parameters and the optimizer's states from copies outside of the device
-(`plimsoll.run.update_copies`). The batch is not taken from its loader. A candidate that runs out of memory is struck,
-and with it those that would need too much if they needed as much more than predicted. A model with state that cannot
-be put back is not tried.
+(`plimsoll.run.update_copies`), and all other tensors from such copies as well (`plimsoll.run.trial_copies`). The batch
+is not taken from its loader. A candidate that runs out of memory is struck, and with it those that would need too much
+if they needed as much more than predicted; one that fails otherwise is left to the others. A model with state that
+cannot be put back is not tried.
 
 Does NOT cover several ranks, data loading, evaluation, and what only later steps take.
 """
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.data.loader import Loader
-from plimsoll.errors import PlimsollError, TornStepError
+from plimsoll.errors import NonFiniteLossError, PlimsollError, TornStepError
 from plimsoll.mapped import MappedPool
 from plimsoll.optimizers import is_separable
 from plimsoll.outside import Copier
@@ -41,7 +42,7 @@ from plimsoll.records.run import OomEvent
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.plan_sheets import trial_sentence
 from plimsoll.report.progress import spinner
-from plimsoll.run.boundary import fitting
+from plimsoll.run.boundary import attempt, attempt_twice, fitting, without_fail
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.learning import learn_from_trial
 from plimsoll.run.outcome import Outcome
@@ -51,6 +52,7 @@ from plimsoll.run.retry import scaler_as_now
 from plimsoll.run.rungs import ran_out_of
 from plimsoll.run.scratch import Scratch
 from plimsoll.run.step import TrainStep
+from plimsoll.run.trial_copies import TrialCopies
 from plimsoll.run.update_copies import Learned, Memory, PieceCopy, WholeCopy
 from plimsoll.workload import batch_size_of, pick_samples
 
@@ -65,6 +67,8 @@ _MOST_REPEATS = 3
 _SAME_SECONDS = 0.01  # of a step: no faster than what comes before it
 _MOST_NOISE = 0.25  # of a step, by which repeated passes may differ
 _HOLDS_SHARE = 0.97  # of the limit: what may need more than that in a long run must have been measured below
+_SHORT_OF_MEMORY = frozenset({"ran out", "struck", "too near"})
+_RELOAD = "reload the last checkpoint, or begin again, and give --no-trial"
 
 Progress = Callable[[str], None]
 
@@ -95,8 +99,11 @@ def try_plan(
         the plan that is in force, with what was measured in ``trial``.
 
     Raises:
-        TornStepError: if memory ran out while a pass was undone, twice.
+        InputError: if the step was made with rungs that change the training otherwise.
+        TornStepError: if a pass could not be undone: memory ran out in that twice, or it has changed what cannot be put
+            back.
     """
+    step._rungs.refuse_others(plan.rungs)
     reason = _reason_against(step, plan, num_steps)
     if reason is not None:
         return plan.model_copy(update={"trial": Trial(left_out=reason), "candidates": ()})
@@ -147,10 +154,13 @@ def _most_seconds(plan: Plan, kind: str) -> float:
 
 def _changed_bytes(step: TrainStep) -> int:
     """Bytes that an update changes."""
-    optimizer = step.workload.optimizer
-    changed = {id(one): one for group in optimizer.param_groups for one in group["params"]}
-    states = [value for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")]
-    return sum(one.nbytes for one in (*changed.values(), *states))
+    return sum(one.nbytes for one in _updated(step.workload.optimizer))
+
+
+def _updated(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What an update changes: parameters, once each, and their states."""
+    yield from {id(one): one for group in optimizer.param_groups for one in group["params"]}.values()
+    yield from (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 
 
 @dataclass
@@ -166,7 +176,7 @@ class _Found:
 
     @property
     def fits(self) -> bool:
-        return self.outcome not in {"ran out", "struck", "failed", "too near"}
+        return self.outcome not in {*_SHORT_OF_MEMORY, "failed"}
 
     def record(self) -> Tried:
         rung = self.candidate.rung
@@ -190,6 +200,9 @@ class _Tries:
         self._least_seconds = 0.0  # that a candidate took
         self._most_bytes = math.inf  # that may be predicted for a plan that fits
         self._doubt: str | None = None
+        self._kept: TrialCopies | None = None  # of what an update does not change
+        self._updated: PieceCopy | WholeCopy | None = None
+        self._is_torn = False  # not everything was put back
 
     def settled(self) -> Plan:
         """Try them, and put the fastest to work."""
@@ -198,19 +211,23 @@ class _Tries:
             rung=plan.rungs[0], prediction=plan.prediction, time_factor=plan.time_factor, off_device=plan.off_device
         )
         candidates, found = [first, *plan.candidates], list[_Found]()
+        settled: Plan | None = None
         try:
-            for number, candidate in enumerate(candidates):
-                self._progress(
-                    f"trying {number + 1} of {len(candidates)} plans: {' '.join(map(str, candidate.rung.choices))}"
-                )
-                found.append(self._found(candidate, len(candidates) - number))
-                if self._doubt is not None:
-                    self._go_on_with(plan.rungs)
-                    left_out = Trial(left_out=self._doubt, seconds=self._seconds())
-                    return plan.model_copy(update={"trial": left_out, "candidates": ()})
-            return self._chosen(found)
+            with self._step._retry.unmarked():
+                for number, candidate in enumerate(candidates):
+                    choices = " ".join(map(str, candidate.rung.choices))
+                    self._progress(f"trying {number + 1} of {len(candidates)} plans: {choices}")
+                    found.append(self._found(candidate, len(candidates) - number))
+                    if self._doubt is not None:
+                        left_out = Trial(left_out=self._doubt, seconds=self._seconds())
+                        return plan.model_copy(update={"trial": left_out, "candidates": ()})
+            settled = self._chosen(found)
+            return settled
         finally:
+            if settled is None:
+                self._go_on_with(plan.rungs)
             self._step._retry.undo.done()
+            self._step.replays.reset()
             self._step.backend.release()
             self._step.backend.reset_peak()
 
@@ -225,15 +242,13 @@ class _Tries:
         began = time.perf_counter()
         if self._ends is not None and began + self._least_seconds / 2 > self._ends:
             return _Found(candidate, "not tried", why="the time for the trial was over")
-        self._go_on_with([candidate.rung])
         self._step.backend.release()
         self._step.backend.reset_peak()
-        try:
-            timed = self._put_to_work() or self._refused(candidate.rung) or self._timed(candidate.rung, num_left)
-        except TornStepError:
-            raise
-        except PlimsollError as error:  # of this candidate: the training says it again if it is the only one
-            return _Found(candidate, "failed", why=str(error))
+        self._step.replays.reset()
+        # What is wrong with it alone must not end a training that goes on without it; the plan's own says it again.
+        timed = without_fail(partial(self._timed_alone, candidate.rung, num_left), TornStepError)
+        if self._is_torn:
+            raise TornStepError(f"a plan was tried, and what it has changed is not put back ({timed}): {_RELOAD}")
         if isinstance(timed, str):
             return _Found(candidate, "failed", why=timed)
         if isinstance(timed, OomEvent):
@@ -243,8 +258,32 @@ class _Tries:
         seconds, noise_seconds = timed
         taken_seconds = time.perf_counter() - began
         self._least_seconds = min(self._least_seconds or taken_seconds, taken_seconds)
-        found = _Found(candidate, "slower", seconds, noise_seconds, self._step.use().peak_bytes)
+        why = self._step.replays.why_none
+        found = _Found(
+            candidate, "slower", seconds, noise_seconds, self._step.use().peak_bytes,
+            why=f"micro-batches were not replayed as a CUDA graph, because {why}" if why else "",
+        )  # fmt: skip
         return self._held(found)
+
+    def _timed_alone(self, rung: Rung, num_left: int) -> tuple[float, float] | OomEvent | str:
+        """Put a candidate to work, time it and put everything back; or say why that cannot be."""
+        step = self._step
+
+        def work() -> tuple[float, float] | OomEvent | str:
+            self._go_on_with([rung])
+            if (event := self._put_to_work()) is not None:
+                return event
+            if self._doubt is not None:
+                return self._doubt
+            with self._undone():
+                return self._refused(rung) or self._timed(rung, num_left)
+
+        try:
+            return attempt(work, step.backend, step.position)
+        except TornStepError:
+            raise
+        except PlimsollError as error:
+            return str(error)
 
     def _held(self, found: _Found) -> _Found:
         """Strike what may need more than there is, by what was predicted, and was not measured to need clearly less."""
@@ -259,8 +298,6 @@ class _Tries:
 
     def _refused(self, rung: Rung) -> str | None:
         """Why it is not tried, with its techniques at work."""
-        if self._doubt is not None:
-            return self._doubt
         if rung.micro_batch >= self._batch_size:
             return None
         reason = self._step._whole.reason() or self._step.additivity.before_cut(self._batch)
@@ -269,40 +306,59 @@ class _Tries:
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """Put everything back that the first pass of the block and those after it change."""
-        step, copies = self._step, self._copies()
+        assert self._kept is not None
+        self._updated = self._copies()
+        self._kept.make(self._copier)
         try:
             yield
         finally:
-            step._retry.put_back(step._put_back_own)
-            copies.restore()
-            step._retry.undo.settle(all_of_it=True)
-            step.replays.drop()
+            self._put_back()
+            self._step._retry.undo.settle(all_of_it=True)
+
+    def _put_back(self) -> None:
+        """Put everything back.
+
+        Raises:
+            TornStepError: if it cannot be.
+        """
+        step, self._is_torn = self._step, True
+        step.replays.drop()
+        step._retry.put_back(step._put_back_own)
+        event = attempt_twice(self._put_back_copies, step.backend, step.position)
+        if event is not None:
+            raise TornStepError(f"memory ran out while the trial of a plan was undone ({event.shortage}): {_RELOAD}")
+        found = () if self._kept is None else dict.fromkeys(step._retry.undo.lost)
+        if lost := [name for name in found if self._kept is not None and name not in self._kept.names]:
+            raise TornStepError(f"the trial of a plan has changed {', '.join(lost)} for good: {_RELOAD}")
+        self._is_torn = False
+
+    def _put_back_copies(self) -> None:
+        for one in (self._updated, self._kept):
+            if one is not None:
+                one.restore()
 
     def _timed(self, rung: Rung, num_left: int) -> tuple[float, float] | OomEvent:
         """Seconds of a whole step, as few passes let expect, and by how much these differ."""
         num_pieces = -(-self._batch_size // rung.micro_batch)
-        with self._undone():
-            warm = self._seconds_of(rung, 1, is_first=True)
-            for _ in range(_MOST_REPEATS):  # until passes are replayed, where they will be
-                if not isinstance(warm, OomEvent) and not self._step.replays.is_settled:
-                    warm = self._seconds_of(rung, 1)
-            now = time.perf_counter()
-            self._ends = self._ends or now + _most_seconds(self._plan, self._step.backend.kind)
-            ends = now + (self._ends - now) / num_left
-            one = warm if isinstance(warm, OomEvent) else self._seconds_of(rung, 1)
-            if isinstance(one, OomEvent):
-                return one
-            room = (ends - time.perf_counter()) / one  # in passes of one piece with its update, which take the longest
-            most = num_pieces if room >= num_pieces else min(num_pieces, max(2, min(int(room / 2), _MOST_PIECES)))
-            times: dict[int, list[float]] = {1: [one], most: [one] if most == 1 else []}
-            while len(times[most]) < _MOST_REPEATS and (
-                not times[most] or time.perf_counter() + times[most][-1] < ends
-            ):
-                for count in (1, most) if 1 < most < num_pieces and times[most] else (most,):
-                    seconds = self._seconds_of(rung, count)
-                    if isinstance(seconds, OomEvent):
-                        return seconds
-                    times[count].append(seconds)
+        warm = self._seconds_of(rung, 1, is_first=True)
+        for _ in range(_MOST_REPEATS):  # until passes are replayed, where they will be
+            if not isinstance(warm, OomEvent) and not self._step.replays.is_settled:
+                warm = self._seconds_of(rung, 1)
+        now = time.perf_counter()
+        self._ends = self._ends or now + _most_seconds(self._plan, self._step.backend.kind)
+        ends = now + (self._ends - now) / num_left
+        one = warm if isinstance(warm, OomEvent) else self._seconds_of(rung, 1)
+        if isinstance(one, OomEvent):
+            return one
+        room = (ends - time.perf_counter()) / one  # in passes of one piece with its update, which take the longest
+        most = num_pieces if room >= num_pieces else min(num_pieces, max(2, min(int(room / 2), _MOST_PIECES)))
+        times: dict[int, list[float]] = {1: [one], most: [one] if most == 1 else []}
+        while len(times[most]) < _MOST_REPEATS and (not times[most] or time.perf_counter() + times[most][-1] < ends):
+            for count in (1, most) if 1 < most < num_pieces and times[most] else (most,):
+                seconds = self._seconds_of(rung, count)
+                if isinstance(seconds, OomEvent):
+                    return seconds
+                times[count].append(seconds)
         least, second, *_ = sorted([*times[most], (1 + _SAME_SECONDS) * max(times[most])])
         noise_share = min(second / least - 1, _MOST_NOISE)
         least = _of_all_pieces(num_pieces, most, least, min(times[1]))
@@ -312,16 +368,25 @@ class _Tries:
         """Install its techniques, and see before the first pass that all it changes can be put back."""
         step = self._step
         step.position.phase = "copy"
+        self._kept = self._updated = None
 
         def work() -> None:
             step._use(0)
             loss_of = partial(step._loss_of, self._batch, step._rungs.sizes[0].samples)
             step._retry.remember(self._batch, loss_of, [*step._all_parameters()])
+            self._kept = TrialCopies(step._retry.undo.remembered, _updated(step.workload.optimizer))
 
-        event = step._together(work)
-        self._doubt = step._retry.doubt
-        step._retry.put_back(step._put_back_own)
-        return event if isinstance(event, OomEvent) else None
+        try:
+            event = step._together(work)
+            self._doubt = step._retry.doubt
+        finally:
+            self._put_back()
+        if isinstance(event, OomEvent):
+            return event
+        assert self._kept is not None
+        most_bytes = _MOST_COPIED_BYTES[step.backend.kind] - _changed_bytes(step)
+        self._doubt = self._doubt or self._kept.reason_against(most_bytes)
+        return None
 
     def _seconds_of(self, rung: Rung, num_pieces: int, is_first: bool = False) -> float | OomEvent:
         """Do a step of the first pieces of the batch; the state to go back to is that before the first one."""
@@ -333,7 +398,15 @@ class _Tries:
         step.position.micro_batch = size.samples
         backend.synchronize()
         began = time.perf_counter()
-        outcome = step._run(batch, size, shape, shape) if is_first else self._again(batch, size.samples, shape)
+        try:
+            outcome = step._run(batch, size, shape, shape) if is_first else self._again(batch, size.samples, shape)
+        except NonFiniteLossError:  # of the batch again after an update, which the training does not do
+            if is_first:
+                raise
+            step._put_back_own()
+            self._put_back_copies()
+            began = time.perf_counter()
+            outcome = self._again(batch, size.samples, shape)
         backend.synchronize()
         return outcome if isinstance(outcome, OomEvent) else time.perf_counter() - began
 
@@ -364,14 +437,18 @@ class _Tries:
             fastest.outcome = "fastest"
         trial = Trial(seconds=self._seconds(), tried=tuple(one.record() for one in found))
         others = [one.candidate.rung for one in found if one.fits and one is not fastest]
-        fallbacks = [one for one in plan.rungs[1:] if _needed_bytes(one) <= self._most_bytes] or [*plan.rungs[-1:]]
-        rungs = schedule(fastest.candidate.rung, fallbacks, others) if fastest else tuple(fallbacks)
+        short = [one.candidate.rung for one in found if one.outcome in _SHORT_OF_MEMORY]
+        left = [one for one in plan.rungs if one not in short and _needed_bytes(one) <= self._most_bytes]
+        fallbacks = [one for one in left if one is not plan.rungs[0]] or [*plan.rungs[-1:]]
+        rungs = schedule(fastest.candidate.rung, fallbacks, others) if fastest else tuple(left or fallbacks)
         self._go_on_with(rungs)
         tried = {one.candidate.rung.choices for one in found}
         rejected = tuple(one for one in plan.rejected if one.choices not in tried)
         changed: dict[str, Any] = {"rungs": rungs, "trial": trial, "candidates": (), "rejected": rejected}
         if fastest is not None:
             changed |= {name: getattr(fastest.candidate, name) for name in ("prediction", "time_factor", "off_device")}
+        elif rungs[0] != plan.rungs[0]:  # of which this was not predicted
+            changed |= {"prediction": None, "time_factor": 1.0, "off_device": None}
         return plan.model_copy(update=changed)
 
     def _go_on_with(self, rungs: list[Rung] | tuple[Rung, ...]) -> None:

@@ -61,6 +61,7 @@ class Undo:
     Attributes:
         lost: names of what the last `restore` could not put back.
         is_updating: whether what is trained is being written, which others undo.
+        kinds: modes of the modules and kinds of batches that were observed.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class Undo:
         self._placed: set[str] = set()  # names of tensors that passes have put into another storage
         self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
         self._writes: Writes | None = None
-        self._observes, self._has_observed = observes, False
-        self._kinds: set[Any] = set()  # modes of the modules and kinds of batches that were observed
+        self._observes = observes
+        self.kinds: set[Any] = set()
         self._kinds_in_hand: list[Any] = []  # those of this update
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
@@ -175,7 +176,7 @@ class Undo:
     @property
     def is_due(self) -> bool:
         """Whether passes like those that were remembered for have not been observed yet."""
-        return self._observes and not self._kinds.issuperset(self._kinds_in_hand)
+        return self._observes and not self.kinds.issuperset(self._kinds_in_hand)
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -211,8 +212,7 @@ class Undo:
     def observed(self, *, is_all: bool = True) -> None:
         """Take the passes since `remember` for those of a step; ``is_all``: no more of their kind need be observed."""
         if self.is_due and is_all:
-            self._has_observed = True
-            self._kinds.update(self._kinds_in_hand)
+            self.kinds.update(self._kinds_in_hand)
         self.is_updating = True
 
     def done(self) -> None:
@@ -369,13 +369,13 @@ class Undo:
         return before
 
     def _watched_of(self, reached: Reached, *, is_new: bool, is_due: bool) -> Watched:
-        known = is_due, self._has_observed, len(self._written), len(self._placed)
+        known = is_due, bool(self.kinds), len(self._written), len(self._placed)
         if reached is self._reached and self._watched is not None and self._watched_for == known:
             return self._watched
         watched = Watched(Places([place for _, place in reached.places]), hooks=containers_of(reached.modules))
         buffers = {id(one): module for module in reached.modules for one in module._buffers.values()}
         for name, tensor in reached.tensors.values():
-            is_seen = self._has_observed and not is_due and has_storage(tensor)
+            is_seen = bool(self.kinds) and not is_due and has_storage(tensor)
             owner = buffers.get(id(tensor))
             if self._is_copied(name, tensor, owner, is_seen and not is_new):
                 watched.copied.append((name, tensor))
