@@ -70,7 +70,7 @@ def test_a_second_interrupt_ends_at_once(cache, tmp_path):
     done = finish(process)
     assert done.returncode == 130
     assert done.stderr.endswith(
-        f"stopped at once, and step 0 is the last one saved: go on with `plimsoll train job.yaml --force --out {run}`\n"
+        "stopped at once, and step 0 is the last one saved: give the same command again, with --force\n"
     )
     assert "Traceback" not in done.stderr
     assert steps_of(run) == []

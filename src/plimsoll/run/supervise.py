@@ -237,10 +237,10 @@ def _require_saved(directory: RunDirectory, end: _End) -> None:
     elif end.return_code < 0 or (end.return_code in _UNFINISHED and done > saved):  # by a second signal, or a kill
         number = -end.return_code if end.return_code < 0 else signal.SIGTERM
         how = "stopped at once" if number == signal.SIGTERM else f"killed ({signal.Signals(number).name})"
-        again = "--resume" if saved else "job.yaml --force"
+        again = f"go on with `plimsoll train --resume --out {directory.path}`"
         raise Interrupted(
-            f"{how}, and step {saved} is the last one saved: go on with `plimsoll train {again} --out "
-            f"{directory.path}`",
+            f"{how}, and step {saved} is the last one saved: "
+            f"{again if saved else 'give the same command again, with --force'}",
             end.asked_by,
         )
 

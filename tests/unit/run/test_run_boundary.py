@@ -143,6 +143,8 @@ def test_what_explains_an_error_does_not_hide_it_by_one_of_its_own():
         raise ValueError("x" * 5000)
 
     assert without_fail(lambda: 3) == 3
+    with pytest.raises(ValueError, match="xxx"):
+        without_fail(work, ValueError)
     assert without_fail(work) == "ValueError: " + "x" * (2000 - len("ValueError: "))
 
 

@@ -403,8 +403,9 @@ def test_a_training_that_is_killed_after_it_was_asked_to_stop_is_not_started_aga
     _, errors = process.communicate(timeout=LONGEST_SECONDS)
     assert process.returncode == 130
     saved = directory.last_saved_step()
-    again = f"`plimsoll train {'--resume' if saved else 'job.yaml --force'} --out {directory.path}`"
-    assert f"killed (SIGKILL), and step {saved} is the last one saved: go on with {again}" in errors
+    resume = f"go on with `plimsoll train --resume --out {directory.path}`"
+    again = resume if saved else "give the same command again, with --force"  # which may have a plan or a budget
+    assert f"killed (SIGKILL), and step {saved} is the last one saved: {again}" in errors
     assert len(of_kind(directory, StartLine)) == 1
 
 
