@@ -237,12 +237,11 @@ def _require_saved(directory: RunDirectory, end: _End) -> None:
     elif end.return_code < 0 or (end.return_code in _UNFINISHED and done > saved):  # by a second signal, or a kill
         number = -end.return_code if end.return_code < 0 else signal.SIGTERM
         how = "stopped at once" if number == signal.SIGTERM else f"killed ({signal.Signals(number).name})"
-        again = f"go on with `plimsoll train --resume --out {directory.path}`"
-        raise Interrupted(
-            f"{how}, and step {saved} is the last one saved: "
-            f"{again if saved else 'give the same command again, with --force'}",
-            end.asked_by,
-        )
+        begun = f"{how}, and step {saved} is the last one saved"
+        if saved:
+            again = f"{begun}: go on with `plimsoll train --resume --out {directory.path}`"
+            raise Interrupted(again, end.asked_by)
+        raise Interrupted(f"{begun}: give the same command again, with --force", end.asked_by)
 
 
 def _signalled(exit_code: int) -> int:

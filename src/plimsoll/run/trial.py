@@ -28,14 +28,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from plimsoll.data.loader import Loader
 from plimsoll.errors import NonFiniteLossError, PlimsollError, TornStepError
-from plimsoll.mapped import MappedPool
 from plimsoll.optimizers import is_separable
-from plimsoll.outside import Copier
 from plimsoll.plan.candidates import schedule
 from plimsoll.records.plan import Candidate, Plan, Rung, Trial, Tried
 from plimsoll.records.run import OomEvent
@@ -52,7 +47,7 @@ from plimsoll.run.retry import scaler_as_now
 from plimsoll.run.rungs import ran_out_of
 from plimsoll.run.scratch import Scratch
 from plimsoll.run.step import TrainStep
-from plimsoll.run.trial_copies import TrialCopies
+from plimsoll.run.trial_copies import TrialCopies, copier_for, updated_by
 from plimsoll.run.update_copies import Learned, Memory, PieceCopy, WholeCopy
 from plimsoll.workload import batch_size_of, pick_samples
 
@@ -68,7 +63,6 @@ _SAME_SECONDS = 0.01  # of a step: no faster than what comes before it
 _MOST_NOISE = 0.25  # of a step, by which repeated passes may differ
 _HOLDS_SHARE = 0.97  # of the limit: what may need more than that in a long run must have been measured below
 _SHORT_OF_MEMORY = frozenset({"ran out", "struck", "too near"})
-_RELOAD = "reload the last checkpoint, or begin again, and give --no-trial"
 
 Progress = Callable[[str], None]
 
@@ -154,13 +148,7 @@ def _most_seconds(plan: Plan, kind: str) -> float:
 
 def _changed_bytes(step: TrainStep) -> int:
     """Bytes that an update changes."""
-    return sum(one.nbytes for one in _updated(step.workload.optimizer))
-
-
-def _updated(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """What an update changes: parameters, once each, and their states."""
-    yield from {id(one): one for group in optimizer.param_groups for one in group["params"]}.values()
-    yield from (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    return sum(one.nbytes for one in updated_by(step.workload.optimizer))
 
 
 @dataclass
@@ -193,7 +181,7 @@ class _Tries:
     def __init__(self, step: TrainStep, plan: Plan, batch: Any, progress: Progress) -> None:
         self._step, self._plan, self._batch, self._progress = step, plan, batch, progress
         self._batch_size = batch_size_of(batch)
-        self._copier = _copier_for(step.backend.kind)
+        self._copier = copier_for(step.backend.kind)
         self._began = time.perf_counter()
         # Not known before the first pass, which loads and proves what the training would as well.
         self._ends: float | None = None
@@ -248,7 +236,10 @@ class _Tries:
         # What is wrong with it alone must not end a training that goes on without it; the plan's own says it again.
         timed = without_fail(partial(self._timed_alone, candidate.rung, num_left), TornStepError)
         if self._is_torn:
-            raise TornStepError(f"a plan was tried, and what it has changed is not put back ({timed}): {_RELOAD}")
+            raise TornStepError(
+                f"a plan was tried, and what it has changed is not put back ({timed}): reload the last checkpoint, and "
+                "train without a trial (--no-trial)"
+            )
         if isinstance(timed, str):
             return _Found(candidate, "failed", why=timed)
         if isinstance(timed, OomEvent):
@@ -326,10 +317,16 @@ class _Tries:
         step._retry.put_back(step._put_back_own)
         event = attempt_twice(self._put_back_copies, step.backend, step.position)
         if event is not None:
-            raise TornStepError(f"memory ran out while the trial of a plan was undone ({event.shortage}): {_RELOAD}")
+            raise TornStepError(
+                f"memory ran out while the trial of a plan was undone ({event.shortage}): reload the last checkpoint, "
+                "and train without a trial (--no-trial)"
+            )
         found = () if self._kept is None else dict.fromkeys(step._retry.undo.lost)
         if lost := [name for name in found if self._kept is not None and name not in self._kept.names]:
-            raise TornStepError(f"the trial of a plan has changed {', '.join(lost)} for good: {_RELOAD}")
+            raise TornStepError(
+                f"the trial of a plan has changed {', '.join(lost)} for good: reload the last checkpoint, and train "
+                "without a trial (--no-trial)"
+            )
         self._is_torn = False
 
     def _put_back_copies(self) -> None:
@@ -374,7 +371,7 @@ class _Tries:
             step._use(0)
             loss_of = partial(step._loss_of, self._batch, step._rungs.sizes[0].samples)
             step._retry.remember(self._batch, loss_of, [*step._all_parameters()])
-            self._kept = TrialCopies(step._retry.undo.remembered, _updated(step.workload.optimizer))
+            self._kept = TrialCopies(step._retry.undo.remembered, updated_by(step.workload.optimizer))
 
         try:
             event = step._together(work)
@@ -481,12 +478,3 @@ def _fastest(found: Sequence[_Found]) -> _Found | None:
 
 def _needed_bytes(rung: Rung) -> int:
     return rung.peak.likely_bytes if rung.peak is not None else 0
-
-
-def _copier_for(kind: str) -> Copier:
-    """What copies to where the budget does not count it: a mapped file, or the host's memory."""
-    return MappedPool().copy_of if kind == "cpu" else _copy_on_host
-
-
-def _copy_on_host(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())

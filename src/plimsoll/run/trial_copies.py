@@ -10,11 +10,12 @@ Does NOT see what nothing reaches (`plimsoll.run.reachable`): of that the undo s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from plimsoll.mapped import MappedPool
 from plimsoll.outside import Copier, is_marked
 from plimsoll.records.units import format_bytes
 from plimsoll.run.before import Before
@@ -77,3 +78,18 @@ class TrialCopies:
             now, content = copied.value, copied.content
             if now.shape != content.shape or not torch.equal(now.to(content.device), content):
                 copied.restore()
+
+
+def updated_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What an update changes: parameters, once each, and their states."""
+    yield from {id(one): one for group in optimizer.param_groups for one in group["params"]}.values()
+    yield from (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+
+
+def copier_for(kind: str) -> Copier:
+    """What copies to where the budget does not count it: a mapped file, or the host's memory."""
+    return MappedPool().copy_of if kind == "cpu" else _copy_on_host
+
+
+def _copy_on_host(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
