@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu import files, part_job
 from benchmarks.gpu.cases import Case
 
-from _results import add_out, file_result, keep_printed, quantile, table
+from _results import add_out, check_only, file_result, keep_printed, quantile, table
 from plimsoll.data.sketch import TextSketch
 from plimsoll.device.gpus import find_gpu, spec_of
 from plimsoll.device.speed import speed_of
@@ -363,9 +363,13 @@ def row_table(rows: list[Row], predicted: list[float]) -> str:
     return table(("row", "recorded ms", "predicted ms", "ratio"), lines)
 
 
+def passes_of(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.kind == "forward and backward"]
+
+
 def held_out(rows: list[Row], num_processes: int) -> tuple[str, dict]:
     """Choose the costs of calls on all models but one, and predict that one."""
-    rows = [row for row in rows if row.kind == "forward and backward"]
+    rows = passes_of(rows)
     speeds = [SPEED.model_copy(update={"module_op_seconds": module, "backward_op_seconds": backward})
               for module, backward in CALLS]  # fmt: skip
     ratios = [[seconds / row.seconds for seconds in of_row]
@@ -424,7 +428,7 @@ def replay_some(limits_gib: Sequence[float]) -> list[tuple[float, tuple[list[str
     return found
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose names contain this")
     parser.add_argument("--hold-out", action="store_true", help="choose the costs of calls without one model at a time")
@@ -433,10 +437,15 @@ def main() -> None:
     parser.add_argument("--data", help="not used: nothing is read but what was recorded")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
     add_out(parser)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
+    rows = recorded_rows()
+    check_only(parser, [arguments.only], [row.name for row in rows])
+    rows = [row for row in rows if arguments.only in row.name]
+    if arguments.hold_out and len({row.fields["model"] for row in passes_of(rows)}) < 2:
+        parser.error(f"--hold-out needs forward and backward of two models: --only {arguments.only!r} leaves fewer")
     settle()
     started, printed = time.perf_counter(), keep_printed()
-    found = show_replay(arguments.limits, arguments.processes) if arguments.replay else show_rows(arguments)
+    found = show_replay(arguments.limits, arguments.processes) if arguments.replay else show_rows(rows, arguments)
     print(f"\n{time.perf_counter() - started:.0f} s in all.\n")
     what = ("plan-replay-gpu", "Plans at limits, replayed against recorded steps of a GPU")
     if not arguments.replay:
@@ -445,8 +454,7 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def show_rows(arguments: argparse.Namespace) -> dict:
-    rows = [row for row in recorded_rows() if arguments.only in row.name]
+def show_rows(rows: list[Row], arguments: argparse.Namespace) -> dict:
     predicted = [seconds for (seconds,) in predicted_of(rows, arguments.processes)]
     found = figures_by_kind(rows, predicted)
     wrong = [f"- {one}" for one in found["all"]["wrong"]]
