@@ -294,16 +294,18 @@ class _Tries:
                 return one
             room = (ends - time.perf_counter()) / one  # in passes of one piece with its update, which take the longest
             most = num_pieces if room >= num_pieces else min(num_pieces, max(2, min(int(room / 2), _MOST_PIECES)))
-            times = [one] if most == 1 else []
-            while len(times) < _MOST_REPEATS and (not times or time.perf_counter() + times[-1] < ends):
-                several = self._seconds_of(rung, most)
-                if isinstance(several, OomEvent):
-                    return several
-                times.append(several)
-        least, second, *_ = sorted([*times, (1 + _SAME_SECONDS) * max(times)])
+            times: dict[int, list[float]] = {1: [one], most: [one] if most == 1 else []}
+            while len(times[most]) < _MOST_REPEATS and (
+                not times[most] or time.perf_counter() + times[most][-1] < ends
+            ):
+                for count in (1, most) if 1 < most < num_pieces and times[most] else (most,):
+                    seconds = self._seconds_of(rung, count)
+                    if isinstance(seconds, OomEvent):
+                        return seconds
+                    times[count].append(seconds)
+        least, second, *_ = sorted([*times[most], (1 + _SAME_SECONDS) * max(times[most])])
         noise_share = min(second / least - 1, _MOST_NOISE)
-        if most < num_pieces:
-            least += (num_pieces - most) * max(least - one, 0.0) / (most - 1)
+        least = _of_all_pieces(num_pieces, most, least, min(times[1]))
         return least, noise_share * least
 
     def _put_to_work(self) -> OomEvent | None:
@@ -377,6 +379,16 @@ class _Tries:
         step._rungs.exchange(rungs)
         step.ladder = None
         step._evaluator.begin_at(step._rungs.sizes[0].samples)
+
+
+def _of_all_pieces(num_pieces: int, most: int, seconds: float, one_seconds: float) -> float:
+    """Seconds of a step, from those of its first pieces and of one piece, each with an update."""
+    if most == num_pieces:
+        return seconds
+    piece_seconds = (seconds - one_seconds) / (most - 1)
+    if piece_seconds <= 0:  # something else had the processor: as if each piece came with an update of its own
+        return seconds * num_pieces / most
+    return seconds + (num_pieces - most) * piece_seconds
 
 
 def _fastest(found: Sequence[_Found]) -> _Found | None:

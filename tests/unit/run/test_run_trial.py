@@ -330,6 +330,29 @@ def test_the_plan_stays_unless_another_is_faster_by_more_than_noise(found, faste
     assert best is (None if fastest is None else candidates[fastest])
 
 
+@pytest.mark.parametrize(("seconds", "one", "expected"), [(5.0, 3.0, 17.0), (5.0, 5.5, 20.0), (5.0, 5.0, 20.0)])
+def test_one_pass_that_was_held_up_makes_no_step_shorter(seconds, one, expected):
+    """Two of 8 pieces of 2 s with an update of 1 s. Where one took longer than both, nothing is known of either."""
+    assert trial._of_all_pieces(8, 2, seconds, one) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("held_up", [0, 1, 2, 3, 4])
+def test_a_pass_that_is_held_up_hardly_changes_the_time_of_a_step(monkeypatch, held_up):
+    """The least of several passes counts, of one piece and of several: an update of 1 s and 8 pieces of 2 s each."""
+    done = []
+
+    def seconds_of(_tries, _rung, num_pieces, is_first=False):
+        done.append(num_pieces)
+        return 1.0 + 2.0 * num_pieces + 10.0 * (len(done) - 2 == held_up)  # the first one warms up
+
+    monkeypatch.setattr(trial._Tries, "_seconds_of", seconds_of)
+    monkeypatch.setattr(trial._Tries, "_undone", lambda _tries: nullcontext())
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: 0.0)
+    tries = trial._Tries(paced(rungs=(rung(1),)), plan_of(rung(1)), BATCH, lambda text: None)
+    tries._ends = 60.0
+    assert tries._timed(rung(1), num_left=1)[0] == pytest.approx(17.0)
+
+
 @pytest.mark.parametrize(("room_seconds", "most"), [(1e6, 8), (100.0, 4), (9.0, 2), (0.0, 2)])
 def test_the_time_of_a_whole_step_follows_from_that_of_a_part(monkeypatch, room_seconds, most):
     """An update of 1 s and 8 pieces of 2 s each; 50 passes of one piece would be room for all of them."""
