@@ -69,6 +69,13 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="file the result here, e.g. in benchmarks/results")
 
 
+def check_only(parser: argparse.ArgumentParser, only: Iterable[str], names: Iterable[str]) -> None:
+    """End with exit code 2 and a sentence if something that ``--only`` asks for is in none of the names."""
+    known = list(names)
+    if lacking := [part for part in only if not any(part in name for name in known)]:
+        parser.error(f"--only {shlex.join(lacking)}: none of the {len(known)} recorded rows has that in its name")
+
+
 def file_result(
     folder: Path | None,
     what: str,

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu import files, part_job
 from benchmarks.gpu.cases import Case
 
-from _results import add_out, file_result, keep_printed, quantile, table
+from _results import add_out, check_only, file_result, keep_printed, quantile, table
 from plimsoll.data.sketch import TextSketch
 from plimsoll.device.gpus import find_gpu, spec_of
 from plimsoll.device.speed import speed_of
@@ -363,9 +363,13 @@ def row_table(rows: list[Row], predicted: list[float]) -> str:
     return table(("row", "recorded ms", "predicted ms", "ratio"), lines)
 
 
+def passes_of(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.kind == "forward and backward"]
+
+
 def held_out(rows: list[Row], num_processes: int) -> tuple[str, dict]:
     """Choose the costs of calls on all models but one, and predict that one."""
-    rows = [row for row in rows if row.kind == "forward and backward"]
+    rows = passes_of(rows)
     speeds = [SPEED.model_copy(update={"module_op_seconds": module, "backward_op_seconds": backward})
               for module, backward in CALLS]  # fmt: skip
     ratios = [[seconds / row.seconds for seconds in of_row]
@@ -397,7 +401,9 @@ def replay(limits_gib: Sequence[float], num_processes: int) -> tuple[list[list[s
 
 def replay_some(limits_gib: Sequence[float]) -> list[tuple[float, tuple[list[str], float | None]]]:
     grid = map(grid_row, csv.DictReader(GRID.read_text("utf-8").splitlines()))
-    recorded = {frozenset(choices_of(row.fields["choices"])): row for row in grid}
+    recorded = {_traced_choices(choices_of(row.fields["choices"])): row for row in grid}
+    # A plan that was trained on a card takes what it took there, if the grid does not have it.
+    trained = {_traced_choices(row.task[3]): row for row in recorded_rows() if row.kind == "step with techniques"}
     spec = CARD.model_copy(update={"context_low_bytes": OUTSIDE_BYTES, "context_high_bytes": OUTSIDE_BYTES})
     found = []
     with planner_of(JOB, "h200", None, ((), ()), None, None, texts=TEXTS) as planner:
@@ -407,7 +413,8 @@ def replay_some(limits_gib: Sequence[float]) -> list[tuple[float, tuple[list[str
             plan = planner.plan()
             took = f"{time.perf_counter() - started:.0f} s"
             rung = plan.rungs[0]
-            same = recorded.get(frozenset(one for one in rung.choices if one.technique not in UNTRACED))
+            choices = _traced_choices(rung.choices)
+            same = recorded.get(choices) or trained.get(choices)
             seconds = same.seconds if same else rung.step_time.likely_seconds
             room_mib = limit * 1024 - OUTSIDE_BYTES / 2**20
             fitting = (row for row in recorded.values() if float(row.fields["peak_reserved_mib"]) <= room_mib)
@@ -416,15 +423,20 @@ def replay_some(limits_gib: Sequence[float]) -> list[tuple[float, tuple[list[str
             if best:
                 ratio = seconds / best.seconds if plan.fits else float("inf")
                 cells = (best.setting, f"{best.seconds:.3f}", f"{ratio:.2f}")
-            choices = " + ".join(map(str, rung.choices)) if plan.fits else "nothing fits"
+            words = " + ".join(map(str, rung.choices)) if plan.fits else "nothing fits"
             source = "recorded" if same else "modelled"
-            line = [f"{limit:g} GiB", choices, f"{seconds:.3f}", source, *cells, took]
+            line = [f"{limit:g} GiB", words, f"{seconds:.3f}", source, *cells, took]
             print(*line, sep=" | ", file=sys.stderr)
             found.append((limit, (line, ratio)))
     return found
 
 
-def main() -> None:
+def _traced_choices(choices: Iterable[Choice]) -> frozenset[Choice]:
+    """What of a plan takes time: the way the allocator is set up does not."""
+    return frozenset(one for one in choices if one.technique not in UNTRACED)
+
+
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose names contain this")
     parser.add_argument("--hold-out", action="store_true", help="choose the costs of calls without one model at a time")
@@ -433,10 +445,15 @@ def main() -> None:
     parser.add_argument("--data", help="not used: nothing is read but what was recorded")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
     add_out(parser)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
+    rows = recorded_rows()
+    check_only(parser, [arguments.only], [row.name for row in rows])
+    rows = [row for row in rows if arguments.only in row.name]
+    if arguments.hold_out and len({row.fields["model"] for row in passes_of(rows)}) < 2:
+        parser.error(f"--hold-out needs forward and backward of two models: --only {arguments.only!r} leaves fewer")
     settle()
     started, printed = time.perf_counter(), keep_printed()
-    found = show_replay(arguments.limits, arguments.processes) if arguments.replay else show_rows(arguments)
+    found = show_replay(arguments.limits, arguments.processes) if arguments.replay else show_rows(rows, arguments)
     print(f"\n{time.perf_counter() - started:.0f} s in all.\n")
     what = ("plan-replay-gpu", "Plans at limits, replayed against recorded steps of a GPU")
     if not arguments.replay:
@@ -445,8 +462,7 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def show_rows(arguments: argparse.Namespace) -> dict:
-    rows = [row for row in recorded_rows() if arguments.only in row.name]
+def show_rows(rows: list[Row], arguments: argparse.Namespace) -> dict:
     predicted = [seconds for (seconds,) in predicted_of(rows, arguments.processes)]
     found = figures_by_kind(rows, predicted)
     wrong = [f"- {one}" for one in found["all"]["wrong"]]

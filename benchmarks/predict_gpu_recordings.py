@@ -4,8 +4,9 @@
 
 Prints a line for each run of ``tests/recordings`` and each row of ``benchmarks/recorded`` that has peaks, the figures
 of each group, what is left out and why, and a last line of JSON. Nothing is executed on a GPU. Exits with 1 where a
-figure is out of the bounds of ``benchmarks/gpu/compare.py``, with a line for each row that is. FILEs are recordings
-(`make gpu` makes them), and nothing else is then compared.
+figure is out of the bounds of ``benchmarks/gpu/compare.py``, with a line for each row that is, and with 2 where a FILE
+cannot be read or there is nothing to compare. FILEs are recordings (`make gpu` makes them), and nothing else is then
+compared.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.gpu import compare, files
 from benchmarks.gpu.cases import Case
 
 import _recorded_peaks
-from _results import add_out, errors_table, file_result, keep_printed
+from _results import add_out, check_only, errors_table, file_result, keep_printed
 from plimsoll.records.prediction import Estimate
 
 Found = tuple[_recorded_peaks.RecordedPeak, dict[str, Estimate]]
@@ -51,11 +52,19 @@ def main(arguments: list[str] | None = None) -> int:
             f"There is no recording in {files.RECORDINGS}, so nothing was compared: make one on a machine with a GPU, "
             "`make gpu`"
         )
+        return 2
+    try:
+        names = names_of(paths, with_recorded=not options.files)
+    except ValueError as error:
+        parser.error(str(error))
+    if not names:
+        parser.error(f"{', '.join(path.name for path in paths)}: no run has a peak to compare")
+    check_only(parser, options.only, names)
     printed, started = keep_printed() if options.out else None, time.perf_counter()
     processes = 1 if options.files else options.processes
     errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
     figures = {path.name: report(path, options.only, processes, errors) for path in paths}
-    if paths and not options.files:
+    if not options.files:
         figures["benchmarks/recorded"] = report_recorded(options.only, processes, errors)
     if printed:
         print(f"{time.perf_counter() - started:.0f} s in all.")
@@ -65,6 +74,18 @@ def main(arguments: list[str] | None = None) -> int:
         file_result(options.out, "predict-gpu-recordings", title, f"```\n{printed.text}```\n", part, threads=1)
     print(json.dumps(figures))
     return int(any(group["faults"] for groups in figures.values() for group in groups.values()))
+
+
+def names_of(paths: Sequence[Path], with_recorded: bool) -> list[str]:
+    """What ``--only`` chooses from."""
+    names = [row["id"] for path in paths for row in compare.comparable(files.read_recording(path))]
+    if with_recorded:
+        names += [name_of(row) for row in _recorded_peaks.recorded_peaks()[0]]
+    return names
+
+
+def name_of(row: _recorded_peaks.RecordedPeak) -> str:
+    return f"{row.kind} {row.name}"
 
 
 def settle() -> None:
@@ -115,7 +136,7 @@ def _compared(task: tuple[Path, list[str]]) -> list[compare.Compared]:
 def report_recorded(only: list[str], processes: int, errors: dict[str, list[float]]) -> dict[str, dict]:
     """Print the comparison with ``benchmarks/recorded`` and return its figures."""
     rows, left_out = _recorded_peaks.recorded_peaks()
-    rows = [row for row in rows if not only or any(part in f"{row.kind} {row.name}" for part in only)]
+    rows = [row for row in rows if not only or any(part in name_of(row) for part in only)]
     tasks = list(dict.fromkeys(row.task for row in rows))
     of_task = dict(zip(tasks, in_parallel(_recorded_peaks.predict, tasks, processes), strict=True))
     print(f"benchmarks/recorded: {len(rows)} rows to compare")
@@ -127,7 +148,7 @@ def report_recorded(only: list[str], processes: int, errors: dict[str, list[floa
         + "".join(f"{head:>11}" for head in ("allocated", "predicted", "error", "reserved", "predicted", "error"))
     )
     for row, predicted in found:
-        print(f"{f'{row.kind} {row.name}':96}" + "".join(_cells(row, name, predicted[name]) for name in errors))
+        print(f"{name_of(row):96}" + "".join(_cells(row, name, predicted[name]) for name in errors))
     groups = {}
     for kind in dict.fromkeys(row.kind for row in rows):
         figures, faults = figures_of([one for one in found if one[0].kind == kind], errors)

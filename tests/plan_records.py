@@ -93,7 +93,14 @@ def tried_plan() -> Plan:
         Tried(choices=second.choices, outcome="fastest", predicted_seconds=2.25, measured_seconds=2.125),
         Tried(choices=whole, outcome="ran out", predicted_seconds=1.75, why=shortage),
     )
-    return fitting_plan(rungs=fitting_plan().rungs[1:], trial=Trial(seconds=6.5, tried=tried))
+    offloaded, uncheckpointed, _, checkpointed, on_disk = fitting_plan().rejected
+    not_taken = (
+        offloaded.model_copy(update={"reason": "not tried: 2.5 s a step predicted"}),
+        uncheckpointed,
+        checkpointed.model_copy(update={"reason": "not tried: 2.1 s a step predicted"}),
+        on_disk,
+    )
+    return fitting_plan(rungs=fitting_plan().rungs[1:], rejected=not_taken, trial=Trial(seconds=6.5, tried=tried))
 
 
 def wished_plan(**changes: object) -> Plan:

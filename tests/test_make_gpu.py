@@ -200,12 +200,64 @@ def test_a_part_that_hangs_is_stopped_and_is_a_fault(session, monkeypatch):
     ]
 
 
-def test_what_the_time_does_not_reach_is_said_and_is_no_fault(session, capsys):
+def test_what_the_time_does_not_reach_is_said_and_is_no_fault(session, monkeypatch, capsys):
+    session.run([part_that(monkeypatch, CHECK.format("1", True))], together=False)
     session.until = time.monotonic()
-    session.run([command.PARTS[0]], together=False)
+    session.run([command.PARTS[1]], together=False)
     assert command.hand_over(session, 1.0) == 0
-    assert "| tests | nothing of it: the time was over | not reached |" in capsys.readouterr().out
-    assert "tests" in [part.name for part in session.wanted]
+    assert "| demo | nothing of it: the time was over | not reached |" in capsys.readouterr().out
+
+
+LEFT = "say(id='left:tests:y', kind='left', part='tests', what='y')"
+
+
+@pytest.mark.parametrize("again", [None, LEFT, CHECK.replace(":x", ":z").format("1", True)])
+def test_a_fault_counts_until_a_try_of_its_part_reaches_a_check(session, monkeypatch, again):
+    session.run([part_that(monkeypatch, CHECK.format("2", False))], together=False)
+    later = command.Session(session.options, session.folder, session.recording)
+    if again is None:
+        later.until = time.monotonic()
+    later.run([part_that(monkeypatch, again or "pass")], together=False)
+    has_fault = "check:tests:x" in {row["id"] for row in later.rows}
+    assert has_fault == (again is None or again == LEFT)
+    assert command.hand_over(later, 1.0) == int(has_fault)
+
+
+def test_a_command_without_one_check_is_not_green(session, monkeypatch, capsys):
+    """Also where an earlier one was; where everything asked for was done before, there is nothing to check."""
+    session.run([part_that(monkeypatch, CHECK.format("1", True))], together=False)
+    later = command.Session(session.options, session.folder, session.recording)
+    assert command.hand_over(later, 1.0) == 0
+    later.until = time.monotonic()
+    later.run([command.PARTS[1]], together=False)
+    assert command.hand_over(later, 1.0) == 1
+    assert "not one check was made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["device", "torch", "processor"])
+def test_a_recording_of_another_machine_is_not_gone_on_with(tmp_path, monkeypatch, capsys, name):
+    """The stand-in writes the header that the recorder would write on the card."""
+    header, path = HEADER | {"processor": "a processor"}, tmp_path / "recording.json.gz"
+
+    def write_header(words, **_):
+        files.write_recording(Path(words[words.index("--out") + 1]), {"format": 1, "header": header, "runs": []})
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(command.subprocess, "run", write_header)
+    options = command.parse(["--resume", "--out", str(path)])
+    files.write_recording(path, {"format": 1, "header": header | {"recorded": "another day"}, "runs": []})
+    assert command.begun(options, tmp_path) == path
+    for content in (header | {name: "another"}, {key: value for key, value in header.items() if key != name}):
+        files.write_recording(path, {"format": 1, "header": content, "runs": []})
+        with pytest.raises(SystemExit) as ended:
+            command.begun(options, tmp_path)
+        assert ended.value.code == 2
+        assert f"{name} {content.get(name)} there and {header[name]} here" in capsys.readouterr().out
+    path.write_bytes(b"no recording")
+    with pytest.raises(SystemExit) as ended:
+        command.begun(options, tmp_path)
+    assert ended.value.code == 2
+    assert "cannot be read as a recording" in capsys.readouterr().out
 
 
 def test_parts_leave_time_for_those_that_it_is_kept_for(session, monkeypatch):

@@ -61,3 +61,15 @@ def test_a_choice_is_read_as_it_was_written_down():
     assert found == {
         "micro_batch": {"samples": 16}, "checkpointing": {"blocks": "every 2"}, "optimizer_offload": {"to": "host"},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--only", "nosuchrow"], "--only nosuchrow: none of the "),
+    (["--only", "AdamW", "--hold-out"], "--hold-out needs forward and backward of two models"),
+    (["--only", "bert", "--hold-out"], "--hold-out needs forward and backward of two models"),
+])  # fmt: skip
+def test_what_matches_nothing_is_said(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        plan_time_gpu.main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]

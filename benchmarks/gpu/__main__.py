@@ -6,8 +6,10 @@ The parts run in order of value, each in a process of its own with a time limit 
 is said. Parts that need no quiet card run at the same time where the card has room. Prints one table (part, what,
 measured, bound, ok), files it in ``benchmarks/results``, and writes one recording, by default
 ``benchmarks/recorded/make-gpu-<card>-torch<version>.json.gz``, which tests and benchmarks replay on any machine.
-``--resume`` goes on with that recording: what it has is not done again. Exits with 0 if everything that was reached is
-as it should be, with 1 if something is not, and with 2 where there is no card or a package is missing.
+``--resume`` goes on with that recording, on the same card, torch and processor: what it has is not done again, and
+what an earlier try of a part found counts until a later one reaches a check of it. Exits with 0 if everything that was
+reached is as it should be, with 1 if something is not or no check was made, and with 2 where there is no card, a
+package is missing, or there is a recording that it cannot go on with.
 
 It needs torch, transformers, pytest and Plimsoll's own requirements, and installs nothing. ``--device cpu`` goes
 through the same code with small models, to try it; its numbers say nothing, and it writes nothing that is kept.
@@ -34,7 +36,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.gpu.files import RECORDED, ROOT, default_path, read_recording, write_recording
+from benchmarks.gpu.files import RECORDED, ROOT, default_path, differences, read_recording, write_recording
 
 NODES = ("nvidia*", "dxg", "kfd")  # of drivers, in /dev: NVIDIA's, WSL's, AMD's
 OF_A_PART = ("-m", "benchmarks.gpu")
@@ -93,12 +95,13 @@ def run_alone(options: argparse.Namespace) -> None:
 
 
 class Session:
-    """One command: its time, its files, and what was found so far."""
+    """One command: its time, its files, and what was found so far: ``rows`` of all tries, ``said`` by this command."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, recording: Path) -> None:
         self.options, self.folder, self.recording = options, folder, recording
         self.until = time.monotonic() + options.minutes * 60
         self.rows: list[dict[str, Any]] = read_recording(recording)["runs"]
+        self.said: list[dict[str, Any]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -123,6 +126,9 @@ class Session:
         recording = read_recording(self.recording)
         rows = {row["id"]: row for row in (*recording["runs"], *(row for rows in found for row in rows))}
         for part, ours in zip(parts, found, strict=True):
+            self.said += ours
+            if is_only_left(ours):
+                continue
             said = {row["id"] for row in ours}
             stale = [name for name, row in rows.items() if row.get("part") == part.name and name not in said]
             for name in stale:  # of an earlier try of the part
@@ -162,6 +168,12 @@ class Session:
         ok = all(row.get("ok", True) for row in found)
         end = {"id": f"part:{part.name}", "kind": "part", "part": part.name, "seconds": round(seconds, 1)}
         return [*found, end] if is_whole and ok else found
+
+
+def is_only_left(rows: Iterable[dict[str, Any]]) -> bool:
+    """Whether a part reached no check, so that what an earlier try of it found still counts."""
+    kinds = {row["kind"] for row in rows}
+    return "left" in kinds and "check" not in kinds
 
 
 def path_before() -> list[str]:
@@ -225,7 +237,8 @@ def begun(options: argparse.Namespace, folder: Path) -> Path:
     """Look at the device, and return the recording: with a header and no row yet, or the one to go on with.
 
     Raises:
-        SystemExit: with 2 if the device does not answer, or there is a recording and nobody said to go on with it.
+        SystemExit: with 2 if the device does not answer, or there is a recording and nobody said to go on with it, or
+            it is of another machine.
     """
     header_file = folder / "header.json.gz"
     header_file.unlink(missing_ok=True)
@@ -241,6 +254,13 @@ def begun(options: argparse.Namespace, folder: Path) -> Path:
         write_recording(path, recording)
     elif not options.resume:
         refuse(f"{path.name} exists: go on with it by --resume, or give another --out")
+    else:
+        try:
+            differing = differences(read_recording(path)["header"], recording["header"])
+        except ValueError as error:
+            refuse(f"{error}; or give another --out")
+        if differing:
+            refuse(f"{path.name} was recorded elsewhere ({differing}): give another --out")
     return path
 
 
@@ -326,13 +346,16 @@ def hand_over(session: Session, seconds: float) -> int:
     print(f"\n{printed}\n\n{header['device']}, torch {header['torch']}: {said}. Recorded: {session.recording.name}")
     for row in faults:
         print(f"fault: {line_of(row)}", file=sys.stderr)
+    is_unchecked = bool(session.said) and not any(row["kind"] == "check" for row in session.said)
+    if is_unchecked:
+        print("not one check was made this time: the table says what was not reached", file=sys.stderr)
     if session.options.device != "cpu":
         title = f"What only a card can show: {header['device']}"
         part = readme_part(session.rows, header, [(part.name, part.about) for part in PARTS])
         text = f"{said}. Recorded in `benchmarks/recorded/{session.recording.name}`.\n\n{printed}"
         file_result(session.options.results, "make-gpu", title, text, part, device="gpu", command=["make", "gpu"])
     print(json.dumps({"checks": len(found) - num_left, "faults": len(faults), "left": num_left}))
-    return int(bool(faults))
+    return int(bool(faults) or is_unchecked)
 
 
 if __name__ == "__main__":

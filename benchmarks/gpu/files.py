@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,25 @@ def _has_runs(path: Path) -> bool:
 
 
 def read_recording(path: Path) -> dict[str, Any]:
-    """Read a file that `write_recording` has written."""
-    recording: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    if recording.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {recording.get('format')}, and {FORMAT} is read: record it again")
+    """Read a file that `write_recording` has written.
+
+    Raises:
+        ValueError: if there is no such file, or it is no recording of this format.
+    """
+    try:
+        recording: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a recording: {error}") from error
+    found = recording.get("format") if isinstance(recording, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{path} has format {found}, and {FORMAT} is read: record it again")
     return recording
+
+
+def differences(recorded: dict[str, Any], here: dict[str, Any]) -> str:
+    """What differs between two headers of that on which all numbers depend; empty if nothing does."""
+    names = [name for name in ("device", "torch", "processor") if recorded.get(name) != here.get(name)]
+    return ", ".join(f"{name} {recorded.get(name)} there and {here.get(name)} here" for name in names)
 
 
 def write_recording(path: Path, recording: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ import torch
 import transformers
 from benchmarks._results import processor
 from benchmarks.gpu.cases import Case, all_cases, bases, build, by_hand, train, weights_key
-from benchmarks.gpu.files import FORMAT, ROOT, default_path, read_recording, write_recording
+from benchmarks.gpu.files import FORMAT, ROOT, default_path, differences, read_recording, write_recording
 from benchmarks.gpu.meter import FAILURES, Meter
 from benchmarks.gpu.probes import PROBES, context_growth
 from torch import nn
@@ -98,6 +98,8 @@ class Recording:
         self.header = header
         if resume and path.is_file():
             found = read_recording(path)
+            if differing := differences(found["header"], header):
+                raise SystemExit(f"{path.name} was recorded elsewhere ({differing}): give another --out")
             self.rows, self.header = found["runs"], found["header"] | {"resumed": header}
         self._written = time.monotonic()
 

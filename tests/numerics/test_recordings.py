@@ -151,10 +151,44 @@ def test_the_benchmark_prints_the_figures(synthetic, tmp_path, capsys):
 def test_the_benchmark_says_that_there_is_no_recording(monkeypatch, tmp_path, capsys):
     for name in ("RECORDINGS", "RECORDED"):
         monkeypatch.setattr(files, name, tmp_path)
-    assert predict_gpu_recordings.main([]) == 0
-    said, figures = capsys.readouterr().out.splitlines()
+    assert predict_gpu_recordings.main([]) == 2
+    (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("There is no recording in")
-    assert json.loads(figures) == {}
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"no gzip", gzip.compress(b"{}")[:-9], gzip.compress(b"[]"), gzip.compress(b"x")]
+)
+def test_a_file_that_is_no_recording_is_named_by_the_benchmark(tmp_path, capsys, content):
+    path = tmp_path / "file.json.gz"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        predict_gpu_recordings.main([str(path)])
+    assert ended.value.code == 2
+    assert f"error: {path} " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_benchmark_with_nothing_to_compare_says_so(synthetic, tmp_path, capsys):
+    path = str(written(synthetic, tmp_path))
+    known = synthetic["runs"][0]["id"]
+    for runs, words, said in (
+        (synthetic["runs"], ["--only", "zzz"], "--only zzz: none of the 4 recorded rows has that in its name"),
+        (synthetic["runs"], ["--only", known, "zzz"], "--only zzz: none of the 4"),
+        ([], [], "synthetic.json.gz: no run has a peak to compare"),
+    ):
+        written(synthetic | {"runs": runs}, tmp_path)
+        with pytest.raises(SystemExit) as ended:
+            predict_gpu_recordings.main([path, *words])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_recorder_goes_on_with_no_recording_of_another_machine(tmp_path):
+    path = written({"format": 1, "header": HEADER, "runs": []}, tmp_path)
+    assert record.Recording(path, HEADER, resume=True).rows == []
+    with pytest.raises(SystemExit, match="recorded elsewhere .torch .* there and 2 here.: give another --out"):
+        record.Recording(path, HEADER | {"torch": "2"}, resume=True)
 
 
 def test_other_versions_are_said():

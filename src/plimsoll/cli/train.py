@@ -89,6 +89,9 @@ def train(  # noqa: PLR0917 -- typer calls it by name
             raise InputError(
                 f"--from-step {from_step} chooses a checkpoint to go on from: add --resume, or leave it out"
             )
+        if no_trial and (resume or no_plan):
+            other = "--resume" if resume else "--no-plan"
+            raise InputError(f"nothing is tried with {other}, so there is no trial to leave out: leave out --no-trial")
         planning = _planning(plan, no_plan, pins, forbids, resume)
 
         def run(then: Then) -> int:
@@ -99,7 +102,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
             job, trial = _job(_given(job_file, out), budget, changes), ("--no-trial",) if no_trial else ()
             return _begun(out, job, planning, cache, force, is_quiet, then, trial)
 
-        code = _as_a_rank(out, run, resume, from_step, is_quiet) if is_rank() else run(supervise)
+        code = _as_a_rank(out, run, resume, from_step, is_quiet, trial=not no_trial) if is_rank() else run(supervise)
         if code:
             sys.exit(code)
     if is_silent:
@@ -177,7 +180,9 @@ def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
     return (f"ranks={os.environ['WORLD_SIZE']}",)
 
 
-def _as_a_rank(out: Path, prepare: Callable[[Then], int], resume: bool, from_step: int | None, quiet: bool) -> int:
+def _as_a_rank(
+    out: Path, prepare: Callable[[Then], int], resume: bool, from_step: int | None, quiet: bool, *, trial: bool
+) -> int:
     """Be one of the processes that torchrun has started; the first prepares what all train on."""
     from plimsoll.ranks import joined
     from plimsoll.records.job import Job
@@ -209,6 +214,7 @@ def _as_a_rank(out: Path, prepare: Callable[[Then], int], resume: bool, from_ste
             too_large_rung=too_large_rung,
             restarts=restarts,
             quiet=quiet,
+            trial=trial,
             ranks=ranks,
         )
     return 0

@@ -13,7 +13,7 @@ SAME_SECONDS = 0.02
 
 def rejected(look: Look, chosen: Look, problem: Problem) -> Rejected:
     """Say why ``chosen`` was taken and ``look`` was not."""
-    need, line_bytes = format_bytes(look.need_bytes), problem.limit_bytes + problem.margin_bytes
+    is_compared, need, line_bytes = False, format_bytes(look.need_bytes), problem.limit_bytes + problem.margin_bytes
     if not look.fits or look.need_bytes > line_bytes:
         line, excess_bytes = format_bytes(line_bytes), look.need_bytes - line_bytes
         more = f"{format_bytes(excess_bytes)} more" if need == line and excess_bytes > 0 else "more"
@@ -21,8 +21,18 @@ def rejected(look: Look, chosen: Look, problem: Problem) -> Rejected:
     elif look.need_bytes > problem.limit_bytes:
         reason = f"needs up to {need}, too near {format_bytes(line_bytes)} for a first look"
     else:
-        reason = _pace(look.seconds, chosen.seconds)
-    return Rejected(choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time)
+        reason, is_compared = _pace(look.seconds, chosen.seconds), True
+    return Rejected(
+        choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time, is_compared=is_compared
+    )
+
+
+def untried(one: Rejected) -> Rejected:
+    """Say that it was not tried, of what was rejected beside a plan that has lost its trial."""
+    if not one.is_compared or one.step_time is None:
+        return one
+    reason = f"not tried: {_written(one.step_time.likely_seconds)} a step predicted"
+    return one.model_copy(update={"reason": reason, "is_compared": False})
 
 
 def _pace(seconds: float, chosen_seconds: float) -> str:

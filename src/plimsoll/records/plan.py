@@ -108,12 +108,16 @@ class Rung(Frozen):
 
 
 class Rejected(Frozen):
-    """Something that was considered and not taken; ``reason`` is a sentence with numbers."""
+    """Something that was considered and not taken; ``reason`` is a sentence with numbers.
+
+    With ``is_compared`` the reason compares the seconds of a step with those of the plan that was in force.
+    """
 
     choices: tuple[Choice, ...]
     reason: str
     peak: Estimate | None = None
     step_time: Duration | None = None
+    is_compared: bool = False
 
 
 class OffDevice(Frozen):
@@ -157,7 +161,8 @@ class Tried(Frozen):
 class Trial(Frozen):
     """Candidates that were run for a few passes before the training, with everything put back; the fastest is first.
 
-    ``left_out`` says why nothing was tried.
+    ``seconds`` is all the time it took: warm-up passes, timed passes, and putting everything back. ``left_out`` says
+    why nothing was tried.
     """
 
     seconds: float = 0.0
@@ -222,6 +227,12 @@ class Plan(Record):
     def choices_by_rung(self) -> tuple[tuple[Choice, ...], ...]:
         """What the training step takes."""
         return tuple(rung.choices for rung in self.rungs)
+
+    @property
+    def measured_seconds(self) -> float | None:
+        """Seconds of a step of what is in force at first, if a trial has measured it."""
+        tried = self.trial.tried if self.trial is not None else ()
+        return next((one.measured_seconds for one in tried if one.choices == self.choices), None)
 
     @property
     def fits(self) -> bool:

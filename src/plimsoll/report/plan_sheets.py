@@ -58,7 +58,7 @@ def headline(plan: Plan) -> str:
     limit_bytes = limit_bytes_of(plan)
     of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
     sentence = f"{verdict(plan).capitalize()}: {format_bytes(rung.peak.likely_bytes)}{of}{_within(rung.peak)}"
-    return f"{sentence}{_on_device(plan)}{_about_seconds(rung.step_time)}."
+    return f"{sentence}{_on_device(plan)}{_about_seconds(rung.step_time, plan.measured_seconds)}."
 
 
 def _impossible(plan: Plan) -> str:
@@ -93,8 +93,13 @@ def _on_device(plan: Plan) -> str:
     return f" on {plan.prediction.device}" if plan.prediction else ""
 
 
-def _about_seconds(time: Duration | None) -> str:
-    return "" if time is None else f", about {format_seconds(time.likely_seconds)} a step{_time_range(time)}"
+def _about_seconds(time: Duration | None, measured_seconds: float | None = None) -> str:
+    if time is None:
+        return ""
+    predicted = format_seconds(time.likely_seconds)
+    if measured_seconds is not None:
+        return f", {format_seconds(measured_seconds)} a step measured, {predicted} predicted"
+    return f", about {predicted} a step{_time_range(time)}"
 
 
 def _time_range(time: Duration) -> str:

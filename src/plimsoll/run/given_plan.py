@@ -10,7 +10,7 @@ from plimsoll.errors import BudgetError, InputError
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.plan.facts import differences, facts_of
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Plan
+from plimsoll.records.plan import Plan, Trial
 from plimsoll.records.units import format_bytes
 from plimsoll.run.targets import Target, gpu_target
 
@@ -57,6 +57,14 @@ def require_same(plan: Plan, job: Job, source: str) -> Job:
         )
     require_that_fits(plan)
     return job if has_bytes is not None else job.model_copy(update={"budget": plan.budget})
+
+
+def without_trial(plan: Plan) -> Plan:
+    """Return a plan from a file as a new run has it: what another run has measured is not said of this one."""
+    if plan.trial is None:
+        return plan
+    left_out = Trial(left_out="it is the plan of another run, taken as it is")
+    return plan.model_copy(update={"trial": left_out, "candidates": ()})
 
 
 def reasons_against(plan: Plan, job: Job, texts: TextSketch) -> list[str]:

@@ -42,7 +42,17 @@ from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Allowed, Job
 from plimsoll.records.loss_check import LossCheck
-from plimsoll.records.plan import Candidate, OffDevice, Pin, Plan, Rejected, Rung, micro_batch_choice, parse_pin
+from plimsoll.records.plan import (
+    Candidate,
+    Numerics,
+    OffDevice,
+    Pin,
+    Plan,
+    Rejected,
+    Rung,
+    micro_batch_choice,
+    parse_pin,
+)
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import parse_bytes
@@ -372,10 +382,7 @@ class Planner:
         names |= {choice.technique for one in found.rejected for choice in one.choices}
         chosen = self._candidate(rungs[0], self._is_short)
         near = self._near(found, rungs[0]) if smallest_bytes is None else ()
-        about = {name: TECHNIQUES[name].summary for name in sorted(names)}
-        numerics = {name: TECHNIQUES[name].numerics for name in sorted(names)}
-        if rungs[0].micro_batch == self.subject.batch_size:
-            about["micro_batch"], numerics["micro_batch"] = "the whole batch in one pass", "bitwise"
+        about, numerics = told_of(names, is_whole=rungs[0].micro_batch == self.subject.batch_size)
         return Plan(
             budget=self._budget,
             rungs=_ladder(rungs),
@@ -445,6 +452,15 @@ class Planner:
             subject.batch_size,
             subject.num_ranks,
         )
+
+
+def told_of(names: Iterable[str], is_whole: bool) -> tuple[dict[str, str], dict[str, Numerics]]:
+    """Say what techniques do, and what to the numbers, where the batch is one micro-batch or is cut."""
+    about = {name: TECHNIQUES[name].summary for name in sorted(names)}
+    numerics = {name: TECHNIQUES[name].numerics for name in sorted(names)}
+    if is_whole:
+        about["micro_batch"], numerics["micro_batch"] = "the whole batch in one pass", "bitwise"
+    return about, numerics
 
 
 def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:

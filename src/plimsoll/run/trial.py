@@ -10,8 +10,8 @@ the others those that need less are among its fallbacks.
 The passes of a candidate are undone as a step is that runs out of memory: random numbers, buffers and what Python
 keeps by `plimsoll.run.undo`, parameters and the optimizer's states from copies outside of the device
 (`plimsoll.run.update_copies`). The batch is not taken from its loader. A candidate that runs out of memory is struck,
-and with it those that would need too much if they needed as much more than predicted. A model with state that cannot
-be put back is not tried.
+and with it every other that would not fit either, if its prediction is too low by the same share. A model with state
+that cannot be put back is not tried.
 
 Does NOT cover several ranks, data loading, evaluation, and what only later steps take.
 """
@@ -36,6 +36,7 @@ from plimsoll.mapped import MappedPool
 from plimsoll.optimizers import is_separable
 from plimsoll.outside import Copier
 from plimsoll.plan.candidates import schedule
+from plimsoll.plan.reasons import untried
 from plimsoll.records.plan import Candidate, Plan, Rung, Trial, Tried
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import format_bytes, format_seconds
@@ -46,6 +47,7 @@ from plimsoll.run.directory import RunDirectory
 from plimsoll.run.learning import learn_from_trial
 from plimsoll.run.outcome import Outcome
 from plimsoll.run.pieces import Shape
+from plimsoll.run.plan import told_of
 from plimsoll.run.recover import Size
 from plimsoll.run.retry import scaler_as_now
 from plimsoll.run.rungs import ran_out_of
@@ -82,7 +84,7 @@ def try_plan(
         with plimsoll.limited("2GiB"):
             plan = plimsoll.try_plan(step, plan, batch)
 
-    After a first pass it takes at most 5 seconds on a GPU, and 10 or those of two steps on a CPU.
+    Once the plan has warmed up, no other begins after 5 seconds on a GPU, after 10 or those of two steps on a CPU.
 
     Args:
         step: of the training, made with ``plan.rungs``.
@@ -369,7 +371,13 @@ class _Tries:
         self._go_on_with(rungs)
         tried = {one.candidate.rung.choices for one in found}
         rejected = tuple(one for one in plan.rejected if one.choices not in tried)
-        changed: dict[str, Any] = {"rungs": rungs, "trial": trial, "candidates": (), "rejected": rejected}
+        if rungs[0] is not plan.rungs[0]:
+            rejected = tuple(map(untried, rejected))
+        about, numerics = told_of(["micro_batch"], is_whole=rungs[0].micro_batch >= self._batch_size)
+        changed: dict[str, Any] = {
+            "rungs": rungs, "trial": trial, "candidates": (), "rejected": rejected, "about": plan.about | about,
+            "numerics": plan.numerics | numerics,
+        }  # fmt: skip
         if fastest is not None:
             changed |= {name: getattr(fastest.candidate, name) for name in ("prediction", "time_factor", "off_device")}
         return plan.model_copy(update=changed)

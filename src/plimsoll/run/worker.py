@@ -198,7 +198,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
     from plimsoll.records.plan import parse_pin
     from plimsoll.report.plan_sheets import headline
     from plimsoll.report.progress import spinner
-    from plimsoll.run.given_plan import require_same, require_that_fits
+    from plimsoll.run.given_plan import require_same, require_that_fits, without_trial
     from plimsoll.run.learning import known_calibration
     from plimsoll.run.plan import plan_job
 
@@ -221,7 +221,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
             )
         require_that_fits(plan)
     else:
-        plan = Plan.load(given)
+        plan = without_trial(Plan.load(given))
         job = require_same(plan, job, str(given))
         directory.write_job(job)
     plan.save(directory.plan)

@@ -66,6 +66,10 @@ def test_a_job_file_that_is_not_there_is_said(tmp_path):
         (["--pin", "micro_batch=4", "--pin", "micro_batch=2"], "are pinned both"),
         (["--pin", "micro_batch=4", "--forbid", "micro_batch"], "leave one of the two out"),
         (["--no-plan", "--pin", "micro_batch=4"], "--no-plan leaves nothing to plan: leave it out, or --pin micro_b"),
+        (
+            ["--no-plan", "--no-trial"],
+            "nothing is tried with --no-plan, so there is no trial to leave out: leave out --no",
+        ),
         (["--plan", "none.json", "--forbid", "offload"], "--plan none.json leaves nothing to plan"),
         (["--plan", "none.json"], "there is no 'plan' record at none.json: check the path"),
     ],
@@ -93,6 +97,7 @@ def test_a_run_that_is_there_is_not_overwritten(job, tmp_path):
         (["--force", "--cache", "c"], "leave out --force and --cache, or drop --resume"),
         (["--cache", "c"], "leave out --cache, or drop --resume"),
         (["--no-plan"], "goes on with the plan of the run: leave out --no-plan, or drop --resume"),
+        (["--no-trial"], "nothing is tried with --resume, so there is no trial to leave out: leave out --no-trial"),
         (["--plan", "p.json"], "leave out --plan p.json, or drop --resume"),
         (["--pin", "offload", "--forbid", "lora"], "leave out --pin offload, --forbid lora, or drop --resume"),
         ([], "is not a run directory, so --resume has nothing to go on with: write `plimsoll train --resume --out DIR"),
@@ -102,6 +107,17 @@ def test_going_on_takes_only_what_makes_sense(tmp_path, arguments, message):
     error = refused("--resume", "--out", tmp_path / "a", *arguments)
     assert isinstance(error, InputError)
     assert message in str(error)
+
+
+@pytest.mark.parametrize("options", [[], ["--no-trial"]])
+def test_a_rank_that_is_alone_tries_its_plan_unless_it_is_told_not_to(job, tmp_path, monkeypatch, options):
+    asked = []
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("plimsoll.run.ranked.prepared_by_first", lambda *_: (0, 0))
+    monkeypatch.setattr("plimsoll.run.worker.train_run", lambda *_, trial, **_options: asked.append(trial))
+    refused(job, "--out", tmp_path / "a", *options)  # in the end, since there is no run to show
+    assert asked == [not options]
 
 
 def test_going_on_without_a_run_names_the_newest_beside_it(tmp_path, monkeypatch):

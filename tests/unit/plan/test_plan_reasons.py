@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 from plan.worlds import World
 
-from plimsoll.plan.reasons import _pace, rejected
+from plimsoll.plan.reasons import _pace, rejected, untried
 from plimsoll.plan.search import search
-from plimsoll.records.plan import micro_batch_choice
+from plimsoll.records.plan import Duration, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 
 
@@ -34,6 +34,8 @@ def test_what_is_rejected_is_said_against_the_line_of_the_device(inhabited, marg
     problem = replace(world.problem(250), margin_bytes=margin_bytes)
     found = search(problem, world.look_at)
     assert reason in [one.reason for one in found.rejected]
+    too_large = [one for one in found.rejected if one.reason.startswith("needs")]
+    assert [untried(one) for one in too_large] == too_large
 
 
 def test_a_need_that_reads_like_the_line_is_said_by_how_much_it_is_more(inhabited):
@@ -42,3 +44,13 @@ def test_a_need_that_reads_like_the_line_is_said_by_how_much_it_is_more(inhabite
     look = replace(world.look_at((micro_batch_choice(1),)), peak=peak, fits=False)
     problem = replace(world.problem(line_bytes), margin_bytes=0)
     assert rejected(look, look, problem).reason == "needs up to 2.0 GiB, 12.0 MiB more than 2.0 GiB"
+
+
+def test_what_was_slower_than_a_plan_that_lost_its_trial_is_said_not_to_be_tried(inhabited):
+    world = inhabited(World([]))
+    look = world.look_at((micro_batch_choice(1),))
+    slower = replace(look, step_time=Duration(likely_seconds=1.5, low_seconds=1.0, high_seconds=2.0))
+    found = rejected(slower, look, world.problem(look.need_bytes))
+    assert found.is_compared
+    assert untried(found).reason == "not tried: 1.5 s a step predicted"
+    assert untried(untried(found)) == untried(found)

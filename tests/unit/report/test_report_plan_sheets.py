@@ -350,6 +350,12 @@ def test_it_is_said_whether_a_plan_was_tried(plan, sentence):
     assert plan_sheets.trial_sentence(plan) == sentence
 
 
+def test_a_measured_step_is_said_first_and_what_was_predicted_beside_it():
+    assert plan_sheets.headline(tried_plan()).endswith(", 2.1 s a step measured, 2.2 s predicted.")
+    fallen_back = tried_plan().model_copy(update={"rungs": tried_plan().rungs[1:]})
+    assert plan_sheets.headline(fallen_back).endswith(", about 4.0 s a step.")
+
+
 def test_what_was_tried_is_listed_with_what_was_predicted_and_measured():
     rows = plan_sheets.trial_sheet(tried_plan()).rows
     assert [row[1:4] for row in rows] == [

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from plan_records import tried_plan, untried_plan
 from plimsoll.data.sketch import TextSketch
 from plimsoll.errors import BudgetError
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
-from plimsoll.run.given_plan import reasons_against, require_same, require_that_fits
+from plimsoll.records.plan import Trial
+from plimsoll.run.given_plan import reasons_against, require_same, require_that_fits, without_trial
 from plimsoll.run.plan import plan_job
 from plimsoll.run.subjects import JobSubject
 
@@ -63,3 +65,11 @@ def test_a_plan_that_fits_is_let_through_and_one_that_does_not_is_refused(made):
     require_that_fits(made)
     with pytest.raises(BudgetError, match="cannot hold this training"):
         require_that_fits(made.model_copy(update={"smallest_budget_bytes": 2 << 30}))
+
+
+def test_what_another_run_measured_is_not_said_of_one_that_has_its_plan():
+    told = "it is the plan of another run, taken as it is"
+    plan = without_trial(tried_plan())
+    assert (plan.trial, plan.candidates, plan.rungs) == (Trial(left_out=told), (), tried_plan().rungs)
+    assert without_trial(plan) == plan
+    assert without_trial(untried_plan()) == untried_plan()

@@ -14,11 +14,12 @@ from small_runs import train_here
 from torch import nn
 
 from plimsoll.errors import InputError
-from plimsoll.records.plan import Candidate, Choice, Plan, Rung, Trial
+from plimsoll.records.plan import Candidate, Choice, Plan, Rejected, Rung, Trial
 from plimsoll.records.run import RunRecord
 from plimsoll.run import learning, trial
 from plimsoll.run.failpoints import armed
 from plimsoll.run.learning import known_calibration
+from plimsoll.run.plan import told_of
 from plimsoll.run.step import TrainStep
 from plimsoll.run.trial import try_plan
 from processes import run_program
@@ -177,12 +178,30 @@ def test_the_fastest_that_was_measured_is_in_force_and_what_needs_less_is_behind
     slow, fast = rung(1, KEPT, mib=90, seconds=1.0), rung(8, mib=100, seconds=1.2)
     behind = (rung(4, mib=60, seconds=1.5), rung(1, mib=30, seconds=3.0))
     step = paced(rungs=(slow, *behind))
-    plan = try_plan(step, plan_of(slow, fast, fallbacks=behind), BATCH)
+    about, numerics = told_of(["heap", "micro_batch"], is_whole=False)
+    plan = plan_of(slow, fast, fallbacks=behind).model_copy(update={"about": about, "numerics": numerics})
+    plan = try_plan(step, plan, BATCH)
     assert plan.rungs == (fast, slow, *behind)
+    assert (plan.about, plan.numerics) == told_of(["heap", "micro_batch"], is_whole=True)
+    assert plan.measured_seconds == plan.trial.tried[1].measured_seconds
     assert [one.outcome for one in plan.trial.tried] == ["slower", "fastest"]
     assert [one.predicted_seconds for one in plan.trial.tried] == [1.0, 1.2]
     assert plan.candidates == ()
     assert (step.rung, step(BATCH).micro_batch) == (0, 8)
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_what_was_rejected_is_compared_with_the_plan_in_force_alone(wins):
+    slow, fast = rung(1, KEPT, mib=90), rung(8)
+    first, other = (fast, slow) if wins else (slow, fast)
+    other_mix, reason = rung(2, seconds=1.5), "slower: 1.5 s a step against 1 s"
+    slower = Rejected(choices=other_mix.choices, reason=reason, step_time=other_mix.step_time, is_compared=True)
+    large = Rejected(choices=rung(4).choices, reason="needs up to 2.0 GiB, more than 1.0 GiB")
+    plan = plan_of(first, other).model_copy(update={"rejected": (slower, large)})
+    plan = try_plan(paced(rungs=(first,)), plan, BATCH)
+    assert plan.rungs[0] == fast
+    said = reason if wins else "not tried: 1.5 s a step predicted"
+    assert [one.reason for one in plan.rejected] == [said, large.reason]
 
 
 def test_what_fails_by_itself_is_left_to_the_others():

@@ -24,7 +24,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.plan.facts import facts_of
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice, micro_batch_plan
+from plimsoll.records.plan import Choice, Plan, Rung, Trial, micro_batch_choice, micro_batch_plan
 from plimsoll.records.run import GradientReach, RunHead
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.worker import data_sentence, plan_run, prepare_run, print_baseline
@@ -277,6 +277,9 @@ def test_a_plan_that_is_given_is_kept_and_its_first_rung_said(
     plan = given_plan(directory, tmp_path / "plan.json")
     plan_run(directory.path, tmp_path / "plan.json", (), (), quiet)
     assert Plan.load(directory.plan) == plan
+    plan.model_copy(update={"trial": Trial(seconds=6.5)}).save(tmp_path / "tried.json")
+    plan_run(directory.path, tmp_path / "tried.json", (), (), quiet=True)
+    assert Plan.load(directory.plan).trial.left_out
     said = "plan: micro_batch=4. Nothing was predicted: what memory allows is found while it trains.\n"
     assert capsys.readouterr().err == ("" if quiet else said)
     with pytest.raises(CheckpointError):
