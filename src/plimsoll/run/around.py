@@ -1,7 +1,7 @@
 """What decides how a captured pass goes besides what the places of Python hold, as it was at the capture.
 
     around = Around(before, device)     # before the passes of the capture
-    around.what_changed()               # by a pass, of what no operator is seen to write
+    around.what_a_pass_changed()        # of what no operator is seen to write
     ...
     around.what_changed(before)         # before another step
 
@@ -94,12 +94,12 @@ class Around:
 
     def _data_of(self, all_reached: Sequence[Reached], device: torch.device) -> tuple[_Arrays, _Tensors]:
         arrays = [pair for one in all_reached for pair in one.arrays if not is_of_the_update(pair[0])]
-        is_host = device.type == "cpu"  # where weights and buffers are no more the host's than elsewhere
+        is_on_cpu = device.type == "cpu"  # as a stand-in in tests: weights and buffers are the device's
         own = {id(one) for reached in all_reached for module in reached.modules for one in module._buffers.values()}
         tensors = [
             (name, tensor) for reached in all_reached for name, tensor in reached.tensors.values()
             if tensor.device.type == "cpu" and has_storage(tensor) and not is_of_the_update(name)
-            and not (is_host and (isinstance(tensor, nn.Parameter) or id(tensor) in own))
+            and not (is_on_cpu and (isinstance(tensor, nn.Parameter) or id(tensor) in own))
         ]  # fmt: skip
         sizes = [(array.nbytes, name) for name, array in arrays]
         sizes += [(tensor.untyped_storage().nbytes(), name) for name, tensor in tensors]
@@ -143,15 +143,14 @@ class _Code:
 
     def what_changed(self) -> str | None:
         """The name of what is other code now."""
-        for space, names in self._spaces:
+        for number, (space, names) in enumerate(self._spaces):
             now = vars(space)
-            is_same = len(now) == len(names) and all(map(is_, now.values(), names.values()))
-            if not is_same and not _has_same(_code_in(now), _code_in(names)):
-                return (
-                    f"what is in {space.__module__}.{space.__qualname__}"
-                    if isinstance(space, type)
-                    else (f"what is in {space.__name__}")
-                )
+            if len(now) == len(names) and all(map(is_, now.values(), names.values())):
+                continue
+            if not _has_same(_code_in(now), _code_in(names)):
+                name = f"{space.__module__}.{space.__qualname__}" if isinstance(space, type) else space.__name__
+                return f"what is in {name}"
+            self._spaces[number] = space, dict(now)  # to be as fast the next time
         changed = (one for one, parts in self._functions if not all(map(is_, _parts_of(one), parts)))
         return next((f"the function {function.__qualname__}" for function in changed), None)
 

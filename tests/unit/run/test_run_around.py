@@ -38,7 +38,11 @@ class Loss:
 
     def __call__(self, model, batch):
         weight = float(self.array[0]) * self.tensor.tolist()[0] * self.config["weight"] * float(os.environ[VARIABLE])
-        return loss_of(model, batch) * weight * self.function()
+        return loss_of(model, batch) * weight * self.function() * of_a_default()
+
+
+def of_a_default(weights={"weight": 1.0}):
+    return weights["weight"]
 
 
 def array_in_place(loss, monkeypatch):
@@ -76,6 +80,10 @@ def code_of_a_function(loss, monkeypatch):
     monkeypatch.setattr(loss_of, "__code__", (lambda model, batch: model(batch["x"]).square().mean()).__code__)
 
 
+def default_in_place(loss, monkeypatch):
+    monkeypatch.setitem(of_a_default.__defaults__[0], "weight", 0.5)
+
+
 def dict_that_came_later(loss, monkeypatch):
     loss.config["weight"] = 0.5
 
@@ -97,7 +105,7 @@ def come(loss):
 
 CHANGES = [
     array_in_place, tensor_in_place, tensor_by_numpy, variable, method_of_torch, method_of_the_program,
-    function_of_a_library, code_of_a_function, dict_that_came_later, array_that_came_later,
+    function_of_a_library, code_of_a_function, default_in_place, dict_that_came_later, array_that_came_later,
     variable_of_a_function_that_came_later,
 ]  # fmt: skip
 
