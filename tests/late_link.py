@@ -51,6 +51,27 @@ class LateTransfer(Transfer):
             self._queue.popleft().make(self._link)
 
 
+class _Sent:
+    """What is sent to the host, and whether the processor has seen it and has written there since."""
+
+    def __init__(self, home: torch.Tensor) -> None:
+        self.values: torch.Tensor | None = None  # when the copy has been made
+        self._is_shown, self._version = False, home._version
+
+    def show(self, home: torch.Tensor) -> None:
+        if self.values is not None and not self._is_shown:
+            home.copy_(self.values)
+            self._is_shown, self._version = True, home._version
+
+    def at(self, home: torch.Tensor) -> torch.Tensor:
+        """What is there for those who ask after the copy."""
+        assert self.values is not None, "brought back before it was sent"
+        if home._version == self._version:
+            return self.values
+        assert self._is_shown, "written by the processor before it had arrived"
+        return home
+
+
 class _Copy:
     """One copy. What is on the device is the transfer's to hold; what is on the host torch protects."""
 
@@ -59,8 +80,8 @@ class _Copy:
         self.source, self._version = weakref.ref(source), source._version
         self._home = source if to_device else target
         self._target = weakref.ref(target)
-        self.sent: list[torch.Tensor] = []  # the values, when the copy has been made
         target.detach().fill_(torch.nan if target.is_floating_point() else 1)
+        self.sent = None if to_device else _Sent(target)
 
     @property
     def target(self) -> torch.Tensor | None:
@@ -74,16 +95,15 @@ class _Copy:
         assert source._version == self._version, "overwritten before it was copied"
         if self.to_device:
             sent = link.sent.get(source)
-            assert sent != [], "brought back before it was sent"
-            target.copy_(sent[0] if sent else source)
+            target.copy_(source if sent is None else sent.at(source))
         else:
-            self.sent.append(source.detach().clone())
+            self.sent.values = source.detach().clone()
 
     @torch.no_grad()
     def show(self) -> None:
         """Let the processor see what was sent: that the device has waited for it does not do."""
-        if self.sent:
-            self._home.copy_(self.sent[0])
+        if self.sent is not None:
+            self.sent.show(self._home)
 
 
 class LateLink:

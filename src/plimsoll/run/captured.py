@@ -12,8 +12,8 @@ from that state again, must then have their bits: loss, gradients, what they wro
 have each other's, two more are made, and the replay must be as near (`plimsoll.run.repeats`). Who calls puts the state
 back.
 
-Does NOT see what Python does beyond what `plimsoll.run.reachable` reaches: what a loss prints, or writes to a file, it
-prints and writes in eager passes only.
+Does NOT see what Python does beyond what `plimsoll.run.reachable` reaches and `plimsoll.run.around` compares: what a
+loss prints, or writes to a file, it prints and writes in eager passes only, and what it reads there stays as it was.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.device.base import Backend
 from plimsoll.device.cuda_graph import CudaGraph
+from plimsoll.run.around import Around, flat, is_of_the_update
 from plimsoll.run.before import Before
 from plimsoll.run.contents import Contents
 from plimsoll.run.outcome import at_least_fp32
@@ -48,7 +49,6 @@ Eager = Callable[[Any], Tensor]
 """Adds the gradients of a micro-batch that is on the device, and returns its part of the loss."""
 
 _MORE_PASSES = 2  # where two differ, to see what is repeated and what is not
-_OF_THE_UPDATE = "optimizer"  # with which the names of its places and tensors begin
 _OWN_NUMBERS = {"cpu": {"torch"}, "cuda": {"device", "cudnn_dropout"}}
 """The random states of a backend that are the device's; the others are the host's."""
 
@@ -72,18 +72,6 @@ GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
 """What captures, by the type of the device."""
 
 
-class _Around(NamedTuple):
-    """What decides how a pass goes besides what Python keeps.
-
-    Attributes:
-        places: of each tensor its address, and whether it is trained.
-        others: hooks, and torch's settings.
-    """
-
-    places: dict[str, tuple[int, bool]]
-    others: tuple[Any, ...]
-
-
 @dataclass(slots=True)
 class Captured:
     """A graph with what it reads and writes, and what was around it."""
@@ -95,7 +83,7 @@ class Captured:
     gradients: list[tuple[nn.Parameter, Tensor]]
     reached: Reached
     contents: Contents
-    around: _Around
+    around: Around
     num_holders: list[int] = field(default_factory=list)
 
     def let_go(self) -> None:
@@ -127,15 +115,9 @@ class Captured:
             return "what keeps gradients of earlier steps"
         for number in self.contents.differing(before.contents):
             name = before.reached.places[number][0]
-            if not (
-                _is_of_the_update(name) or are_equal(*map(_flat, (self.contents[number], before.contents[number])))
-            ):
+            if not (is_of_the_update(name) or are_equal(*map(flat, (self.contents[number], before.contents[number])))):
                 return name
-        now = _around(before)
-        if now.others != self.around.others:
-            return "a hook, or a setting of torch,"
-        moved = (name for name, place in self.around.places.items() if now.places.get(name) != place)
-        return next((f"where {name} is" for name in moved), None)
+        return self.around.what_changed(before)
 
 
 class Capture:
@@ -168,12 +150,15 @@ class Capture:
             return why
         self._go_back()  # where a step is one of several from the state that is remembered
         inputs = map_leaves(piece, lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf)
-        first, why = self._first_pass(inputs, eager)
+        around = Around(self._retry.undo.remembered[0], device)
+        if around.obstacle is not None:
+            return around.obstacle
+        first, why = self._first_pass(inputs, eager, around)
         if why is not None:
             return why
         # In this thread the survey sees the backward pass, and a capture of this thread takes it.
         with torch.autograd.set_multithreading_enabled(False):
-            return self._proven(_Pass(self._workload, inputs, share, scaler), first)
+            return self._proven(_Pass(self._workload, inputs, share, scaler), first, around)
 
     def _obstacle(self) -> str | None:
         if self._retry.hidden is not None:
@@ -187,11 +172,11 @@ class Capture:
             return f"{min(iterators)} is an iterator, which a pass may move"
         return "the model is compiled" if any(map(is_compiled, self._workload.model.modules())) else None
 
-    def _first_pass(self, inputs: Any, eager: Eager) -> tuple[Seen, str | None]:
+    def _first_pass(self, inputs: Any, eager: Eager, around: Around) -> tuple[Seen, str | None]:
         """An eager pass, and what it does that a replay would not."""
         versions, numbers = _versions(inputs), self._host_numbers()
         seen = self._seen(lambda: eager(inputs))
-        changed = next(self._what_python_changed(), None)
+        changed = next(self._what_python_changed(), None) or around.what_a_pass_changed()
         why = None
         if changed is not None:
             why = f"a pass changes {changed}, and a replay runs no Python"
@@ -204,7 +189,7 @@ class Capture:
         self._go_back()
         return seen, why
 
-    def _proven(self, one_pass: _Pass, first: Seen) -> Captured | str:
+    def _proven(self, one_pass: _Pass, first: Seen, around: Around) -> Captured | str:
         survey = Survey(self._workload.device)
         eager = [first, self._seen(lambda: survey.of(one_pass))]
         is_exact = first.has_bits_of(eager[-1])
@@ -229,9 +214,7 @@ class Capture:
             stack.pop_all()
         before = self._retry.undo.remembered[0]
         assert one_pass.seed is not None
-        return Captured(
-            graph, one_pass.inputs, loss, one_pass.seed, gradients, before.reached, before.contents, _around(before)
-        )
+        return Captured(graph, one_pass.inputs, loss, one_pass.seed, gradients, before.reached, before.contents, around)
 
     def _seen(self, work: Callable[[], Tensor]) -> Seen:
         loss = work()
@@ -244,7 +227,7 @@ class Capture:
     def _what_python_changed(self) -> Iterator[str]:
         """Names of what is in other places, or in arrays and generators, since the step began."""
         for before in self._retry.undo.remembered:
-            yield from (name for name, *_ in before.changed() if not _is_of_the_update(name))
+            yield from (name for name, *_ in before.changed() if not is_of_the_update(name))
             yield from (name for name, saved in before.copies if isinstance(saved, SavedArray) and saved.is_changed())
             yield from ("a generator of random numbers" for one in before.generators if one.is_changed())
 
@@ -282,10 +265,6 @@ def _replayed(graph: Graph, loss: Tensor, share: float) -> Tensor:
     return _part_of(loss, share)
 
 
-def _flat(content: Any) -> list[Any]:
-    return [*content, *content.values()] if isinstance(content, dict) else content
-
-
 def _num_holders(gradients: list[tuple[nn.Parameter, Tensor]]) -> list[int]:
     """Count who has each gradient, by itself or a view of it."""
     storages = ((gradient, gradient.untyped_storage()._cdata) for _, gradient in gradients)
@@ -311,28 +290,3 @@ def _part_of(loss: Tensor, share: float) -> Tensor:
 
 def _versions(batch: Any) -> list[int]:
     return [leaf._version for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
-
-
-def _is_of_the_update(name: str) -> bool:
-    return name.startswith(_OF_THE_UPDATE)
-
-
-def _around(before: Before) -> _Around:
-    stored = zip(before.watched.stored, before.addresses, strict=True)
-    places = {
-        name: (address, tensor.requires_grad) for (name, tensor), address in stored if not _is_of_the_update(name)
-    }
-    return _Around(places, (before.hooks and before.hooks.of_others(), _settings()))
-
-
-def _settings() -> tuple[Any, ...]:
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    return (
-        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
-        torch.is_autocast_cache_enabled(), torch.is_anomaly_enabled(), torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-        cuda.matmul.allow_tf32, cuda.matmul.allow_bf16_reduced_precision_reduction,
-        cuda.matmul.allow_fp16_reduced_precision_reduction, torch._C._get_flash_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_math_sdp_enabled(),
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32,
-    )  # fmt: skip

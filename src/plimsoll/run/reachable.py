@@ -1,8 +1,9 @@
 """Everything in which training code can keep something: what is reached from a model, its loss and its optimizer.
 
-Followed are attributes, lists, dicts, sets and deques, variables that a function closes over, globals that it names (of
-the modules that it names, too), what methods and partials are bound to, hooks of modules, tensors and optimizers, and
-class attributes. Each of these is a `Place`, whose content can be copied (one level, not what is in it) and put back.
+Followed are attributes, lists, dicts, sets and deques, variables that a function closes over, its defaults, globals
+that it names (of the modules that it names, too), what methods and partials are bound to, hooks of modules, tensors
+and optimizers, and class attributes. Each of these is a `Place`, whose content can be copied (one level, not what is
+in it) and put back.
 
 Not followed: objects of libraries (`_LIBRARIES`) other than modules, optimizers and schedules (of one's own subclass of
 a trainer its attributes are), data loaders and data sets, whose position is not a step's, and what only C code, an
@@ -374,6 +375,7 @@ class _Walk:
             return
         self._put(name, Closure(function))
         self._put(name, Attributes(function))
+        self._wait(name, {one: getattr(function, one) for one in ("__defaults__", "__kwdefaults__")})
         names, space = _names_in(function.__code__), function.__globals__
         own = [one for one in names if one in space]
         self._put("", Globals(space, tuple(own)), f"globals of {function.__qualname__}")

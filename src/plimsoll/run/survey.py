@@ -8,8 +8,8 @@ that names nothing, and takes the rest silently.
 A value that depends on nothing but Python is the same in each pass, and may be read: decoders of transformers look
 whether positions that they have counted themselves jump. A capture cannot wait for it, and is told it (`ReadAgain`).
 
-Does NOT see what passes torch's dispatcher by (numpy, kernels that are launched by hand) nor what Python alone reads:
-`plimsoll.run.captured` compares that.
+Does NOT see what passes torch's dispatcher by: what Python, numpy and ``.tolist()`` read, of which what can be reached
+is compared before each step (`plimsoll.run.captured`, `plimsoll.run.around`), and kernels that are launched by hand.
 """
 
 from __future__ import annotations

@@ -129,6 +129,21 @@ class _Packed(NamedTuple):
     size: torch.Size
     strides: tuple[int, ...]
     offset: int
+    counter: _Counter | None  # where it goes to the host
+
+
+class _Counter:
+    """Whether a tensor has been changed in place since, of which no memory is kept."""
+
+    @torch.no_grad()
+    def __init__(self, tensor: Tensor) -> None:
+        self._counts = tensor.detach()  # counts its versions together with the tensor ...
+        self._counts.data = tensor.detach().new_empty(0)  # ... also without its storage
+        self._version = self._counts._version
+
+    def has_moved(self) -> bool:
+        """Whether it has."""
+        return self._counts._version != self._version
 
 
 class _Pass:
@@ -154,7 +169,8 @@ class _Pass:
         if kept is None:
             return tensor
         kept.num_uses += 1
-        return _Packed(kept, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        counter = _Counter(tensor) if self._away.is_host else None
+        return _Packed(kept, tensor.size(), tensor.stride(), int(tensor.storage_offset()), counter)
 
     def _goes(self, tensor: Tensor) -> bool:
         if tensor.layout is not torch.strided or tensor.is_inference():
@@ -191,17 +207,14 @@ class _Kept:
         self._pool, self._side = away.pool, away.side(whole.device)
         self._previous = None if previous is None else weakref.ref(previous)
         self._here: Tensor | None = whole
-        self._version = whole._version
         self._away: Tensor | None = None
         self._transfer: Transfer | None = None
-        self._is_spoilt = False
         if not away.is_host:
             self._here, self._away = None, away.pool.copy_of(whole)
 
     def send(self) -> Transfer:
         """Send it to the host; the device's memory is free when the device has waited for that."""
         assert self._here is not None
-        self._is_spoilt = self._here._version != self._version
         self._away = self._pool.empty_like(self._here)
         self._transfer = self._side.send([(self._away, self._here)])
         self._device, self._here = self._here.device, None
@@ -214,11 +227,6 @@ class _Kept:
             self._transfer.wait()
         here = self._here
         assert here is not None
-        if self._is_spoilt or (self._away is None and here._version != self._version):
-            raise InputError(
-                f"a tensor of {format_bytes(self.num_bytes)} that backward needs was changed in place after it was "
-                "saved; plain PyTorch refuses that, too: write `x = x + y` in place of `x += y`"
-            )
         self.num_uses -= 1
         if self.num_uses <= 0 and self._away is not None:
             self._here = None
@@ -251,4 +259,9 @@ def _counts_alone(tensor: Tensor) -> bool:
 def _unpack(packed: Tensor | _Packed) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
+    if packed.counter is not None and packed.counter.has_moved():
+        raise InputError(
+            f"a tensor of {format_bytes(packed.kept.num_bytes)} that backward needs was changed in place after it was "
+            "saved; plain PyTorch refuses that, too: write `x = x + y` in place of `x += y`"
+        )
     return packed.kept.use().as_strided(packed.size, packed.strides, packed.offset)

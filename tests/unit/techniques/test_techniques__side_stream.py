@@ -70,9 +70,35 @@ def test_a_late_link_sees_what_is_read_or_given_back_too_early():
         transfer._on_device.clear()
         transfer.wait()
 
-    for fault, text in ((overwritten, "overwritten before"), (given_back, "given back before")):
+    def written_at_home():
+        side, home, source = SideStream(CPU), torch.zeros(3), torch.ones(3)
+        transfer = side.send([(home, source)])
+        home.fill_(2)  # without waiting
+        transfer.wait()
+        side.bring([(torch.zeros(3), home)]).wait()
+
+    faults = (
+        (overwritten, "overwritten before"), (given_back, "given back before"), (written_at_home, "written by"),
+    )  # fmt: skip
+    for fault, text in faults:
         with pytest.raises(AssertionError, match=text), late_copies():
             fault()
+
+
+def test_a_late_link_brings_what_the_processor_has_written_to_what_was_sent():
+    with late_copies():
+        side, home, there, source = SideStream(CPU), torch.zeros(3), torch.zeros(3), torch.ones(3)
+        transfer = side.send([(home, source)])
+        transfer.wait()
+        arrival = side.bring([(there, home)])
+        arrival.wait()
+        assert there.tolist() == [1, 1, 1]
+        transfer.synchronize()
+        home.mul_(5)
+        transfer.synchronize()  # once more, which changes nothing
+        arrival = side.bring([(there, home)])
+        arrival.wait()
+        assert there.tolist() == home.tolist() == [5, 5, 5]
 
 
 class Net(nn.Module):

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from plimsoll.errors import InputError
@@ -214,23 +215,91 @@ def test_running_out_of_memory_leaves_nothing(choice, point, monkeypatch):
     torch.testing.assert_close(plain[0].state_dict(), offloaded[0].state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("is_sent", [False, True], ids=["on the device", "sent"])
+def changed_where_it_is(x):
+    hidden = x.exp()  # which backward needs
+    result = hidden * 2
+    hidden += 1
+    return result.sum()
+
+
+def changed_before_it_is_sent(x):
+    hidden = x.exp()
+    result = hidden * 2
+    hidden += 1
+    return result.tanh().sum()
+
+
+def changed_while_it_is_sent(x):
+    hidden = x.exp()
+    result = hidden.tanh()
+    hidden += 1
+    return result.sum()
+
+
+def changed_after_it_was_sent(x):
+    hidden = x.exp()
+    result = hidden.tanh().square().exp()
+    hidden += 1
+    return result.sum()
+
+
+def changed_through_a_view(x):
+    hidden = x.exp()
+    result = hidden.tanh().square().exp()
+    hidden[1:].zero_()
+    return result.sum()
+
+
+def changed_after_the_pass(x):
+    hidden = x.exp()
+    AFTER_THE_PASS.append(hidden.detach())
+    return hidden.tanh().square().sum()
+
+
+AFTER_THE_PASS = []  # is changed before backward
+
+
+@pytest.mark.parametrize(
+    "program",
+    [changed_where_it_is, changed_before_it_is_sent, changed_while_it_is_sent, changed_after_it_was_sent,
+     changed_through_a_view, changed_after_the_pass],
+)  # fmt: skip
 @pytest.mark.usefixtures("all_sizes")
-def test_what_is_changed_in_place_after_it_was_saved_is_refused_as_by_plain_pytorch(is_sent):
-    def loss(model, x):
-        hidden = x.exp()  # which backward needs
-        result = hidden * 2
-        hidden += 1
-        return (result.tanh() if is_sent else result).sum()
+def test_what_is_changed_in_place_after_it_was_saved_is_refused_as_by_plain_pytorch(program):
+    def backward(loss):
+        value = loss(x)
+        while AFTER_THE_PASS:
+            AFTER_THE_PASS.pop().add_(1)
+        value.backward()
 
     x = torch.zeros(4, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="inplace"):
-        loss(None, x).backward()
+        backward(program)
+    workload = workload_of(nn.Identity(), loss=lambda model, x: program(x))
+    with installed(workload, [HOST]), pytest.raises(InputError, match="64 B that backward needs was changed in place"):
+        backward(lambda x: workload.loss(workload.model, x))
+
+
+@pytest.mark.usefixtures("all_sizes")
+def test_what_is_changed_in_place_before_it_is_saved_is_let_through_and_its_versions_keep_no_memory():
+    seen = []
+
+    def loss(model, x):
+        hidden = x * 1  # which is not needed
+        hidden += 1
+        hidden = hidden.exp()
+        seen.append(StorageWeakRef(hidden.untyped_storage()))
+        return hidden.tanh().square().sum()
+
+    x = torch.zeros(4, 4, requires_grad=True)
     workload = workload_of(nn.Identity(), loss=loss)
     with installed(workload, [HOST]):
         value = workload.loss(workload.model, x)
-        with pytest.raises(InputError, match="64 B that backward needs was changed in place"):
-            value.backward()
+        assert seen[0].expired()
+        value.backward()
+    expected = torch.zeros(4, 4, requires_grad=True)
+    loss(None, expected).backward()
+    assert torch.equal(x.grad, expected.grad)
 
 
 @pytest.mark.usefixtures("all_sizes")
