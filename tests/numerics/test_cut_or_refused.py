@@ -17,7 +17,7 @@ from plimsoll.integrations.lightning import OomProof
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.run.failpoints import armed
-from plimsoll.run.plan import require_that_fits
+from plimsoll.run.given_plan import require_that_fits
 from plimsoll.run.step import TrainStep
 from plimsoll.run.subjects import JobSubject
 

@@ -37,8 +37,8 @@ FLAGS = {
         "--json",
         "--train", "--inference", "--task", "--max-length", "--max-new-tokens", "--dtype", "--export", "--quiet", "-q"},
     "train": {
-        "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--plan", "--no-plan", "--pin", "--forbid",
-        "--nproc", "--cache", "--force", "--json", "--quiet", "-q"},
+        "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--plan", "--no-plan", "--no-trial",
+        "--pin", "--forbid", "--nproc", "--cache", "--force", "--json", "--quiet", "-q"},
     "apply": {
         "--data", "--out", "-o", "--task", "--column", "--keep", "--budget", "--batch-size", "--max-length", "--dtype",
         "--quantize", "--adapter", "--cache",
@@ -67,7 +67,8 @@ FLAGS = {
     "embeddings convert": {"--output", "-o", "--precision", "--strict", "--force", "--quiet", "-q", "--json"},
     "launch-worker": set(),
     "train-worker": {
-        "--resume", "--from-step", "--resume-newest", "--rung", "--too-large-rung", "--restarts", "--quiet",
+        "--resume", "--from-step", "--resume-newest", "--rung", "--too-large-rung", "--restarts", "--no-trial",
+        "--quiet",
     },
     "prepare-worker": {"--quiet", "--again", "--pin", "--forbid", "--tokenizer-budget-bytes"},
     "plan-worker": {"--given", "--pin", "--forbid", "--quiet", "--goes-on", "--from-step", "--keep"},

@@ -49,7 +49,7 @@ def test_small_batches_are_drawn_several_times_and_padded_to_their_longest(bench
     widths = {batch["input_ids"].shape[1] for draw in range(9) for batch in benchmark.make_batches(small, draw)}
 
     assert benchmark.number_of_draws(small) == 9
-    assert benchmark.number_of_draws(large) == 1
+    assert benchmark.number_of_draws(large) == 0  # one text of 128 tokens is nearly always among them
     assert max(widths) == 128 > min(widths)
 
 

@@ -163,7 +163,7 @@ def test_only_rows_are_copied(kind, on_host):
     copied = [value for one in copies for _, _, value in one._rows]
     assert {tuple(value.shape) for value in copied} == {(num_rows, WIDTH)}
     assert len(copied) == {torch.optim.SparseAdam: 3, torch.optim.Adagrad: 2, torch.optim.SGD: 1}[kind]
-    assert sum(memory.nbytes for memory in commit._scratch._kept.values()) < 1000
+    assert sum(memory.nbytes for memory in commit._scratch[on_host]._kept.values()) < 1000
 
 
 def test_an_optimizer_that_changes_other_rows_is_copied_as_a_whole():
