@@ -5,8 +5,8 @@
     ...
     copied.note_wait(by_processor=False)
 
-A rehearsal has no streams and makes each copy at once. That it would be on its way beside what follows, and where it is
-waited for, is what its time follows from (`plimsoll.plan.lanes`).
+A rehearsal has no streams and makes each copy at once. Noted here is which copies would overlap with later ops, and
+where each is waited for: their predicted time follows from it (`plimsoll.plan.lanes`).
 """
 
 from __future__ import annotations
