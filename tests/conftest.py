@@ -89,7 +89,19 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _environment_stays() -> Iterator[None]:
+    """Fail a test that leaves a variable of ours behind: later tests of the same process would inherit it."""
+    before = _own_variables()
+    yield
+    assert _own_variables() == before, "set variables with monkeypatch, also those that the code under test sets"
+
+
+def _own_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("PLIMSOLL_")}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(_environment_stays: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give each test a cache folder that knows the machine's speed and nothing else."""
     measured, own = Path(_MEASURED.name), Path(tempfile.mkdtemp(dir=_MEASURED.name))
     for file in measured.glob("speed*"):

@@ -8,6 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from plimsoll.run.launch import exit_code_of, launch
+from plimsoll.run.orphans import LAUNCHER
 from processes import run_program
 
 
@@ -39,6 +40,7 @@ def test_ranks_share_the_processors_unless_the_environment_says_otherwise(monkey
     monkeypatch.setenv("OMP_NUM_THREADS", given or "")  # what the launcher sets is taken back
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv(LAUNCHER, "")
     seen = []
     monkeypatch.setattr(
         "plimsoll.run.launch.elastic_launch", lambda *_: lambda *_: seen.append(os.environ["OMP_NUM_THREADS"])
@@ -55,6 +57,7 @@ def test_an_agent_that_is_asked_to_end_ends_as_one_that_a_signal_has_ended(monke
         raise SignalException("asked", signal.SIGTERM)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(LAUNCHER, "")
     monkeypatch.setattr("plimsoll.run.launch.elastic_launch", lambda *_: asked)
     try:
         assert launch(2, []) == 128 + signal.SIGTERM
