@@ -30,7 +30,7 @@ from plimsoll.cli import (
 from plimsoll.cli.output import complain, tell
 from plimsoll.errors import Interrupted, PlimsollError
 from plimsoll.forked import end_as_asked
-from plimsoll.run.supervise import is_rank
+from plimsoll.run.orphans import is_rank
 
 app = typer.Typer(
     name="plimsoll",

@@ -77,7 +77,8 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     from plimsoll.errors import InputError
     from plimsoll.records.run import RunRecord
     from plimsoll.report.render import render
-    from plimsoll.run.supervise import is_rank, supervise
+    from plimsoll.run.orphans import is_rank
+    from plimsoll.run.supervise import supervise
 
     is_silent, is_quiet = is_rank() and os.environ["RANK"] != "0", quiet or as_json
     with _failures_shown(out) if as_json and not is_silent else nullcontext():
@@ -163,7 +164,7 @@ def _given(job_file: Path | None, out: Path) -> Path:
 def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
     """How many processes train together, where the command or torchrun says it."""
     from plimsoll.errors import InputError
-    from plimsoll.run.supervise import is_rank
+    from plimsoll.run.orphans import is_rank
 
     if not is_rank():
         if num_ranks is None and (world_size := os.environ.get("WORLD_SIZE") or "1") != "1":

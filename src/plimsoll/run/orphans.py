@@ -14,12 +14,19 @@ import os
 import signal
 import sys
 
-from plimsoll.run.supervise import SUPERVISOR, is_rank
+SUPERVISOR = "PLIMSOLL_SUPERVISOR"
+"""The environment's name for the process that watches this one."""
 
 LAUNCHER = "PLIMSOLL_LAUNCHER"
 """The environment's name for the process that has started this one as a rank, where that is ours."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def is_rank() -> bool:
+    """Whether torchrun has started this process, also as the only one that is left, or what sets the same variables."""
+    is_one_of_several = (os.environ.get("WORLD_SIZE") or "1") != "1"
+    return bool(os.environ.get("RANK")) and (is_one_of_several or "TORCHELASTIC_RUN_ID" in os.environ)
 
 
 def begin_supervised() -> None:

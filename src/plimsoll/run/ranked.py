@@ -39,7 +39,7 @@ from plimsoll.records.run import DeathLine, OomEvent, StartLine
 from plimsoll.run import checkpoint
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.directory import RunDirectory
-from plimsoll.run.supervise import SUPERVISOR, is_rank
+from plimsoll.run.orphans import SUPERVISOR, is_rank
 
 T = TypeVar("T")
 

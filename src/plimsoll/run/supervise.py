@@ -58,9 +58,7 @@ from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, 
 from plimsoll.records.units import format_bytes
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.leftovers import own_prefix, remove_leftovers
-
-SUPERVISOR = "PLIMSOLL_SUPERVISOR"
-"""The environment's name for the process that watches this one."""
+from plimsoll.run.orphans import SUPERVISOR
 
 _CRASHES_WITHOUT_MEMORY = {signal.SIGSEGV, signal.SIGABRT}
 _CRASHES = {*_CRASHES_WITHOUT_MEMORY, signal.SIGILL, signal.SIGFPE}
@@ -248,12 +246,6 @@ def _signalled(exit_code: int) -> int:
     """The return code of a rank by what its launcher ended with: less than 0 if a signal killed it."""
     number = exit_code - 128
     return -number if number in {signal.SIGKILL, signal.SIGBUS, *_CRASHES} else exit_code
-
-
-def is_rank() -> bool:
-    """Whether torchrun has started this process, also as the only one that is left, or what sets the same variables."""
-    is_one_of_several = (os.environ.get("WORLD_SIZE") or "1") != "1"
-    return bool(os.environ.get("RANK")) and (is_one_of_several or "TORCHELASTIC_RUN_ID" in os.environ)
 
 
 def _what_happened(death: _Death, num_deaths: int, saved_step: int, rung: Rung) -> str:

@@ -34,7 +34,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Assumption, Trace
 from plimsoll.records.units import format_bytes
-from plimsoll.run.supervise import SUPERVISOR
+from plimsoll.run.orphans import SUPERVISOR
 from plimsoll.techniques import Choices
 from plimsoll.techniques.allocator import allocator_rules
 from plimsoll.techniques.heap import rules_in_force
