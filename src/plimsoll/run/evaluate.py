@@ -76,6 +76,11 @@ class Evaluator:
         """Begin with pieces of at most so many samples: what training began with, or what did not kill the process."""
         self._ladder, self._first_samples = None, num_samples
 
+    def at_once(self, num_samples: int) -> int:
+        """Return how many samples of a first batch of so many are evaluated at once, where memory suffices."""
+        ladder = self._ladder_for(num_samples)
+        return min(ladder.sizes[ladder.in_force].samples, self._workload.evaluation_samples or num_samples)
+
     def evaluate(self, batches: Iterable[Any], prepare: Callable[[], list[OomEvent]] = list) -> Evaluation:
         """Return the mean loss over ``batches`` without gradients; training flags and random numbers stay as they were.
 
@@ -143,8 +148,7 @@ class Evaluator:
     def _loss_of(self, batch: Any, own: Shape, shape: Shape, events: list[OomEvent], spare: Spare) -> float:
         """This rank's part of the mean loss of one batch, in as large pieces as fit on all."""
         if self._ladder is None or self._ladder.sizes[0].samples < shape.num_samples:
-            self._ladder = Ladder(micro_batch_sizes(shape.num_samples), self._grow_after)
-            self._ladder.start_at(self._first_samples or shape.num_samples)
+            self._ladder = self._ladder_for(shape.num_samples)
         ladder = self._ladder
         rung = ladder.choose(shape.elements_per_sample)
         most = min(shape.num_samples, self._workload.evaluation_samples or shape.num_samples)
@@ -175,6 +179,11 @@ class Evaluator:
             action = action_of(size, next_size, None, is_same_rung=following == rung)
             events.append(loss.model_copy(update={"next_micro_batch": next_size, "action": action}))
             rung = following
+
+    def _ladder_for(self, num_samples: int) -> Ladder:
+        ladder = Ladder(micro_batch_sizes(num_samples), self._grow_after)
+        ladder.start_at(self._first_samples or num_samples)
+        return ladder
 
     def _forward_only(self, batch: Any, micro_batch: int, own: Shape, shape: Shape, spare: Spare) -> float:
         total = torch.zeros((), device=self._workload.device)

@@ -12,7 +12,7 @@ That is ``sequence_length`` where the texts are not prepared yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -250,6 +250,8 @@ def _stage(lowering: Lowering, position: Position, keeps_all: bool) -> Iterator[
 
 def _rehearse(stage: Rehearsal, step: TrainStep, batches: list[Any], held_out: Any | None, has_states: bool) -> None:
     """A step on each batch; an evaluation where the training has one: after two, or when the states are dropped."""
+    if held_out is not None:
+        held_out = split_batch(held_out, _evaluated_samples(batch_size_of(held_out), step.evaluated_at_once))[0]
     for number, batch in enumerate(batches, start=1):
         stage.recorder.step = number
         step(stage.fake_batch(batch))
@@ -267,6 +269,13 @@ def rehearsed_samples(batch_size: int, micro_batch: int) -> int:
     The second meets gradients, and where the last is smaller it is not the one that needs most.
     """
     return min(batch_size, _MOST_PIECES * micro_batch + batch_size % micro_batch)
+
+
+def _evaluated_samples(num_samples: int, at_once: Callable[[int], int]) -> int:
+    """The fewest of a batch that are evaluated as all of it is: in whole pieces of that size and as small a last."""
+    size = at_once(num_samples)
+    fewer = range(_MOST_PIECES * size + num_samples % size, num_samples, size)
+    return next((number for number in fewer if at_once(number) == size), num_samples)
 
 
 def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Choices) -> Any:

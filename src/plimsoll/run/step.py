@@ -242,6 +242,10 @@ class TrainStep:
         """
         return self._evaluator.evaluate(batches, self._put_to_work)
 
+    def evaluated_at_once(self, num_samples: int) -> int:
+        """Return how many samples of a batch of so many `evaluate` begins with at once."""
+        return self._evaluator.at_once(num_samples)
+
     def use(self) -> MemoryUse:
         """Read what the device has in use; with replays, what these need and it does not count."""
         use, more_bytes = self.backend.use(), self.replays.uncounted_bytes
