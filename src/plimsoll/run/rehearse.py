@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from plimsoll.data.sketch import TextSketch
 from plimsoll.data.taught import LOG_P, WORDS
@@ -251,7 +253,9 @@ def _stage(lowering: Lowering, position: Position, keeps_all: bool) -> Iterator[
 def _rehearse(stage: Rehearsal, step: TrainStep, batches: list[Any], held_out: Any | None, has_states: bool) -> None:
     """A step on each batch; an evaluation where the training has one: after two, or when the states are dropped."""
     if held_out is not None:
-        held_out = split_batch(held_out, _evaluated_samples(batch_size_of(held_out), step.evaluated_at_once))[0]
+        num_samples = _evaluated_samples(batch_size_of(held_out), step.evaluated_at_once)
+        with _disable_current_modes():  # to cut it is no part of the training
+            held_out = tree_map(torch.clone, split_batch(held_out, num_samples)[0])
     for number, batch in enumerate(batches, start=1):
         stage.recorder.step = number
         step(stage.fake_batch(batch))

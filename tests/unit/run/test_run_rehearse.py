@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 from tests.processor import skip_without_half_lstm
@@ -183,6 +184,25 @@ def test_an_evaluation_comes_between_steps_where_the_job_says_so():
     assert {step for step, phase in zip(trace.ops.step, trace.ops.phase, strict=True) if phase == "evaluation"} == {2}
     trace = rehearse_job(job(data=held_out), TEXTS, CpuLowering(), WHOLE)
     assert {step for step, phase in zip(trace.ops.step, trace.ops.phase, strict=True) if phase == "evaluation"} == {3}
+
+
+@pytest.mark.parametrize("lowering", [CpuLowering(), CudaLowering((8, 6))], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("micro_batch", [1, 3, 4, 7])
+def test_an_evaluation_of_fewer_samples_needs_what_that_of_all_needs(monkeypatch, lowering, micro_batch):
+    evaluating = job(data={"train": ["a.txt"], "validation": 0.1}, batch_size=16, evaluate_every=5)
+    fewer = rehearse_job(evaluating, TEXTS, lowering, (micro_batch_choice(micro_batch),))
+    monkeypatch.setattr("plimsoll.run.rehearse._evaluated_samples", lambda num_samples, at_once: num_samples)
+    whole = rehearse_job(evaluating, TEXTS, lowering, (micro_batch_choice(micro_batch),))
+    assert fewer.ops.phase.count("evaluation") < whole.ops.phase.count("evaluation")
+    assert _peaks_of_phases(fewer) == _peaks_of_phases(whole)
+
+
+def _peaks_of_phases(trace):
+    """Beside the batches themselves."""
+    live = live_bytes(trace)
+    phases = np.asarray(trace.ops.phase)[np.asarray(trace.event_op)[live.event]]
+    beside = live.total - live.by_category["inputs"]
+    return {phase: beside[phases == phase].max() for phase in set(phases)}
 
 
 def test_smaller_micro_batches_need_less():
