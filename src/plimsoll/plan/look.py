@@ -52,6 +52,11 @@ class Look:
         """The likely time of a step."""
         return self.step_time.likely_seconds
 
+    @property
+    def largest_phase(self) -> PhasePeak:
+        """The peak of the phase that sets the peak of all."""
+        return max(self.phases.values(), key=lambda peak: peak.fixed_bytes + peak.growing_bytes)
+
     def rung(self) -> Rung:
         """As a rung of a plan."""
         return Rung(choices=self.choices, peak=self.peak, step_time=self.step_time)

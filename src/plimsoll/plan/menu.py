@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
 
@@ -122,3 +123,16 @@ class Compatibility:
         return all(self._reason((choice,)) is None for choice in choices) and all(
             self._reason(pair) is None for pair in combinations(choices, 2)
         )
+
+
+def openings_of(problem: Problem, menu: Menu, choices: Choices) -> Iterator[Choices]:
+    """Yield each lossy technique that is not allowed, with what of these choices goes with it."""
+    size, *others = choices
+    for lossy in menu.closed:
+        allow = problem.setting.allow | {lossy.technique}
+        allows = Compatibility(replace(problem, setting=replace(problem.setting, allow=allow))).allows
+        mix: Choices = (lossy,)
+        for other in others:
+            mix = (*mix, other) if allows((size, *in_order((*mix, other)))) else mix
+        if allows((size, *mix)) and set(menu.base) <= set(mix):
+            yield (size, *in_order(mix))

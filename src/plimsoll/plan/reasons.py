@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from plimsoll.plan.look import Look
 from plimsoll.plan.menu import Problem
-from plimsoll.records.plan import Rejected
+from plimsoll.records.plan import Numerics, Rejected
 from plimsoll.records.units import format_bytes
+from plimsoll.techniques import TECHNIQUES
 
 SAME_SECONDS = 0.02
 """Of a step: the model of time cannot tell plans that differ by less."""
@@ -47,3 +50,12 @@ def _pace(seconds: float, chosen_seconds: float) -> str:
 
 def _written(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def told_of(names: Iterable[str], is_whole: bool) -> tuple[dict[str, str], dict[str, Numerics]]:
+    """Say what techniques do, and what to the numbers, where the batch is one micro-batch or is cut."""
+    about = {name: TECHNIQUES[name].summary for name in sorted(names)}
+    numerics = {name: TECHNIQUES[name].numerics for name in sorted(names)}
+    if is_whole:
+        about["micro_batch"], numerics["micro_batch"] = "the whole batch in one pass", "bitwise"
+    return about, numerics

@@ -14,7 +14,7 @@ The same problem always has the same plan: nothing is drawn, and nothing depends
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, product
 from math import isqrt
@@ -24,8 +24,8 @@ import numpy as np
 from plimsoll.memory.lowering.cudnn_rnn import MOST_STEPS
 from plimsoll.plan.blocks import some_blocks
 from plimsoll.plan.candidates import FALLS_SHARE, can_follow, candidates_beside
-from plimsoll.plan.look import Look, LookAt, PhasePeak, heap_of, in_heap
-from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of
+from plimsoll.plan.look import Look, LookAt, heap_of, in_heap
+from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of, openings_of
 from plimsoll.plan.reasons import SAME_SECONDS, rejected
 from plimsoll.plan.surrogate import Column, Surrogate
 from plimsoll.records.plan import Choice, Rejected, micro_batch_choice
@@ -37,6 +37,7 @@ _MOST_LOOKS = 8  # at mixes, for the plan ...
 _MOST_FALLBACK_LOOKS = 1  # ... and for each fallback, which need not be the fastest
 _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
 _MOST_LOOKS_BESIDE = 2  # at other micro-batches, for a trial
+_MAY_BE_AS_FAST = 1.1  # of the time of the fastest: where a guess says more, it is
 _WEAKER_SECONDS = 0.5  # of the time that the strongest option adds
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 # Of what the plan needs: close by where it needs most of the limit, since most that runs out lacked a little. A peak
@@ -147,7 +148,7 @@ class _Search:
         """Trace the base at a few micro-batches, one near where it stops fitting, which is the reference for others."""
         base, sizes = self._menu.base, self._menu.sizes
         large = self._look(base, sizes[0])
-        growing_bytes = _largest(large).growing_bytes
+        growing_bytes = large.largest_phase.growing_bytes
         room = (limit_bytes - large.need_bytes + growing_bytes) / max(growing_bytes, 1)  # of the whole batch
         wanted = max(1, min(int(0.9 * room * sizes[0]), sizes[0] // 2))
         small = self._look(base, max(size for size in sizes if size <= max(wanted, sizes[-1])))
@@ -364,10 +365,24 @@ class _Search:
             if best is None:
                 break
             if best in self._looks:
-                return self._looks[best]
+                simpler = self._simpler(self._looks[best], limit_bytes) if after is None else None
+                if simpler is None:
+                    return self._looks[best]
+                best = simpler
             self._correct(best)
         looks = [look for look in self._looks.values() if look.fits and look.need_bytes <= limit_bytes]
         return min((look for look in looks if self._can_be(look, after)), key=lambda look: look.seconds, default=None)
+
+    def _simpler(self, look: Look, limit_bytes: int) -> Choices | None:
+        """The choices less one, not traced yet, if they may be as fast after all: a guess said that they are not."""
+        for mix in self._mixes():
+            if len(mix.choices) == len(look.mix) - 1 and set(mix.choices) < set(look.mix):
+                same = _Mix(mix.choices, mix.sizes[mix.sizes == look.micro_batch])
+                needs, seconds, _ = self._guessed(same)
+                for row in np.flatnonzero((needs <= limit_bytes) & (seconds <= _MAY_BE_AS_FAST * look.seconds)):
+                    if same.with_sizes[row] not in self._looks:
+                        return same.with_sizes[row]
+        return None
 
     def _correct(self, choices: Choices) -> None:
         """Look at choices with each heap, and let the surrogates learn from it."""
@@ -460,17 +475,7 @@ class _Search:
 
     def _openings(self, leanest: Look) -> tuple[Look, ...]:
         """What lossy techniques would need, with what of the leanest mix goes with them, where that is less."""
-        looks = []
-        for choice in self._menu.closed:
-            setting = self._problem.setting
-            allowed = replace(setting, allow=setting.allow | {choice.technique})
-            allows = Compatibility(replace(self._problem, setting=allowed)).allows
-            size = micro_batch_choice(leanest.micro_batch)
-            mix: Choices = (choice,)
-            for other in leanest.mix:
-                mix = (*mix, other) if allows((size, *in_order((*mix, other)))) else mix
-            if allows((size, *mix)) and set(self._menu.base) <= set(mix):
-                looks.append(self._look_at((size, *in_order(mix))))
+        looks = map(self._look_at, openings_of(self._problem, self._menu, leanest.choices))
         return tuple(look for look in looks if look.need_bytes < (1 - _SAME_BYTES) * leanest.need_bytes)
 
     def _result(
@@ -493,7 +498,3 @@ class _Search:
 def _about(need_bytes: float) -> float:
     """What is taken for as little as a need, of which a guess may be below 0."""
     return need_bytes + _SAME_BYTES * abs(need_bytes)
-
-
-def _largest(look: Look) -> PhasePeak:
-    return max(look.phases.values(), key=lambda peak: peak.fixed_bytes + peak.growing_bytes)

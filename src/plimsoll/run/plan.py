@@ -37,6 +37,7 @@ from plimsoll.memory.predict import Counted
 from plimsoll.plan.cost import learned_peak, learned_ratio, moved_outside, step_duration, with_disk
 from plimsoll.plan.look import Look, phase_peaks
 from plimsoll.plan.menu import Problem
+from plimsoll.plan.reasons import told_of
 from plimsoll.plan.search import Found, search
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
@@ -44,7 +45,6 @@ from plimsoll.records.job import Allowed, Job
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import (
     Candidate,
-    Numerics,
     OffDevice,
     Pin,
     Plan,
@@ -452,15 +452,6 @@ class Planner:
             subject.batch_size,
             subject.num_ranks,
         )
-
-
-def told_of(names: Iterable[str], is_whole: bool) -> tuple[dict[str, str], dict[str, Numerics]]:
-    """Say what techniques do, and what to the numbers, where the batch is one micro-batch or is cut."""
-    about = {name: TECHNIQUES[name].summary for name in sorted(names)}
-    numerics = {name: TECHNIQUES[name].numerics for name in sorted(names)}
-    if is_whole:
-        about["micro_batch"], numerics["micro_batch"] = "the whole batch in one pass", "bitwise"
-    return about, numerics
 
 
 def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:

@@ -32,7 +32,7 @@ from plimsoll.data.loader import Loader
 from plimsoll.errors import NonFiniteLossError, PlimsollError, TornStepError
 from plimsoll.optimizers import is_separable
 from plimsoll.plan.candidates import schedule
-from plimsoll.plan.reasons import untried
+from plimsoll.plan.reasons import told_of, untried
 from plimsoll.records.plan import Candidate, Plan, Rung, Trial, Tried
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import format_bytes, format_seconds
@@ -43,7 +43,6 @@ from plimsoll.run.directory import RunDirectory
 from plimsoll.run.learning import learn_from_trial
 from plimsoll.run.outcome import Outcome
 from plimsoll.run.pieces import Shape
-from plimsoll.run.plan import told_of
 from plimsoll.run.recover import Size
 from plimsoll.run.retry import scaler_as_now
 from plimsoll.run.rungs import ran_out_of

@@ -441,7 +441,7 @@ def print_baseline() -> None:
     from plimsoll import assemble  # noqa: F401
     from plimsoll.device.base import backend_for
     from plimsoll.models.build import build_model, sketch_model
-    from plimsoll.run import train  # noqa: F401
+    from plimsoll.run import train, trial  # noqa: F401
     from plimsoll.run.rehearsed_ranks import joined_alone, threads_of_rank
 
     job = Job.from_json(sys.stdin.read())

@@ -1,6 +1,7 @@
 """The search against worlds in which the best mix is known, or found by trying all."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -10,7 +11,7 @@ from plan.worlds import BATCH_SIZE, MadeUp, World
 from plimsoll.errors import InputError
 from plimsoll.plan.pins import Decided
 from plimsoll.plan.search import search
-from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.records.plan import Choice, Duration, micro_batch_choice
 from plimsoll.techniques import conflict_among, in_order
 from plimsoll.techniques.micro_batch import sizes_of
 
@@ -68,6 +69,22 @@ def test_what_saves_nothing_with_small_passes_is_chosen_where_large_ones_are_fas
     assert [choice.technique for choice in found.chosen.mix] == ["recompute"]
     assert (found.chosen.micro_batch, found.chosen.seconds) == (16, 1 + 1.5)
     assert found.chosen.seconds == best_by_trying_all(world, problem).seconds
+
+
+def test_a_technique_that_was_only_guessed_to_save_time_beside_another_is_not_in_the_plan(inhabited):
+    """The whole batch fits with ``recompute``, which takes 2.55 s with and without ``graph``, not 2.6 and 2.7."""
+
+    class ToldByATraceOnly(World):
+        def look_at(self, choices):
+            look, seconds = super().look_at(choices), 2.55
+            if look.micro_batch != BATCH_SIZE or "recompute" not in [choice.technique for choice in look.mix]:
+                return look
+            return replace(look, step_time=Duration(likely_seconds=seconds, low_seconds=seconds, high_seconds=seconds))
+
+    techniques = [MadeUp("graph", seconds=(-0.15,), may_be_faster=True), MadeUp("recompute", (8,), seconds=(0.25,))]
+    found, _ = searched(inhabited(ToldByATraceOnly(techniques, pass_seconds=1)), 250)
+    assert [choice.technique for choice in found.chosen.mix] == ["recompute"]
+    assert found.chosen.micro_batch == BATCH_SIZE
 
 
 def test_the_update_sets_the_peak_and_only_what_reaches_it_is_chosen(inhabited):

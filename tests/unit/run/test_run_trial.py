@@ -14,12 +14,12 @@ from small_runs import train_here
 from steps_to_try import BATCH, Paced, paced
 from torch import nn
 
+from plimsoll.plan.reasons import told_of
 from plimsoll.records.plan import Candidate, Choice, OffDevice, Plan, Rejected, Rung, Trial
 from plimsoll.records.run import RunRecord
 from plimsoll.run import learning, trial
 from plimsoll.run.failpoints import armed
 from plimsoll.run.learning import known_calibration
-from plimsoll.run.plan import told_of
 from plimsoll.run.step import TrainStep
 from plimsoll.run.trial import try_plan
 from processes import run_program

@@ -243,6 +243,14 @@ def test_what_reads_texts_is_loaded_before_memory_is_limited():
     assert run_program(ON_THE_FLY, "no").stdout == "False\n"
 
 
+def test_a_training_process_loads_no_planner_and_no_solver():
+    """What it loads is taken of the budget: scipy's solver alone takes 20 MiB."""
+    program = "import sys, plimsoll.run.train, plimsoll.run.trial; print(*sys.modules)"
+    loaded = set(run_program(program).stdout.split())
+    assert "plimsoll.run.trial" in loaded
+    assert not loaded & {"scipy", "sympy", "transformers", "torch._dynamo", "plimsoll.plan.search", "plimsoll.run.plan"}
+
+
 @pytest.mark.parametrize("has_supervisor", [True, False])
 def test_memory_that_runs_out_between_steps_is_for_a_new_process(has_supervisor, new_run, monkeypatch):
     """As in the writing of a line, where nothing can be undone: the checkpoints are the way back."""
