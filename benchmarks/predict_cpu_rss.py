@@ -39,8 +39,9 @@ from plimsoll.memory.predict import Counted
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.prediction import Estimate
+from plimsoll.run.baseline import job_baseline
 from plimsoll.run.rehearse import rehearse_job
-from plimsoll.run.targets import Target, job_baseline
+from plimsoll.run.targets import Target
 
 HERE = Path(__file__).parent
 MIB = 1 << 20

@@ -33,8 +33,9 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run.baseline import job_baseline
 from plimsoll.run.rehearse import rehearse_job
-from plimsoll.run.targets import Target, job_baseline
+from plimsoll.run.targets import Target
 from plimsoll.techniques.checkpointing import checkpointing_choice
 from predict_cpu_rss import BUDGET_BYTES, MIB, NUM_STEPS, Case, bert, gpt2, recurrent
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -109,6 +110,8 @@ def main() -> None:
     their reader goes away (``| head``).
     """
     end_as_asked()
+    if sys.argv[1:2] == ["fork-server"]:
+        sys.argv[1:] = workers.forked_as(Path(sys.argv[2]))
     try:
         app()
     except PlimsollError as error:

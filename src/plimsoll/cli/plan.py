@@ -175,11 +175,13 @@ def _plan_training(
     from plimsoll.report.progress import spinner
 
     learned = None if calibration is None else Calibration.load(calibration)
-    from plimsoll.run.learning import known_calibration
-    from plimsoll.run.plan import plan_job
+    from plimsoll.run.baseline import baseline_for
 
     (pins, forbids), (device, limit_bytes) = wishes, where
-    with spinner(quiet=quiet) as progress:
+    with spinner(quiet=quiet) as progress, baseline_for(job, device) as started:
+        from plimsoll.run.learning import known_calibration
+        from plimsoll.run.plan import plan_job
+
         found = plan_job(
             job,
             device=device,
@@ -188,6 +190,7 @@ def _plan_training(
             forbids=forbids,
             calibration=learned or known_calibration(),
             progress=progress,
+            started=started,
         )
     return found, headline(found)
 
@@ -205,10 +208,12 @@ def _compare(
         given = ", ".join([*map(str, pins), *forbids])
         raise InputError(f"--compare plans each way with pins of its own, not with {given}: leave one of them out")
     learned = None if calibration is None else Calibration.load(calibration)
-    from plimsoll.run.learning import known_calibration
-    from plimsoll.run.ways import compare_ways
+    from plimsoll.run.baseline import baseline_for
 
-    with spinner(quiet=quiet) as progress:
+    with spinner(quiet=quiet) as progress, baseline_for(job, device) as started:
+        from plimsoll.run.learning import known_calibration
+        from plimsoll.run.ways import compare_ways
+
         found = compare_ways(
             job,
             device=device,
@@ -216,6 +221,7 @@ def _compare(
             calibration=learned or known_calibration(),
             progress=progress,
             on_way=lambda way: None if quiet else typer.echo(done_line(way), err=True),
+            started=started,
         )
     return found, headline(found)
 

@@ -78,9 +78,11 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
         check_output(output, force)
         num_tokens = _read_lengths(lengths)
         learned = None if calibration is None else Calibration.load(calibration)
-        from plimsoll.run.forecast import predict_job
+        from plimsoll.run.baseline import baseline_for
 
-        with spinner(quiet=quiet or as_json) as progress:
+        with spinner(quiet=quiet or as_json) as progress, baseline_for(job, device) as started:
+            from plimsoll.run.forecast import predict_job
+
             prediction = predict_job(
                 job,
                 device=device,
@@ -91,6 +93,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
                 lengths=num_tokens,
                 calibration=learned,
                 progress=progress,
+                started=started,
             )
         hand_over(prediction, verdict_sentence(prediction), output, as_json)
     if not prediction.fits:

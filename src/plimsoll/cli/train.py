@@ -255,21 +255,23 @@ def _begun(  # noqa: PLR0917 -- one call
 ) -> int:  # fmt: skip
     """Make the run directory, with its data and its plan, and train."""
     from plimsoll.run.directory import RunDirectory
+    from plimsoll.run.processes import loading_once
     from plimsoll.run.supervise import prepare_data
 
     directory = RunDirectory.create(out, force)
     is_given = planning is not None and planning[:1] == ("--given",)
     with directory.claimed():
         _write(directory, job)
-        # What can be refused is refused before the data are prepared, which may take hours.
-        code = _planned(directory, job, planning, quiet) if is_given else 0
-        wishes = () if is_given else planning or ()
-        return (
-            code
-            or prepare_data(directory, cache or directory.cache, quiet, wishes=wishes)
-            or (0 if is_given else _planned(directory, job, planning, quiet))
-            or then(directory, trial, quiet)
-        )
+        with loading_once(directory):
+            # What can be refused is refused before the data are prepared, which may take hours.
+            code = _planned(directory, job, planning, quiet) if is_given else 0
+            wishes = () if is_given else planning or ()
+            return (
+                code
+                or prepare_data(directory, cache or directory.cache, quiet, wishes=wishes)
+                or (0 if is_given else _planned(directory, job, planning, quiet))
+                or then(directory, trial, quiet)
+            )
 
 
 def _planned(directory: RunDirectory, job: Job, planning: tuple[str, ...] | None, quiet: bool) -> int:
@@ -380,6 +382,7 @@ def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bo
     from plimsoll.errors import InputError, JobError
     from plimsoll.records.base import write_atomically
     from plimsoll.records.job import Job
+    from plimsoll.run.processes import loading_once
 
     before, done = Job.from_yaml(directory.job), directory.last_saved_step()
     if from_step is None and job.steps < done:
@@ -395,11 +398,12 @@ def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bo
     from_where = ("--from-step", str(from_step)) if from_step is not None else ()
     is_ready, code = False, InputError.exit_code
     try:
-        code = _planned_again(directory, job, before, from_where, quiet) or _prepared_again(
-            directory, quiet, other_data
-        )
-        is_ready = not code
-        code = code or then(directory, ("--resume", *from_where), quiet)
+        with loading_once(directory):
+            code = _planned_again(directory, job, before, from_where, quiet) or _prepared_again(
+                directory, quiet, other_data
+            )
+            is_ready = not code
+            code = code or then(directory, ("--resume", *from_where), quiet)
     finally:
         is_there = directory.metrics.is_file()  # or it was deleted meanwhile
         is_refused = is_there and code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before

@@ -43,6 +43,22 @@ def prepare_worker(  # noqa: PLR0917 -- typer calls it by name
         )
 
 
+def forked_as(job_file: Path) -> list[str]:
+    """Load what the processes of a run need and be forked; returns the command line of each, in it.
+
+    What cannot be loaded is said by the process that needs it.
+    """
+    from plimsoll.records.job import Job
+    from plimsoll.run.baseline import load_training
+    from plimsoll.run.fork_server import serve
+
+    job = Job.from_yaml(job_file)
+    from plimsoll.run.boundary import without_fail
+
+    without_fail(lambda: load_training(job))
+    return serve()
+
+
 def plan_worker(  # noqa: PLR0917 -- typer calls it by name
     directory: Path,
     given: Annotated[Path | None, typer.Option()] = None,
@@ -61,14 +77,14 @@ def plan_worker(  # noqa: PLR0917 -- typer calls it by name
 
 def baseline_worker() -> None:
     """Print what a training process takes before it has a model."""
-    from plimsoll.run.worker import print_baseline
+    from plimsoll.run.baseline import print_baseline
 
     print_baseline()
 
 
 def inference_baseline_worker(folder: Path, task: str) -> None:
     """Print what a process takes that applies a model, before it has the model."""
-    from plimsoll.run.worker import print_inference_baseline
+    from plimsoll.run.baseline import print_inference_baseline
 
     print_inference_baseline(folder, task)
 

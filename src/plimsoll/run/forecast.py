@@ -25,11 +25,12 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
 from plimsoll.records.trace import Trace
+from plimsoll.run.baseline import Baseline, job_baseline
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.rehearsed_ranks import threads_of_rank
-from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
+from plimsoll.run.targets import Target, find_target, gpu_target
 from plimsoll.run.teaching import require_teacher
 from plimsoll.run.wishes import pinned_choices
 from plimsoll.techniques import in_order
@@ -52,6 +53,7 @@ def predict_job(
     lengths: Sequence[int] | None = None,
     calibration: Calibration | None = None,
     progress: Progress | None = None,
+    started: Baseline | None = None,
 ) -> Prediction:
     """Predict the peak memory of a job.
 
@@ -66,6 +68,7 @@ def predict_job(
             of the longest batch there can be, among others that leave the allocator's memory in other pieces.
         calibration: what measured runs have taught, which widens the range (`plimsoll.memory.compare.calibrate`).
         progress: told what is being done.
+        started: what reads the baseline, where this processor is predicted; ``None`` starts it.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
@@ -73,7 +76,8 @@ def predict_job(
         InputError: if the model cannot be traced.
     """
     with threads_of_rank(job.ranks):
-        forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), progress or (lambda text: None))
+        said = progress or (lambda text: None)
+        forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), said, started)
         forecast.target.calibration = calibration
         return _predicted(forecast, micro_batch, search, what_if)
 
@@ -106,6 +110,7 @@ class _Forecast:
     limit_bytes: int | None
     lengths: Sequence[int]
     progress: Progress
+    started: Baseline | None = None
     _traced: dict[tuple[int, int, str], Trace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -120,7 +125,9 @@ class _Forecast:
         self.pinned = in_order(pinned_choices(self.job, "cpu" if self.target.spec is None else "cuda"))
 
     def _baseline(self) -> Estimate:
-        self.progress("starting a process to see what it takes without a model")
+        self.progress("measuring what the process takes without a model")
+        if self.started is not None:
+            return self.started.wait()
         return job_baseline(self.job)
 
     def predict(self, micro_batch: int) -> Prediction:

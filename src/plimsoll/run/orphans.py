@@ -14,6 +14,8 @@ import os
 import signal
 import sys
 
+from plimsoll.device.aborts import tell_supervisor
+
 SUPERVISOR = "PLIMSOLL_SUPERVISOR"
 """The environment's name for the process that watches this one."""
 
@@ -27,6 +29,12 @@ def is_rank() -> bool:
     """Whether torchrun has started this process, also as the only one that is left, or what sets the same variables."""
     is_one_of_several = (os.environ.get("WORLD_SIZE") or "1") != "1"
     return bool(os.environ.get("RANK")) and (is_one_of_several or "TORCHELASTIC_RUN_ID" in os.environ)
+
+
+def begin_worker() -> None:
+    """Write faults of this process where the one reads them that watches it, and end when that dies."""
+    tell_supervisor()
+    begin_supervised()
 
 
 def begin_supervised() -> None:

@@ -56,11 +56,12 @@ from plimsoll.records.plan import (
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import parse_bytes
+from plimsoll.run.baseline import Baseline, StartedBaseline
 from plimsoll.run.rehearse import rehearsed_samples
 from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.subjects import JobSubject, StepSubject, Subject
-from plimsoll.run.targets import StartedBaseline, Target, find_target
+from plimsoll.run.targets import Target, find_target
 from plimsoll.run.wishes import decided_of, require_known, setting_of, wished
 from plimsoll.techniques import TECHNIQUES, UNTRACED, Choices, in_order
 from plimsoll.workload import LossFunction, Reason, Units, model_loss
@@ -84,7 +85,7 @@ def plan_job(
     forbids: Iterable[str] = (),
     calibration: Calibration | None = None,
     progress: Progress | None = None,
-    started: StartedBaseline | None = None,
+    started: Baseline | None = None,
     texts: TextSketch | None = None,
 ) -> Plan:
     """Find the fastest mix of techniques that trains a job within its budget.
@@ -118,7 +119,7 @@ def plan_job(
 @contextmanager
 def planner_of(  # noqa: PLR0917 -- called twice
     job: Job, device: str | None, limit_bytes: int | None, wishes: tuple[Sequence[Pin], Sequence[str]],
-    calibration: Calibration | None, progress: Progress | None, started: StartedBaseline | None = None,
+    calibration: Calibration | None, progress: Progress | None, started: Baseline | None = None,
     texts: TextSketch | None = None,
 ) -> Iterator[Planner]:  # fmt: skip
     """Be ready to look at mixes of a job; arguments and what is raised are those of `plan_job`."""

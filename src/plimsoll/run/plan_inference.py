@@ -35,7 +35,8 @@ from plimsoll.records.speed import Speed, rate_at
 from plimsoll.records.trace import Assumption
 from plimsoll.records.units import format_bytes
 from plimsoll.run.applied import Applied
-from plimsoll.run.targets import CUDA_HOST_BYTES, StartedBaseline, Target, find_target
+from plimsoll.run.baseline import Baseline, StartedBaseline
+from plimsoll.run.targets import CUDA_HOST_BYTES, Target, find_target
 from plimsoll.techniques._parts import ModelPart
 
 Progress = Callable[[str], None]
@@ -105,7 +106,7 @@ class _Planner:
 
     def __init__(  # noqa: PLR0917 -- called here only
         self, applied: Applied, longest_tokens: int, most_rows: int, device: str, limit_bytes: int | None,
-        started: StartedBaseline | None, progress: Progress,
+        started: Baseline | None, progress: Progress,
     ) -> None:  # fmt: skip
         self._started_seconds = time.perf_counter()
         self._applied, self._longest_tokens, self._progress = applied, longest_tokens, progress
@@ -247,6 +248,6 @@ def _memory_bytes_per_second(speed: Speed) -> float:
     return rate_at(speed.bytes_per_second["plain"], _LARGE_BYTES)
 
 
-def _waited(started: StartedBaseline | None) -> Estimate:
+def _waited(started: Baseline | None) -> Estimate:
     assert started is not None  # there is one for the CPU, and only the CPU asks
     return started.wait()

@@ -43,13 +43,14 @@ from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.shrink import InferenceCost, Quality
 from plimsoll.records.shrink_methods import METHODS, check_method
+from plimsoll.run.baseline import StartedBaseline
 from plimsoll.run.boundary import fitting
 from plimsoll.run.inference_model import import_first, load_for_inference, stored_dtype
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.rehearse_inference import Compute, rehearse_inference
 from plimsoll.run.shrink_evidence import Evidence, JobEvidence, TextEvidence
 from plimsoll.run.shrink_process import Made, Offer, ShrinkRequest, Source
-from plimsoll.run.targets import StartedBaseline, find_target
+from plimsoll.run.targets import find_target
 from plimsoll.techniques.heap import Heap
 from plimsoll.weights.loading import open_checkpoint
 from plimsoll.weights.parts import cast_saved, model_bytes, with_parts

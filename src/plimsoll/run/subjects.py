@@ -27,13 +27,14 @@ from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import format_bytes
 from plimsoll.run.additive import loss_check_of
+from plimsoll.run.baseline import Baseline
 from plimsoll.run.boundary import without_fail
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.predict import model_bytes
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearse import rehearse_job, rehearse_step, uneven_batch
 from plimsoll.run.sliced import why_not_in_slices
-from plimsoll.run.targets import StartedBaseline, own_baseline
+from plimsoll.run.targets import own_baseline
 from plimsoll.run.teaching import loss_for, sketched_loss
 from plimsoll.techniques import Choices
 from plimsoll.workload import LossFunction, Precision, Units, Workload, batch_size_of
@@ -92,7 +93,7 @@ class JobSubject:
         DataError: if the tokenizer cannot be loaded, or there are no labels.
     """
 
-    def __init__(self, job: Job, started: StartedBaseline | None = None, texts: TextSketch | None = None) -> None:
+    def __init__(self, job: Job, started: Baseline | None = None, texts: TextSketch | None = None) -> None:
         self._job, self._started = job, started
         require_vectors(job)
         texts = sketch_texts(job) if texts is None else texts

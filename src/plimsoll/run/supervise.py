@@ -24,22 +24,16 @@ started on each of them, starts the ranks again.
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
-import subprocess
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
-from plimsoll.device.aborts import SUPERVISORS_FILE, called_by
+from plimsoll.device.aborts import called_by
 from plimsoll.device.cgroup import OomKills, oom_kill_count
 from plimsoll.errors import (
     Interrupted,
@@ -57,12 +51,10 @@ from plimsoll.records.plan import Plan, Rung
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, StepLine
 from plimsoll.records.units import format_bytes
 from plimsoll.run.directory import RunDirectory
-from plimsoll.run.leftovers import own_prefix, remove_leftovers
-from plimsoll.run.orphans import SUPERVISOR
+from plimsoll.run.processes import UNFINISHED, End, run_worker
 
 _CRASHES_WITHOUT_MEMORY = {signal.SIGSEGV, signal.SIGABRT}
 _CRASHES = {*_CRASHES_WITHOUT_MEMORY, signal.SIGILL, signal.SIGFPE}
-_UNFINISHED = {128 + signal.SIGTERM, TornStepError.exit_code, WornProcessError.exit_code, RankLostError.exit_code}
 _MOST_DEATHS_WITHOUT_PROGRESS = 3
 
 
@@ -95,25 +87,6 @@ class _Death(NamedTuple):
         if self.cause in {_Cause.KERNEL, _Cause.TOLD}:
             return OutOfMemoryError(text)
         return KilledError(text, self.signal_number)
-
-
-class _End(NamedTuple):
-    """The return code of a process, less than 0 if it was killed, and the first signal that was handed on to it.
-
-    ``fault`` is what `faulthandler` wrote where native code ended it.
-    """
-
-    return_code: int
-    asked_by: int | None
-    fault: str = ""
-
-    @property
-    def exit_code(self) -> int:
-        """What a shell makes of it: the process's own code, or 128 and the number of the signal."""
-        has_not_ended_by_itself = self.return_code < 0 or self.return_code in _UNFINISHED
-        if self.asked_by is not None and has_not_ended_by_itself:
-            return 128 + self.asked_by
-        return self.return_code if self.return_code >= 0 else 128 - self.return_code
 
 
 @dataclass(slots=True)
@@ -182,7 +155,7 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
     shown = ["--quiet"] if quiet else []
     while True:
         kills_before, num_starts = oom_kill_count(), len(_starts(directory))
-        end = _run_worker([*launched, "train-worker", str(directory.path), *retries.arguments(), *shown])
+        end = run_worker([*launched, "train-worker", str(directory.path), *retries.arguments(), *shown])
         if launched:
             end = end._replace(return_code=_signalled(end.return_code))
         if end.return_code != OutputError.exit_code:  # which has said so, if it is gone
@@ -221,7 +194,7 @@ def _complete_record(directory: RunDirectory) -> None:
         print(f"the record of the run could not be written: {error}", file=sys.stderr)
 
 
-def _require_saved(directory: RunDirectory, end: _End) -> None:
+def _require_saved(directory: RunDirectory, end: End) -> None:
     """Tell of steps that are not saved though the run was asked to stop: 128 + n alone says that all are."""
     if end.asked_by is None:
         return
@@ -232,7 +205,7 @@ def _require_saved(directory: RunDirectory, end: _End) -> None:
                 f"stopped after step {done}, but there was no memory to save it: step {saved} is the last one saved; "
                 f"go on from there with `plimsoll train --resume --out {directory.path}` and more memory"
             )
-    elif end.return_code < 0 or (end.return_code in _UNFINISHED and done > saved):  # by a second signal, or a kill
+    elif end.return_code < 0 or (end.return_code in UNFINISHED and done > saved):  # by a second signal, or a kill
         number = -end.return_code if end.return_code < 0 else signal.SIGTERM
         how = "stopped at once" if number == signal.SIGTERM else f"killed ({signal.Signals(number).name})"
         begun = f"{how}, and step {saved} is the last one saved"
@@ -260,21 +233,6 @@ def _what_happened(death: _Death, num_deaths: int, saved_step: int, rung: Rung) 
 def _described(rung: Rung) -> str:
     """How a rung runs a step, for a person."""
     return " ".join(["with micro-batch", str(rung.micro_batch), *(f"and {choice}" for choice in rung.others)])
-
-
-def _run_worker(arguments: list[str]) -> _End:
-    """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it."""
-    command = [sys.executable, "-m", "plimsoll", *arguments]
-    with tempfile.NamedTemporaryFile("r", prefix=own_prefix(), errors="replace") as faults:
-        environment = os.environ | {SUPERVISOR: str(os.getpid()), SUPERVISORS_FILE: faults.name}
-        with _handing_on() as signals, subprocess.Popen(command, process_group=0, env=environment) as process:
-            signals.to(process)
-            return_code = process.wait()
-        fault = faults.read()
-    remove_leftovers()
-    if fault:
-        print(fault, file=sys.stderr)
-    return _End(return_code, signals.received[0] if signals.received else None, fault)
 
 
 def prepare_data(
@@ -331,7 +289,7 @@ def make_plan(directory: RunDirectory, arguments: tuple[str, ...], quiet: bool) 
 def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> int:
     """Do something before the training in a process of its own; ``remedy`` is what takes less memory."""
     kills_before = oom_kill_count()
-    end = _run_worker(arguments)
+    end = run_worker(arguments)
     if end.asked_by is not None and end.exit_code == 128 + end.asked_by:
         raise Interrupted(
             f"the process that {what_it_does} was stopped ({signal.Signals(end.asked_by).name}) before anything was "
@@ -347,36 +305,7 @@ def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> 
     )
 
 
-class _Signals:
-    """Signals that arrived, and the process that each is handed on to, also those from before it was there."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def to(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        for _ in self.received:
-            process.terminate()
-
-    def note(self, signal_number: int, _frame: FrameType | None) -> None:
-        self.received.append(signal_number)
-        if self._process is not None:
-            self._process.terminate()
-
-
-@contextmanager
-def _handing_on() -> Iterator[_Signals]:
-    signals = _Signals()
-    before = {number: signal.signal(number, signals.note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _death(end: _End, kills_before: OomKills | None, host_budget_bytes: int | None) -> _Death | None:
+def _death(end: End, kills_before: OomKills | None, host_budget_bytes: int | None) -> _Death | None:
     """What happened to a process; ``None`` if it ended by itself, or after somebody asked it to."""
     if end.asked_by is not None:
         return None

@@ -6,13 +6,9 @@ started for a moment to read it; in a program of one's own, it is read from this
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 from plimsoll.assemble import choose_device
@@ -20,7 +16,7 @@ from plimsoll.device.base import backend_for
 from plimsoll.device.data_limit import MARGIN_BYTES
 from plimsoll.device.gpus import find_gpu, spec_of
 from plimsoll.device.probe import versions
-from plimsoll.errors import BudgetError, DeviceError, InputError
+from plimsoll.errors import BudgetError
 from plimsoll.memory.exchanges import exchange_of, kept_by_exchanges
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
@@ -34,7 +30,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Assumption, Trace
 from plimsoll.records.units import format_bytes
-from plimsoll.run.orphans import SUPERVISOR
+from plimsoll.run.baseline import measured
 from plimsoll.techniques import Choices
 from plimsoll.techniques.allocator import allocator_rules
 from plimsoll.techniques.heap import rules_in_force
@@ -44,7 +40,6 @@ _WHOLE_MACHINE = "all that this process may use of the machine"
 # Resident bytes of the host's process when CUDA is in use: torch and transformers without it; with all kernels loaded
 # (pytorch#113326 reads 0.44 and 2.06 GB). Not measured here.
 CUDA_HOST_BYTES = (420 << 20, 1965 << 20)
-_BASELINE_SPREAD = 0.03  # of the process before there is a model: libraries load and start threads as they are used
 
 
 @dataclass
@@ -201,76 +196,11 @@ def private_budget_bytes(job: Job) -> int | None:
     return job.budget.device_bytes if choose_device(job) == "cpu" else job.budget.host_bytes
 
 
-def job_baseline(job: Job) -> Estimate:
-    """Read what a training process of a job takes before it has a model, from one that is started for it.
-
-    Raises:
-        DeviceError: if it cannot be started.
-    """
-    with StartedBaseline(job) as started:
-        return started.wait()
-
-
-class StartedBaseline:
-    """The process of `job_baseline`, at work while something else is done; it ends with the block at the latest.
-
-    Args:
-        job: of the training.
-        arguments: of the process that is started; the job comes to it on standard input.
-    """
-
-    def __init__(self, job: Job | None, arguments: Sequence[str] = ("baseline-worker",)) -> None:
-        command = [sys.executable, "-m", "plimsoll", *arguments]
-        pipe = subprocess.PIPE
-        environment = os.environ | {SUPERVISOR: str(os.getpid())}  # which it does not outlive
-        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
-        assert self._child.stdin is not None
-        if job is not None:
-            self._child.stdin.write(job.to_json())  # which is less than a pipe holds
-        self._child.stdin.close()
-        self._child.stdin = None
-        self._answer: Estimate | None = None
-
-    @classmethod
-    def of_inference(cls, folder: Path, task: str) -> StartedBaseline:
-        """Start one that has all that applying a model takes but the model."""
-        return cls(None, ("inference-baseline-worker", str(folder), task))
-
-    def __enter__(self) -> StartedBaseline:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._child.returncode is None:
-            self._child.kill()
-            self._child.communicate()
-
-    def wait(self) -> Estimate:
-        """Wait for its answer, which is the same each time.
-
-        Raises:
-            InputError: if it refused what it was given.
-            DeviceError: if it could not be started.
-        """
-        if self._answer is not None:
-            return self._answer
-        output, errors = self._child.communicate()
-        if self._child.returncode == InputError.exit_code and (refusal := InputError.said_by(errors)):
-            raise refusal
-        if self._child.returncode != 0:
-            last = errors.strip().splitlines()[-1:] or ["no message"]
-            raise DeviceError(
-                "cannot start a process to see what it takes before it has a model (exit "
-                f"{self._child.returncode}: {last[0]}): check that {sys.executable} runs"
-            )
-        self._answer = _measured(int(output))
-        return self._answer
-
-
 def own_baseline(traced_bytes: int) -> Estimate:
     """Read what this process takes, less the ``traced_bytes`` of it that a trace counts again."""
     backend = backend_for("cpu")
     backend.baseline_bytes()  # starts the thread pools
-    return _measured(max(0, backend.use().used_bytes - traced_bytes))
+    return measured(max(0, backend.use().used_bytes - traced_bytes))
 
 
 def _assumptions(counted: Counted) -> tuple[Assumption, ...]:
@@ -294,15 +224,6 @@ def _host(trace: Trace) -> Estimate:
         high_bytes=traced_bytes + high_bytes,
         traced_bytes=traced_bytes,
         assumed_bytes=likely_bytes,
-    )
-
-
-def _measured(private_bytes: int) -> Estimate:
-    return Estimate(
-        likely_bytes=private_bytes,
-        low_bytes=int(private_bytes * (1 - _BASELINE_SPREAD)),
-        high_bytes=int(private_bytes * (1 + _BASELINE_SPREAD)),
-        measured_bytes=private_bytes,
     )
 
 

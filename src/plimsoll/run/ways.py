@@ -18,8 +18,8 @@ from plimsoll.records.comparison import Calibration
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan
 from plimsoll.records.ways import Way, Ways
+from plimsoll.run.baseline import Baseline, StartedBaseline
 from plimsoll.run.plan import device_of_job, plan_job
-from plimsoll.run.targets import StartedBaseline
 
 Progress = Callable[[str], None]
 
@@ -58,6 +58,7 @@ def compare_ways(
     calibration: Calibration | None = None,
     progress: Progress | None = None,
     on_way: Callable[[Way], object] = lambda way: None,
+    started: Baseline | None = None,
 ) -> Ways:
     """Plan each way; arguments and what is raised are those of `plan_job`, and ``on_way`` is told of each when it is.
 
@@ -71,7 +72,8 @@ def compare_ways(
     ways, plans = list[Way](), list[Plan]()
     with ExitStack() as stack:
         # A training process without a model is the same for all; how fast the device is, is kept in a file anyway.
-        started = stack.enter_context(StartedBaseline(job)) if kind == "cpu" else None
+        if kind == "cpu" and started is None:
+            started = stack.enter_context(StartedBaseline(job))
         for wanted in _wanted(kind):
             try:
                 plan = plan_job(

@@ -5,26 +5,27 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
 from plimsoll.addresses import without_secrets
-from plimsoll.device.aborts import tell_supervisor
 from plimsoll.device.cgroup import oom_kill_count
-from plimsoll.errors import DataError, EmbeddingError, JobError
+from plimsoll.errors import EmbeddingError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.records.units import format_bytes
+from plimsoll.run.baseline import load_libraries
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.leftovers import remove_leftovers, share_a_folder_with_children
-from plimsoll.run.orphans import begin_supervised
+from plimsoll.run.orphans import begin_worker
 
 if TYPE_CHECKING:
     from plimsoll.data.prepare import Prepared
     from plimsoll.device.base import Backend
     from plimsoll.ranks import Ranks
     from plimsoll.records.run import GradientReach
+    from plimsoll.run.baseline import Baseline
 
 P = ParamSpec("P")
 
@@ -73,7 +74,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     from plimsoll.run.targets import private_budget_bytes, require_budget
     from plimsoll.run.teaching import require_folder, require_teacher, require_tokens
 
-    _begin_supervised()
+    begin_worker()
     require_buildable(job)
     require_folder(job)
     require_budget(job)
@@ -193,42 +194,60 @@ def plan_run(  # noqa: PLR0917 -- of a command
         CheckpointError: if there is no such checkpoint, or it is torn or of another job.
         InputError: if the plan that is given is of something else, or the pins contradict each other.
     """
-    from plimsoll.data.prepare import Prepared
-    from plimsoll.data.sketch import texts_of
-    from plimsoll.records.plan import parse_pin
     from plimsoll.report.plan_sheets import headline
     from plimsoll.report.progress import spinner
-    from plimsoll.run.given_plan import require_same, require_that_fits, without_trial
-    from plimsoll.run.learning import known_calibration
-    from plimsoll.run.plan import plan_job
+    from plimsoll.run.baseline import baseline_for
 
-    _begin_supervised()
+    begin_worker()
     directory = RunDirectory(path)
     job = Job.from_yaml(directory.job)
-    if goes_on:
-        _require_checkpoint(directory, job, from_step)
-        if keep and _is_still_good(directory, job, quiet):
-            return
-    if given is None:
-        with spinner(quiet) as progress:
-            plan = plan_job(
-                job,
-                pins=[parse_pin(pin) for pin in pins],
-                forbids=forbids,
-                calibration=known_calibration(),
-                progress=progress,
-                texts=texts_of(Prepared.load(directory.prepared)),
-            )
-        require_that_fits(plan)
-    else:
-        plan = without_trial(Plan.load(given))
-        job = require_same(plan, job, str(given))
-        directory.write_job(job)
+    with spinner(quiet) as progress, ExitStack() as stack:
+        started = None if given is not None else stack.enter_context(baseline_for(job, None))
+        if goes_on:
+            _require_checkpoint(directory, job, from_step)
+            if keep and _is_still_good(directory, job, quiet):
+                return
+        plan = (
+            _made(directory, job, pins, forbids, progress, started) if given is None else _given(directory, job, given)
+        )
     plan.save(directory.plan)
     for pin, reason in plan.left_out.items():
         print(f"what is pinned is left out: {pin}: {reason}", file=sys.stderr)
     if not quiet:
         print(f"plan: {' + '.join(map(str, plan.rungs[0].choices))}. {headline(plan)}", file=sys.stderr)
+
+
+def _made(  # noqa: PLR0917 -- one call
+    directory: RunDirectory, job: Job, pins: tuple[str, ...], forbids: tuple[str, ...], progress: Callable[[str], None],
+    started: Baseline | None,
+) -> Plan:  # fmt: skip
+    from plimsoll.data.prepare import Prepared
+    from plimsoll.data.sketch import texts_of
+    from plimsoll.records.plan import parse_pin
+    from plimsoll.run.given_plan import require_that_fits
+    from plimsoll.run.learning import known_calibration
+    from plimsoll.run.plan import plan_job
+
+    plan = plan_job(
+        job,
+        pins=[parse_pin(pin) for pin in pins],
+        forbids=forbids,
+        calibration=known_calibration(),
+        progress=progress,
+        started=started,
+        texts=texts_of(Prepared.load(directory.prepared)),
+    )
+    require_that_fits(plan)
+    return plan
+
+
+def _given(directory: RunDirectory, job: Job, path: Path) -> Plan:
+    """The plan of a file, whose budget is the job's from now on."""
+    from plimsoll.run.given_plan import require_same, without_trial
+
+    plan = without_trial(Plan.load(path))
+    directory.write_job(require_same(plan, job, str(path)))
+    return plan
 
 
 def _require_checkpoint(directory: RunDirectory, job: Job, from_step: int | None) -> None:
@@ -322,7 +341,7 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
     from plimsoll.techniques.layer_streaming import put_where_needed
     from plimsoll.techniques.parameter_offload import builds_in_files
 
-    _begin_supervised()
+    begin_worker()
     arm_from_environment()
     remove_leftovers()
     share_a_folder_with_children()
@@ -340,7 +359,7 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
         newest = checkpoint.newest_good(directory.checkpoints, marks) if resume_newest and is_first else None
         saved = checkpoint.load(directory.checkpoints, marks, from_step) if resume and is_first else newest
         saved = chosen(ranks, saved, directory.checkpoints, marks)
-        _warm(job)
+        load_libraries(job)
         head = RunHead(
             job=without_secrets(job.model_dump(mode="json")), device=backend.probe(), versions=versions(),
             fingerprint=marks, gradient_reach=_gradient_reach(job, prepared, plan),
@@ -433,60 +452,3 @@ def _oom_kills() -> int | None:
 def _limit(stack: ExitStack, backend: Backend | None, limit_bytes: int | None) -> None:
     if backend is not None and limit_bytes is not None:
         stack.enter_context(backend.limited(limit_bytes))
-
-
-def print_baseline() -> None:
-    """Print how many bytes a training process takes before it has a model; the job comes on standard input."""
-    _begin_supervised()
-    from plimsoll import assemble  # noqa: F401
-    from plimsoll.device.base import backend_for
-    from plimsoll.models.build import build_model, sketch_model
-    from plimsoll.run import train, trial  # noqa: F401
-    from plimsoll.run.rehearsed_ranks import joined_alone, threads_of_rank
-
-    job = Job.from_json(sys.stdin.read())
-    _warm(job)
-    # Imports what the model is made of: also a function of the user's, which a sketch does not call, may import more.
-    if sketch_model(job) is None:
-        with suppress(JobError):  # who traces it says what is wrong with it
-            build_model(job, job.tokenizer.vocab_size, 2 if job.is_labelled else None, 0, device="meta")
-    backend = backend_for("cpu")
-    with threads_of_rank(job.ranks), joined_alone() if job.ranks > 1 else nullcontext():
-        backend.baseline_bytes()  # starts the thread pools
-        print(backend.use().used_bytes)
-
-
-def print_inference_baseline(folder: Path, task: str) -> None:
-    """Print how many bytes a process takes that has all that applying a model needs, but the weights."""
-    _begin_supervised()
-    from plimsoll.device.base import backend_for
-    from plimsoll.run import apply, placed  # noqa: F401
-    from plimsoll.run.applied import Applied
-    from plimsoll.run.inference_model import ModelFolder, tokenizer_of
-
-    Applied.open(folder, task, None, 0)
-    with suppress(DataError):  # a program of one's own may have another tokenizer
-        tokenizer_of(ModelFolder(folder, None), None).read(["Its threads are started.", "They take memory too."])
-    backend = backend_for("cpu")
-    backend.baseline_bytes()  # starts the thread pools
-    print(backend.use().used_bytes)
-
-
-def _begin_supervised() -> None:
-    """Write faults where the supervisor reads them, and end when it dies."""
-    tell_supervisor()
-    begin_supervised()
-
-
-def _warm(job: Job) -> None:
-    """Import what the job needs before memory is limited and counted."""
-    import torch._dynamo  # noqa: F401  -- torch.optim imports it at the first step otherwise
-
-    from plimsoll.models.recurrent import RECURRENT
-
-    if job.data.on_the_fly:  # what reads the texts, in evaluations and where no worker is left
-        import pyarrow  # noqa: F401
-        import tokenizers  # noqa: F401
-    architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
-    if architecture not in RECURRENT or job.distill is not None:  # which may have a teacher of theirs
-        import transformers  # noqa: F401

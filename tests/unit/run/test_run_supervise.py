@@ -21,10 +21,10 @@ from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, RunRecord, 
 from plimsoll.run import supervise as module
 from plimsoll.run.failpoints import armed
 from plimsoll.run.supervise import (
+    End,
     _Cause,
     _Death,
     _death,
-    _End,
     _host_budget_bytes,
     _note,
     _Retries,
@@ -41,12 +41,12 @@ OURS, MACHINE = partial(OomKills, is_whole_machine=False), partial(OomKills, is_
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 130, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP])
 def test_a_process_that_ended_by_itself_or_was_asked_to_is_not_dead(code):
-    assert _death(_End(code, None), OURS(0), host_budget_bytes=BUDGET) is None
+    assert _death(End(code, None), OURS(0), host_budget_bytes=BUDGET) is None
 
 
 @pytest.mark.parametrize("code", [TornStepError.exit_code, WornProcessError.exit_code, -signal.SIGKILL])
 def test_after_a_signal_that_asked_it_to_stop_nothing_is_started_again(code):
-    end = _End(code, asked_by=signal.SIGINT)
+    end = End(code, asked_by=signal.SIGINT)
     assert _death(end, OURS(0), host_budget_bytes=BUDGET) is None
     assert end.exit_code == 130
 
@@ -65,7 +65,7 @@ def test_after_a_signal_that_asked_it_to_stop_nothing_is_started_again(code):
     ],
 )
 def test_the_exit_code_is_what_a_shell_would_say(code, asked_by, exit_code):
-    assert _End(code, asked_by).exit_code == exit_code
+    assert End(code, asked_by).exit_code == exit_code
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_exit_code_is_what_a_shell_would_say(code, asked_by, exit_code):
 def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, evidence, cause):
     # The kernel's OOM killer cannot be called here without ending more than this test.
     monkeypatch.setattr(module, "oom_kill_count", lambda: after)
-    death = _death(_End(-signal.SIGKILL, None), before, host_budget_bytes=None)
+    death = _death(End(-signal.SIGKILL, None), before, host_budget_bytes=None)
     assert (death.signal_name, death.cause.name) == ("SIGKILL", cause)
     assert death.evidence.startswith(evidence)
 
@@ -109,7 +109,7 @@ def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, e
     ],
 )
 def test_a_crash_is_perhaps_memory_only_where_memory_was_limited(code, host_budget_bytes, name, evidence, cause):
-    death = _death(_End(code, None), OURS(4), host_budget_bytes)
+    death = _death(End(code, None), OURS(4), host_budget_bytes)
     assert (death.signal_name, death.cause.name) == (name, cause)
     assert death.signal_number == max(-code, 0)  # none, where it ended with a code
     assert death.evidence.startswith(evidence)
@@ -122,7 +122,7 @@ Thread 0x00007f01 (most recent call first):
   File "/env/lib/python3.11/site-packages/tokenizers/models.py", line 9 in train
   File "/home/a/model.py", line 12 in build
 """
-    death = _death(_End(-signal.SIGABRT, None, fault), OURS(4), BUDGET)
+    death = _death(End(-signal.SIGABRT, None, fault), OURS(4), BUDGET)
     assert "the budget of 4.0 GiB refuses it memory" in death.evidence
     assert death.evidence.endswith("it was called by /home/a/model.py:12 (`build`), through tokenizers")
 
@@ -285,7 +285,7 @@ def test_a_record_that_the_training_process_had_no_room_for_is_written(new_run, 
     directory = new_run(steps=1)
     train_here(directory)
     directory.record.unlink()
-    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(0, None))
+    monkeypatch.setattr("plimsoll.run.supervise.run_worker", lambda *_: End(0, None))
     assert supervise(directory) == 0
     assert RunRecord.load(directory.record) == RunRecord.from_directory(directory.path)
 
@@ -296,7 +296,7 @@ def test_a_record_that_cannot_be_written_does_not_change_what_the_training_came_
     directory.record.unlink()
     directory.record.mkdir()
     os.utime(directory.record, ns=(0, 0))
-    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(0, None))
+    monkeypatch.setattr("plimsoll.run.supervise.run_worker", lambda *_: End(0, None))
     assert supervise(directory) == 0
     assert "the record of the run could not be written: cannot write" in capsys.readouterr().err
 
@@ -304,13 +304,13 @@ def test_a_record_that_cannot_be_written_does_not_change_what_the_training_came_
 @pytest.mark.parametrize("return_code", [-signal.SIGTERM, 128 + signal.SIGTERM])
 def test_a_plan_that_is_stopped_is_no_error_of_the_plan(new_run, monkeypatch, return_code):
     directory = new_run()
-    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(return_code, signal.SIGTERM))
+    monkeypatch.setattr("plimsoll.run.supervise.run_worker", lambda *_: End(return_code, signal.SIGTERM))
     with pytest.raises(
         Interrupted, match=r"was stopped \(SIGTERM\) before anything was trained: give the same command"
     ):
         make_plan(directory, (), quiet=True)
     for code in (2, 255):  # an error of its own, which it has said
-        monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_, code=code: _End(code, signal.SIGTERM))
+        monkeypatch.setattr("plimsoll.run.supervise.run_worker", lambda *_, code=code: End(code, signal.SIGTERM))
         assert make_plan(directory, (), quiet=True) == code
 
 
@@ -318,23 +318,23 @@ def test_a_stop_that_finds_no_memory_to_save_in_does_not_say_that_all_is_saved(n
     directory = new_run(steps=3, checkpoint={"every": 2})
     with armed("checkpoint", 4, 5, 6), pytest.raises(OutOfMemoryError):
         train_here(directory)
-    asked = _End(WornProcessError.exit_code, signal.SIGINT)
-    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: asked)
+    asked = End(WornProcessError.exit_code, signal.SIGINT)
+    monkeypatch.setattr("plimsoll.run.supervise.run_worker", lambda *_: asked)
     with pytest.raises(OutOfMemoryError, match=r"stopped after step 3, .* step 2 is the last one saved") as caught:
         supervise(directory)
     assert caught.value.exit_code == 3
-    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(2, signal.SIGINT))
+    monkeypatch.setattr("plimsoll.run.supervise.run_worker", lambda *_: End(2, signal.SIGINT))
     assert supervise(directory) == 2  # an error of its own, which it has said
     for code in (143, -signal.SIGTERM):  # by ranks, and alone
-        monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_, code=code: _End(code, signal.SIGINT))
+        monkeypatch.setattr("plimsoll.run.supervise.run_worker", lambda *_, code=code: End(code, signal.SIGINT))
         with pytest.raises(Interrupted, match="stopped at once, and step 2 is the last one saved"):
             supervise(directory)
-    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: asked)
+    monkeypatch.setattr("plimsoll.run.supervise.run_worker", lambda *_: asked)
     train_here(directory, resume_newest=True)
     assert supervise(directory) == 130  # all is saved by now
-    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(143, signal.SIGINT))
+    monkeypatch.setattr("plimsoll.run.supervise.run_worker", lambda *_: End(143, signal.SIGINT))
     assert supervise(directory) == 130
-    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(0, signal.SIGINT))
+    monkeypatch.setattr("plimsoll.run.supervise.run_worker", lambda *_: End(0, signal.SIGINT))
     assert supervise(directory) == 0  # it came to its end meanwhile
 
 

@@ -1,7 +1,5 @@
 """Where a training is to run: devices by name, limits, and what a process takes without a model."""
 
-import os
-import signal
 import time
 from dataclasses import replace
 
@@ -10,15 +8,13 @@ import torch
 
 from hand_traces import trace_of
 from plimsoll.device.gpus import find_gpu
-from plimsoll.errors import BudgetError, DeviceError, InputError
+from plimsoll.errors import BudgetError, DeviceError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.run.targets import (
-    StartedBaseline,
     find_target,
     gpu_target,
-    job_baseline,
     own_baseline,
     require_budget,
 )
@@ -97,53 +93,6 @@ def test_local_is_the_processor_where_there_is_no_gpu():
         with pytest.raises(DeviceError) as caught:
             find_target(name, None, nothing)
         assert "in the table" not in str(caught.value)  # it is the device that is asked for, not a card by its name
-
-
-def test_a_process_answers_several_plans():
-    with StartedBaseline(Job.from_fields({"model": "lstm", "data": "nowhere.txt"})) as started:
-        assert started.wait() == started.wait()
-
-
-def test_a_training_process_is_started_to_read_its_baseline():
-    job = Job.from_fields({"model": "lstm", "data": "nowhere.txt"})
-    estimate = job_baseline(job)
-    assert estimate.measured_bytes == estimate.likely_bytes
-    assert estimate.low_bytes < estimate.likely_bytes < estimate.high_bytes
-    assert 50 * MIB < estimate.likely_bytes < 1 * GIB
-
-
-def test_a_model_that_cannot_be_is_the_job_s_fault_and_not_the_process_s():
-    job = Job.from_fields({"model": {"architecture": "gpt2", "n_layers": 2}, "data": "nowhere.txt"})
-    with pytest.raises(InputError, match=r"^model: `gpt2` has no field `n_layers`; did you mean `n_layer`\?$"):
-        job_baseline(job)
-
-
-@pytest.mark.slow
-def test_the_baseline_has_what_a_function_of_the_users_imports(tmp_path, monkeypatch):
-    """Inside itself, where looking for the function does not import it."""
-    (tmp_path / "large_library.py").write_text("DATA = bytearray(100 << 20)\n")
-    function = "import torch\n\n\ndef model(vocab_size):\n{}    return torch.nn.Linear(1, 1)\n"
-    (tmp_path / "own_model.py").write_text(function.format("    import large_library\n"))
-    (tmp_path / "small_model.py").write_text(function.format(""))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    fields = {"data": {"train": "text.txt"}, "sequence_length": 8, "batch_size": 2}
-    large, small = (
-        job_baseline(Job.from_fields(fields | {"model": f"{name}:model"})) for name in ("own_model", "small_model")
-    )
-    assert large.likely_bytes - small.likely_bytes == pytest.approx(100 * MIB, abs=8 * MIB)
-
-
-def test_what_reads_a_baseline_ends_where_nobody_waits_for_it():
-    with StartedBaseline(Job.from_fields({"model": "lstm", "data": "nowhere.txt"})) as started:
-        assert started._child.poll() is None
-    assert started._child.returncode == -signal.SIGKILL
-
-
-def test_a_process_that_ended_without_a_word_is_said_to_have():
-    with StartedBaseline(Job.from_fields({"model": "lstm", "data": "nowhere.txt"})) as started:
-        os.kill(started._child.pid, signal.SIGKILL)
-        with pytest.raises(DeviceError, match=r"before it has a model \(exit -9: no message\): check that"):
-            started.wait()
 
 
 def test_a_process_is_not_known_to_the_byte():

@@ -32,8 +32,8 @@ from processes import LONGEST_SECONDS, run_program
 
 LISTENS = """
 import time
-from plimsoll.run.worker import _begin_supervised
-_begin_supervised()
+from plimsoll.run.orphans import begin_worker
+begin_worker()
 print("listens", flush=True)
 time.sleep(60)
 """

@@ -34,8 +34,8 @@ NewRun = Callable[..., RunDirectory]
 
 DEATH_SIGNAL = """
 import ctypes
-from plimsoll.run.worker import _begin_supervised
-_begin_supervised()
+from plimsoll.run.orphans import begin_worker
+begin_worker()
 number = ctypes.c_int(-1)
 ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
 print(number.value)
