@@ -125,13 +125,14 @@ def test_a_resume_under_a_budget_that_cannot_be_changes_nothing(planned_run, gol
 
 
 def at_the_baseline(process: subprocess.Popen[str]) -> psutil.Process:
-    """The process that is started when a plan has begun to be made, wherever it is below a command."""
+    """The process that is forked when a plan has begun to be made, of the one that plans."""
     found: list[psutil.Process] = []
 
     def look() -> bool:
         with contextlib.suppress(psutil.Error):
-            below = psutil.Process(process.pid).children(recursive=True)
-            found.extend(child for child in below if "baseline-worker" in child.cmdline())
+            command = psutil.Process(process.pid)
+            planners = [one for one in (command, *command.children()) if {"plan", "plan-worker"} & {*one.cmdline()}]
+            found.extend(child for planner in planners for child in planner.children())
         return bool(found)
 
     wait_until(look, process)

@@ -87,10 +87,10 @@ def test_a_signal_before_the_first_step_ends_the_command_with_its_code(number, c
     run = tmp_path / "run"
     process = start("train", write_job(tmp_path / "job.yaml"), "--out", run, "--cache", cache, "--json")
     if stage == "train-worker":
-        wait_for_worker(process)
+        wait_for_worker(process)  # which has its libraries from the start
     else:
         wait_until((run / "plan.json").is_file, process)
-    time.sleep(0.4)
+        time.sleep(0.4)
     process.send_signal(number)
     done = finish(process)
     assert done.returncode == code

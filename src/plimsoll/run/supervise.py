@@ -51,7 +51,7 @@ from plimsoll.records.plan import Plan, Rung
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, StepLine
 from plimsoll.records.units import format_bytes
 from plimsoll.run.directory import RunDirectory
-from plimsoll.run.processes import UNFINISHED, End, run_worker
+from plimsoll.run.processes import UNFINISHED, End, end_server, run_worker
 
 _CRASHES_WITHOUT_MEMORY = {signal.SIGSEGV, signal.SIGABRT}
 _CRASHES = {*_CRASHES_WITHOUT_MEMORY, signal.SIGILL, signal.SIGFPE}
@@ -167,6 +167,8 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
             return end.exit_code
         rungs = Plan.load(directory.plan).rungs  # others after a trial
         retries.num_rungs = len(rungs)
+        if death.cause in {_Cause.KERNEL, _Cause.GUESS}:  # the machine needs what it takes
+            end_server()
         has_begun = len(_starts(directory)) > num_starts
         if has_begun:
             retries.note_begun()

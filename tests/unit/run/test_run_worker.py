@@ -228,10 +228,10 @@ def test_a_run_that_goes_on_counts_time_from_where_it_stopped(new_run):
 ON_THE_FLY = """
 import sys
 from plimsoll.records.job import Job
-from plimsoll.run.worker import _warm
+from plimsoll.run.baseline import load_libraries
 
 on_the_fly = {"on_the_fly": True, "long_texts": "truncate"} if sys.argv[1] == "yes" else {}
-_warm(Job.from_fields({"model": "lstm", "data": {"train": "none"} | on_the_fly}))
+load_libraries(Job.from_fields({"model": "lstm", "data": {"train": "none"} | on_the_fly}))
 print("pyarrow" in sys.modules)
 """
 

@@ -26,8 +26,9 @@ from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Plan, Rung, Trial, micro_batch_choice, micro_batch_plan
 from plimsoll.records.run import GradientReach, RunHead
+from plimsoll.run.baseline import print_baseline
 from plimsoll.run.directory import RunDirectory
-from plimsoll.run.worker import data_sentence, plan_run, prepare_run, print_baseline
+from plimsoll.run.worker import data_sentence, plan_run, prepare_run
 from processes import run_program
 
 NewRun = Callable[..., RunDirectory]
@@ -68,12 +69,12 @@ def test_a_process_ends_with_its_supervisor_or_its_launcher_where_it_has_one(
 IMPORTS = """
 import json, os, sys
 from plimsoll.records.job import Job
-from plimsoll.run.worker import _warm
+from plimsoll.run.baseline import load_libraries
 for fields in sys.argv[1:]:
     if os.fork():
         os.wait()
         continue
-    _warm(Job.from_fields(json.loads(fields)))
+    load_libraries(Job.from_fields(json.loads(fields)))
     print("transformers" in sys.modules, flush=True)
     os._exit(0)
 print("transformers" in sys.modules)
