@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from plimsoll.cli.options import Quiet
+from plimsoll.cli.options import Quiet, Timings
 
 if TYPE_CHECKING:
     from plimsoll.models.generation import Cache, Generation
@@ -63,6 +63,7 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first row that cannot be used.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")] = False,
     quiet: Quiet = False,
+    _timings: Timings = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")
     ] = False,
@@ -79,14 +80,15 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
     from plimsoll.cli.answer import limit_bytes_of
     from plimsoll.cli.output import failures_shown, show
     from plimsoll.errors import Interrupted
-    from plimsoll.report.progress import row_rates
+    from plimsoll.report.progress import row_rates, spinner
     from plimsoll.report.render import render
 
     with failures_shown() if as_json else nullcontext():
         limit_bytes = limit_bytes_of(budget)
         _check(out, dtype, quantize, cache)
         generation = _generation(max_new_tokens, temperature, top_p, seed, cast("Cache", cache))
-        from plimsoll.run.apply import ApplyOptions, apply_model
+        with spinner(quiet or as_json):
+            from plimsoll.run.apply import ApplyOptions, apply_model
 
         options = ApplyOptions(
             task=task,

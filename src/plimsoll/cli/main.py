@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from plimsoll import timings
 from plimsoll.cli import (
     apply,
     data,
@@ -121,6 +122,7 @@ def main() -> None:
         tell(error)
         sys.exit(error.exit_code)
     finally:
+        timings.end()
         # CPython 3.11 to 3.13: where Ctrl-C arrived in an exec() of text, as it may while dataclasses are made, a
         # `python -m` ends by the signal and not with the code, though it was caught. A good exec() undoes it.
         exec("")

@@ -8,3 +8,19 @@ import typer
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 """Every command that shows progress has it; ``--json`` shows none either."""
+
+
+def _begin_timings(is_wanted: bool) -> bool:
+    if is_wanted:
+        from plimsoll.run.leftovers import own_prefix
+        from plimsoll.timings import begin
+
+        begin(own_prefix())
+    return is_wanted
+
+
+Timings = Annotated[
+    bool,
+    typer.Option("--timings", callback=_begin_timings, help="Say at the end, on standard error, where the time went."),
+]
+"""Every command that takes long has it; what it asks for is done by `plimsoll.cli.main.main`."""

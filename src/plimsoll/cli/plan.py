@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from plimsoll.cli.options import Quiet
+from plimsoll.cli.options import Quiet, Timings
 from plimsoll.errors import InputError
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
     quiet: Quiet = False,
+    _timings: Timings = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
 ) -> None:
     """Find the fastest way to train, or to apply a model, that stays inside a budget; exit code 1 if there is none.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.cli.options import Quiet
+from plimsoll.cli.options import Quiet, Timings
 
 if TYPE_CHECKING:
     from plimsoll.records.job import Job
@@ -52,6 +52,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
     quiet: Quiet = False,
+    _timings: Timings = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
 ) -> None:
     """Predict the peak memory of a training without running it; exit code 1 if it does not fit.

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli.options import Quiet
+from plimsoll.cli.options import Quiet, Timings
 
 
 # long: one call with one line for each option
@@ -57,6 +57,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")] = False,
     quiet: Quiet = False,
+    _timings: Timings = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")
     ] = False,

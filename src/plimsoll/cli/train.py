@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.cli.options import Quiet
+from plimsoll.cli.options import Quiet, Timings
 
 if TYPE_CHECKING:
     from plimsoll.records.job import Job
@@ -55,6 +55,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     cache: Annotated[Path | None, typer.Option(help="Where tokens are kept; by default in the run directory.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Remove what is in --out first.")] = False,
     quiet: Quiet = False,
+    _timings: Timings = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON record, also of a failure; no progress.")
     ] = False,

@@ -54,8 +54,10 @@ def forked_as(job_file: Path) -> list[str]:
 
     job = Job.from_yaml(job_file)
     from plimsoll.run.boundary import without_fail
+    from plimsoll.timings import timed
 
-    without_fail(lambda: load_training(job))
+    with timed("loading"):
+        without_fail(lambda: load_training(job))
     return serve()
 
 

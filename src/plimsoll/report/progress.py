@@ -1,17 +1,28 @@
-"""Progress of long work on standard error: one bar per stage, or a line where nobody knows how long it takes."""
+"""Progress of long work on standard error: one bar per stage, or a line where nobody knows how long it takes.
+
+The line is there from the beginning, also while libraries are loaded: a process of its own draws it (`ticker`). Where
+``--timings`` asks for it, the seconds of each stage are noted, whether they are shown or not.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
 
 from plimsoll.records.units import format_bytes
+from plimsoll.report import ticker
 from plimsoll.report.console import StandardError
+from plimsoll.timings import note
+
+LOADING = "loading"
+"""What every command begins with."""
 
 
 class Report(Protocol):
@@ -23,22 +34,83 @@ class Report(Protocol):
 
 
 @contextmanager
-def spinner(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show what is being done, as last said, while the block runs; ``quiet``, or no terminal, shows nothing."""
+def spinner(quiet: bool, first: str = LOADING) -> Iterator[Callable[[str], None]]:
+    """Show what is being done and for how many seconds while the block runs, and note them (`plimsoll.timings`).
+
+    Args:
+        quiet: show nothing; so it is where there is no terminal.
+        first: what is done until something is said; of a message, what is before a colon is the stage.
+    """
+    with ExitStack() as stack:
+        say = stack.enter_context(_line(first)) if not quiet and _is_drawn_on() else None
+        done, since = first, time.monotonic()
+
+        def tell(message: str) -> None:
+            nonlocal done, since
+            note(done, time.monotonic() - since)
+            done, since = message, time.monotonic()
+            if say is not None:
+                say(message)
+
+        try:
+            yield tell
+        finally:
+            note(done, time.monotonic() - since)
+
+
+@contextmanager
+def _line(first: str) -> Iterator[Callable[[str], None]]:
+    """Have another process draw a line with what is said last, and its seconds."""
+    command = [sys.executable, "-I", "-S", ticker.__file__, first]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0) as process:
+        assert process.stdin is not None
+        told = process.stdin
+
+        def say(message: str) -> None:
+            with suppress(OSError):  # somebody may have killed it
+                told.write(f"{' '.join(message.split())}\n".encode())
+                told.flush()
+
+        yield say
+
+
+def _is_drawn_on() -> bool:
     console = StandardError()
-    if quiet or not console.is_terminal:
-        yield lambda message: None
-        return
-    with console.status("") as status:
-        yield lambda message: status.update(Text(message))
+    return console.is_terminal and not console.is_dumb_terminal
 
 
 @contextmanager
 def stages(quiet: bool) -> Iterator[Report]:
-    """Draw what is reported as ``(stage, done, total)`` while the block runs; ``quiet`` draws nothing."""
-    if quiet:
-        yield lambda stage, done, total: None
-        return
+    """Draw a bar of each stage that is reported while the block runs, and note its seconds; ``quiet`` draws nothing.
+
+    Until something is reported there is the line of `spinner`.
+    """
+    bars, tasks, seconds = _bars(), dict[str, TaskID](), defaultdict[str, float](float)
+    with ExitStack() as waiting, ExitStack() as drawing:
+        waiting.enter_context(spinner(quiet))
+        since = time.monotonic()
+
+        def report(stage: str, done: int, total: int) -> None:
+            nonlocal since
+            waiting.close()
+            seconds[stage] += time.monotonic() - since
+            since = time.monotonic()
+            if quiet:
+                return
+            if not tasks:
+                drawing.enter_context(bars)
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        try:
+            yield report
+        finally:
+            for stage, spent_seconds in seconds.items():
+                note(stage, spent_seconds)
+
+
+def _bars() -> Progress:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -46,15 +118,7 @@ def stages(quiet: bool) -> Iterator[Report]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=StandardError()) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield report
+    return Progress(*columns, console=StandardError())
 
 
 class RowReport(Protocol):

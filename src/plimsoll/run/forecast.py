@@ -19,6 +19,8 @@ from plimsoll.data.sketch import sketch_texts
 from plimsoll.device.gpus import all_gpus
 from plimsoll.errors import InputError, JobError
 from plimsoll.memory.inverse import Found, largest_that_fits
+from plimsoll.memory.lowering.base import Lowering
+from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.job import Job
@@ -33,7 +35,7 @@ from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.targets import Target, find_target, gpu_target
 from plimsoll.run.teaching import require_teacher
 from plimsoll.run.wishes import pinned_choices
-from plimsoll.techniques import in_order
+from plimsoll.techniques import Choices, in_order
 
 Progress = Callable[[str], None]
 
@@ -76,26 +78,25 @@ def predict_job(
         InputError: if the model cannot be traced.
     """
     with threads_of_rank(job.ranks):
-        said = progress or (lambda text: None)
-        forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), said, started)
+        most, said = samples_of_rank(job), progress or (lambda text: None)
+        size = micro_batch or most
+        if not 1 <= size <= most:
+            raise InputError(f"a micro-batch of {size} is not a part of a batch of {most}: give 1 to that many")
+        forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), said, size, started)
         forecast.target.calibration = calibration
-        return _predicted(forecast, micro_batch, search, what_if)
+        return _predicted(forecast, size, search, what_if)
 
 
-def _predicted(forecast: _Forecast, micro_batch: int | None, search: bool, what_if: bool) -> Prediction:
-    started_seconds, job = time.perf_counter(), forecast.job
-    most = samples_of_rank(job)
-    size = micro_batch or most
-    if not 1 <= size <= most:
-        raise InputError(f"a micro-batch of {size} is not a part of a batch of {most}: give 1 to that many")
-    prediction = forecast.predict(size)
+def _predicted(forecast: _Forecast, micro_batch: int, search: bool, what_if: bool) -> Prediction:
+    started_seconds = time.perf_counter()
+    prediction = forecast.predict(micro_batch)
     questions: list[Callable[[], Answer]] = []
     if search or not prediction.fits:
-        questions.append(lambda: forecast.largest_micro_batch(size))
+        questions.append(lambda: forecast.largest_micro_batch(micro_batch))
     if search:
-        questions += [lambda: forecast.longest_sequence(size), lambda: forecast.smallest_device(size)]
+        questions += [lambda: forecast.longest_sequence(micro_batch), lambda: forecast.smallest_device(micro_batch)]
     answers = tuple(question() for question in questions)
-    what_ifs = forecast.what_ifs(size) if what_if else ()
+    what_ifs = forecast.what_ifs(micro_batch) if what_if else ()
     return prediction.model_copy(
         update={"answers": answers, "what_ifs": what_ifs, "predict_seconds": time.perf_counter() - started_seconds}
     )
@@ -103,13 +104,14 @@ def _predicted(forecast: _Forecast, micro_batch: int | None, search: bool, what_
 
 @dataclass
 class _Forecast:
-    """Predictions of one job and its variants on one target; each is traced once."""
+    """Predictions of one job and its variants on one target; each is traced once. The first is of ``micro_batch``."""
 
     job: Job
     device: str | None
     limit_bytes: int | None
     lengths: Sequence[int]
     progress: Progress
+    micro_batch: int
     started: Baseline | None = None
     _traced: dict[tuple[int, int, str], Trace] = field(default_factory=dict)
 
@@ -122,13 +124,19 @@ class _Forecast:
         self.target = find_target(
             choose_device(self.job) if self.device is None else self.device, budget_bytes, self._baseline
         )
-        self.pinned = in_order(pinned_choices(self.job, "cpu" if self.target.spec is None else "cuda"))
+        if self.target.spec is not None:
+            self.pinned = self._pinned_on("cuda")
+
+    def _pinned_on(self, device: str) -> Choices:
+        return in_order(pinned_choices(self.job, device))
 
     def _baseline(self) -> Estimate:
-        self.progress("measuring what the process takes without a model")
-        if self.started is not None:
-            return self.started.wait()
-        return job_baseline(self.job)
+        self.pinned = self._pinned_on("cpu")
+        if self.started is None:
+            self.progress("starting a process to see what it takes without a model")
+            return job_baseline(self.job)
+        self._trace(self.micro_batch, self.job.sequence_length, CpuLowering())  # meanwhile
+        return self.started.wait()
 
     def predict(self, micro_batch: int) -> Prediction:
         """Predict the job as it is."""
@@ -195,9 +203,13 @@ class _Forecast:
 
     def _count(self, micro_batch: int, sequence_length: int, target: Target) -> Counted:
         lowering = target.lowering()
+        trace = self._trace(micro_batch, sequence_length, lowering)
+        return target.count(trace, self.pinned, is_long=True)
+
+    def _trace(self, micro_batch: int, sequence_length: int, lowering: Lowering) -> Trace:
         key = (micro_batch, sequence_length, lowering.name)
         if key not in self._traced:
-            self.progress(f"tracing micro-batch {micro_batch} of {sequence_length} tokens for {lowering.name}")
+            self.progress(f"tracing: micro-batch {micro_batch} of {sequence_length} tokens for {lowering.name}")
             changes = {
                 "sequence_length": sequence_length,
                 "batch_size": max(micro_batch * self.job.ranks, self.job.batch_size),
@@ -206,7 +218,8 @@ class _Forecast:
             lengths = batch_lengths(self.lengths, job) if self.lengths else ()
             choices = (*self.pinned, micro_batch_choice(micro_batch))
             self._traced[key] = rehearse_job(job, self.texts, lowering, choices, lengths)
-        return target.count(self._traced[key], self.pinned, is_long=True)
+            self.progress("counting")
+        return self._traced[key]
 
     def _longest_that_can_be_built(self) -> int:
         """The longest sequence, a power of two times the job's, that the model takes."""

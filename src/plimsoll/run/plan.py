@@ -363,8 +363,9 @@ class Planner:
     def _trace(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         seen = tuple(choice for choice in choices if choice.technique not in UNTRACED)
         if (seen, is_short) not in self._traced:
-            self._progress(f"tracing {' '.join(map(str, choices))}")
+            self._progress(f"tracing: {' '.join(map(str, choices))}")
             self._traced[seen, is_short] = self.subject.rehearse(lowering, seen, is_short)
+            self._progress("searching")
         return self._traced[seen, is_short]
 
     def _at_length(self, choices: Choices) -> Counted:

@@ -152,7 +152,7 @@ class _Planner:
         """Trace a pass with the parts where they would be."""
         key = rows, resident
         if key not in self._looks:
-            self._progress(f"tracing {rows} rows with {len(resident)} of {len(self._applied.parts)} parts resident")
+            self._progress(f"tracing: {rows} rows with {len(resident)} of {len(self._applied.parts)} parts resident")
             self._looks[key] = self._look(rows, resident)
         return self._looks[key]
 

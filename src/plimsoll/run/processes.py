@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 from plimsoll.device.aborts import SUPERVISORS_FILE
 from plimsoll.errors import RankLostError, TornStepError, WornProcessError
+from plimsoll.report.progress import spinner
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.fork_server import ForkServer
 from plimsoll.run.leftovers import own_prefix, remove_leftovers
@@ -109,7 +110,8 @@ def _started(arguments: list[str], variables: dict[str, str], signals: _Signals)
     server = None if arguments[0] == "launch-worker" else next(iter(_SERVERS), None)
     if server is not None:
         signals.to(server)  # which may load for seconds yet
-        process = server.fork(arguments, variables)
+        with spinner("--quiet" in arguments):
+            process = server.fork(arguments, variables)
         if process is not None:
             return process
     command = [sys.executable, "-m", "plimsoll", *arguments]

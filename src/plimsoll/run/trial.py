@@ -205,7 +205,7 @@ class _Tries:
             with self._step._retry.unmarked():
                 for number, candidate in enumerate(candidates):
                     choices = " ".join(map(str, candidate.rung.choices))
-                    self._progress(f"trying {number + 1} of {len(candidates)} plans: {choices}")
+                    self._progress(f"trying plans: {number + 1} of {len(candidates)}, {choices}")
                     found.append(self._found(candidate, len(candidates) - number))
                     if self._doubt is not None:
                         left_out = Trial(left_out=self._doubt, seconds=self._seconds())

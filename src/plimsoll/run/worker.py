@@ -19,6 +19,7 @@ from plimsoll.run.baseline import load_libraries
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.leftovers import remove_leftovers, share_a_folder_with_children
 from plimsoll.run.orphans import begin_worker
+from plimsoll.timings import timed
 
 if TYPE_CHECKING:
     from plimsoll.data.prepare import Prepared
@@ -55,7 +56,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     from plimsoll.data.prepare import Prepared, open_datasets, prepare, prepare_again
     from plimsoll.device.heap import trim
     from plimsoll.device.process import PeakCounter, private_bytes
-    from plimsoll.report.progress import stages
+    from plimsoll.report.progress import spinner, stages
 
     directory = RunDirectory(path)
     job, peak, made_bytes = Job.from_yaml(directory.job), PeakCounter(), 0
@@ -66,22 +67,16 @@ def prepare_run(  # noqa: PLR0917 -- of a command
         trim()
         made_bytes = peak.read(private_bytes())
 
-    from plimsoll.assemble import loader_of, prepare_vectors, require_buildable
+    from plimsoll.assemble import loader_of, prepare_vectors
     from plimsoll.data.longest_rows import with_rows
     from plimsoll.data.sketch import texts_of
     from plimsoll.plan.facts import require_prepared_for
-    from plimsoll.records.plan import Plan, parse_pin
-    from plimsoll.run.targets import private_budget_bytes, require_budget
-    from plimsoll.run.teaching import require_folder, require_teacher, require_tokens
+    from plimsoll.run.targets import private_budget_bytes
+    from plimsoll.run.teaching import require_teacher, require_tokens
 
     begin_worker()
-    require_buildable(job)
-    require_folder(job)
-    require_budget(job)
-    if pins or forbids or job.pin:
-        from plimsoll.run.wishes import require_possible
-
-        require_possible(job, [parse_pin(pin) for pin in pins], forbids)
+    with spinner(quiet, "checking the job"):
+        _check(job, pins, forbids)
     budget_bytes = private_budget_bytes(job)
     peak.reset()
     with stages(quiet) as progress:
@@ -106,6 +101,22 @@ def prepare_run(  # noqa: PLR0917 -- of a command
         print(
             data_sentence(prepared, budget_bytes), *([vectors.sentence] if vectors else []), sep="\n", file=sys.stderr
         )
+
+
+def _check(job: Job, pins: tuple[str, ...], forbids: tuple[str, ...]) -> None:
+    """Refuse what the job says wrongly of model and optimizer, and what is asked for and cannot be."""
+    from plimsoll.assemble import require_buildable
+    from plimsoll.records.plan import parse_pin
+    from plimsoll.run.targets import require_budget
+    from plimsoll.run.teaching import require_folder
+
+    require_buildable(job)
+    require_folder(job)
+    require_budget(job)
+    if pins or forbids or job.pin:
+        from plimsoll.run.wishes import require_possible
+
+        require_possible(job, [parse_pin(pin) for pin in pins], forbids)
 
 
 def _require_same(digest: str, directory: RunDirectory, again: bool) -> None:
@@ -322,7 +333,7 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
     from plimsoll.models.build import build_model
     from plimsoll.ranks import Ranks
     from plimsoll.records.run import RunHead
-    from plimsoll.report.progress import stages
+    from plimsoll.report.progress import spinner, stages
     from plimsoll.run import checkpoint
     from plimsoll.run.boundary import fitting
     from plimsoll.run.failpoints import arm_from_environment
@@ -388,13 +399,14 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
                 lambda: prepare_taught(job, prepared, lambda: teacher_of(job, prepared, device), backend, progress),
             )
         view = View(path.name, job.steps, "samples" if job.task == "classification" else "tokens", quiet)
-        parts = fitting(
-            lambda: assemble(
-                job, prepared, device, view.say, _oom_kills, in_files=device == "cpu" and builds_in_files(first),
-                put=lambda model, device: put_where_needed(model, device, first), ranks=ranks,
-            ),
-            backend, "building the model",
-        )  # fmt: skip
+        with spinner(quiet, "building the model"):
+            parts = fitting(
+                lambda: assemble(
+                    job, prepared, device, view.say, _oom_kills, in_files=device == "cpu" and builds_in_files(first),
+                    put=lambda model, device: put_where_needed(model, device, first), ranks=ranks,
+                ),
+                backend, "building the model",
+            )  # fmt: skip
         stack.callback(parts.loader.close)
         loss = fitting(lambda: loss_for(job, prepared, device), backend, "loading the teacher")
         if saved is None:  # before a technique shares the parameters out
@@ -419,7 +431,8 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
         else:
             begin_after(training, 0)  # of a process that died before its first checkpoint, or whose are all torn
             seed_rank(job.seed, ranks)
-        record = train(training, restarts)
+        with timed("training"):
+            record = train(training, restarts)
         if num_truncated := parts.samples.num_truncated:
             view.say(f"{num_truncated:,} texts were truncated to {job.sequence_length} tokens as they were read")
         if is_first:

@@ -1,16 +1,9 @@
 """Progress bars of long work go to standard error, or nowhere."""
 
-import subprocess
-import sys
+import pytest
 
 from plimsoll.report.progress import row_rates, spinner, stages
-from processes import LONGEST_SECONDS, environment
-
-SPIN = """
-from plimsoll.report.progress import spinner
-with spinner(quiet=False) as say:
-    say("tracing [step] 1")
-"""
+from plimsoll.timings import begin, end
 
 
 def test_each_stage_has_its_bar_on_standard_error(capsys):
@@ -32,17 +25,48 @@ def test_quiet_draws_nothing(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_spinner_says_what_is_done_on_a_terminal_and_nothing_else():
-    done = subprocess.run(
-        [sys.executable, "-c", SPIN],
-        env=environment(FORCE_COLOR="1", TERM="xterm"),  # rich takes this for a terminal
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-        check=True,
-    )
-    assert done.stdout == ""
-    assert "tracing [step] 1" in done.stderr
+def test_a_spinner_says_what_is_done_on_a_terminal_and_nothing_else(capfd, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    text = ""
+    with spinner(quiet=False) as say:
+        say("tracing [step]\n1")
+        while "tracing [step] 1  0." not in text:
+            output = capfd.readouterr()
+            assert output.out == ""
+            text += output.err
+    assert capfd.readouterr().err.endswith("\x1b[J")  # the line is gone
+
+
+def test_bars_take_the_place_of_the_line(capfd, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    text = ""
+    with stages(quiet=False) as report:
+        while "loading  0." not in text:
+            text += capfd.readouterr().err
+        report("index", 1, 2)
+        text = capfd.readouterr().err
+        assert text.index("\x1b[J") < text.index("index")
+        report("index", 2, 2)
+    assert "loading" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_seconds_are_noted_also_of_what_is_not_shown(quiet, monkeypatch, tmp_path, capsys):
+    begin(str(tmp_path / "x"))
+    with spinner(quiet, "checking") as say:
+        say("tracing: one")
+        say("searching")
+        say("tracing: two")
+    with stages(quiet) as report:
+        report("index", 1, 2)
+        report("tokens", 1, 2)
+        report("index", 2, 2)
+    end()
+    said = [line.split() for line in capsys.readouterr().err.splitlines() if line.startswith("    0.0    ")]
+    noted = [stage for _, stage in said]
+    assert noted == ["checking", "tracing", "searching", "loading", "index", "tokens"]
 
 
 def test_a_spinner_is_silent_without_a_terminal_and_if_it_is_to_be_quiet(capsys):

@@ -223,7 +223,7 @@ def test_nothing_more_is_begun_when_the_time_is_over(monkeypatch):
     plan = try_plan(paced(rungs=(rung(8),)), plan_of(rung(8), rung(4), rung(2)), BATCH, progress=said.append)
     assert [one.outcome for one in plan.trial.tried] == ["fastest", "not tried", "not tried"]
     assert plan.rungs == (rung(8),)
-    assert said == [f"trying {number} of 3 plans: micro_batch={size}" for number, size in ((1, 8), (2, 4), (3, 2))]
+    assert said == [f"trying plans: {number} of 3, micro_batch={size}" for number, size in ((1, 8), (2, 4), (3, 2))]
 
 
 RUNS_OUT = """

@@ -69,7 +69,7 @@ def test_each_way_is_told_of_when_it_is_done_and_what_is_done_for_it_by_its_name
     ways = compare_ways(job, device="rtx3060", limit_bytes=1000 * MIB, on_way=told.append, progress=progress.append)
     assert tuple(told) == ways.ways
     assert ways.limit_bytes == 1000 * MIB
-    assert progress[0].startswith("full: tracing ")
+    assert progress[0].startswith("full: tracing: ")
 
 
 def test_a_model_that_fails_is_an_error_and_no_way(tmp_path, monkeypatch):
