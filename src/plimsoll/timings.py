@@ -60,7 +60,7 @@ def end() -> None:
         return
     note(_WHOLE, _seconds_of_process())
     if os.environ[_COMMAND] == str(os.getpid()):
-        del os.environ[_FILE]
+        del os.environ[_FILE], os.environ[_COMMAND]
         with suppress(OSError):
             print(table(Path(path).read_text(encoding="utf-8")), file=sys.stderr)
             os.unlink(path)
@@ -74,7 +74,8 @@ def table(text: str) -> str:
         stages[line["stage"]] = stages.get(line["stage"], 0.0) + line["seconds"]
     lines = ["seconds  where"]
     for process, stages in seconds.items():
-        lines.append(f"{stages.pop(_WHOLE, 0.0):7.1f}  {process}")
+        whole_seconds = stages.pop(_WHOLE, sum(stages.values()))  # one that was killed did not say it
+        lines.append(f"{whole_seconds:7.1f}  {process}")
         lines += [f"{spent:7.1f}    {stage}" for stage, spent in stages.items()]
     return "\n".join(lines)
 

@@ -61,9 +61,10 @@ def test_a_process_that_is_started_notes_its_own_and_says_nothing():
 
 
 def test_a_table_has_each_process_once_in_the_order_of_what_they_noted():
-    lines = [("a", "one", 1), ("b", "two", 2), ("a", "", 3), ("b", "", 4), ("a", "one", 1)]
+    lines = [("a", "one", 1), ("b", "two", 2), ("a", "", 3), ("b", "", 4), ("a", "one", 1), ("killed", "one", 5)]
     text = "".join(f'{{"process": "{process}", "stage": "{stage}", "seconds": {n}}}\n' for process, stage, n in lines)
-    assert table(text).splitlines()[1:] == ["    3.0  a", "    2.0    one", "    4.0  b", "    2.0    two"]
+    killed = ["    5.0  killed", "    5.0    one"]
+    assert table(text).splitlines()[1:] == ["    3.0  a", "    2.0    one", "    4.0  b", "    2.0    two", *killed]
 
 
 def test_a_file_that_is_gone_costs_the_table_and_nothing_else(monkeypatch, tmp_path, capsys):

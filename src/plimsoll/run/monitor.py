@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
 from rich.live import Live
@@ -22,6 +22,7 @@ from plimsoll.records.device import MemoryUse
 from plimsoll.records.run import StepLine
 from plimsoll.report.as_text import live_panel, progress_line
 from plimsoll.report.console import StandardError
+from plimsoll.report.progress import spinner
 from plimsoll.run.boundary import Position, attempt
 
 _SAMPLE_SECONDS = 0.05
@@ -88,14 +89,15 @@ class View:
         self._live: Live | None = None
         self._drawn = 0.0
         self._first: StepLine | None = None
+        self._until_first = ExitStack()
 
     @contextmanager
     def shown(self) -> Iterator[View]:
         """Show the view while the block runs."""
-        if self._quiet or not self._console.is_terminal:
-            yield self
-            return
-        with Live(console=self._console, auto_refresh=False, transient=True) as self._live:
+        with ExitStack() as stack, ExitStack() as self._until_first:
+            if not self._quiet and self._console.is_terminal:
+                self._live = stack.enter_context(Live(console=self._console, auto_refresh=False, transient=True))
+            self._until_first.enter_context(spinner(self._quiet, "the first step"))
             yield self
 
     def say(self, text: str) -> None:
@@ -110,6 +112,7 @@ class View:
             line: the step.
             memory: what is used, by the place: ``device``, and ``host`` where that is another.
         """
+        self._until_first.close()
         self._first = self._first or line
         is_last = line.step == self._num_steps
         every_seconds = _DRAW_SECONDS if self._live is not None else _LINE_SECONDS

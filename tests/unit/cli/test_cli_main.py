@@ -31,24 +31,25 @@ FLAGS = {
     "probe": {"--json"},
     "predict": {
         "--device", "--budget", "--set", "--micro-batch", "--search", "--what-if", "--lengths", "--calibration",
-        "--output", "-o", "--force", "--json", "--quiet", "-q"},
+        "--output", "-o", "--force", "--json", "--timings", "--quiet", "-q"},
     "plan": {
         "--device", "--budget", "--set", "--pin", "--forbid", "--compare", "--calibration", "--output", "-o", "--force",
         "--json",
-        "--train", "--inference", "--task", "--max-length", "--max-new-tokens", "--dtype", "--export", "--quiet", "-q"},
+        "--train", "--inference", "--task", "--max-length", "--max-new-tokens", "--dtype", "--export", "--timings",
+        "--quiet", "-q"},
     "train": {
         "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--plan", "--no-plan", "--no-trial",
-        "--pin", "--forbid", "--nproc", "--cache", "--force", "--json", "--quiet", "-q"},
+        "--pin", "--forbid", "--nproc", "--cache", "--force", "--json", "--timings", "--quiet", "-q"},
     "apply": {
         "--data", "--out", "-o", "--task", "--column", "--keep", "--budget", "--batch-size", "--max-length", "--dtype",
         "--quantize", "--adapter", "--cache",
         "--device", "--max-new-tokens", "--temperature", "--top-p", "--seed", "--no-header", "--strict",
-        "--force", "--quiet", "-q", "--json",
+        "--force", "--timings", "--quiet", "-q", "--json",
     },
     "shrink": {
         "--out", "-o", "--target", "--method", "--forbid", "--recover", "--no-distill", "--budget", "--data",
-        "--column", "--label", "--no-header", "--set", "--tries", "--samples", "--keep-all", "--force", "--quiet",
-        "-q", "--json",
+        "--column", "--label", "--no-header", "--set", "--tries", "--samples", "--keep-all", "--force",
+        "--timings", "--quiet", "-q", "--json",
     },
     "explain": {"--budget", "--device", "--apply", "--remedy", "--output", "-o", "--force", "--json", "--quiet", "-q"},
     "lint": {"--format", "--fix", "--select", "--ignore", "--json", "--quiet", "-q"},

@@ -1,5 +1,7 @@
 """Options that several commands have are one option."""
 
+import tempfile
+
 import pytest
 import typer
 
@@ -15,3 +17,17 @@ def test_every_command_that_shows_progress_can_be_quiet(name):
     for command in getattr(given, "commands", {name: given}).values():
         (quiet,) = [one for one in command.params if one.name == "quiet"]
         assert (quiet.opts, quiet.help) == (["--quiet", "-q"], "No progress.")
+
+
+@pytest.mark.parametrize("name", ["predict", "plan", "train", "apply", "shrink"])
+def test_every_command_that_takes_long_can_say_where_the_time_went(name, call, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    job = tmp_path / "job.yaml"
+    job.write_text("data: none.txt")
+    required = {"apply": ("--data", "x", "--out", "x.jsonl"), "shrink": ("--out", "x")}.get(name, ())
+    done = call(name, job, *required, "--timings")
+    said, _, table = done.err.partition("seconds  where\n")
+    assert done.code == 2
+    assert said.startswith("error: ")
+    assert table.splitlines()[0].endswith(f"  plimsoll {name}")
+    assert list(tmp_path.iterdir()) == [job]

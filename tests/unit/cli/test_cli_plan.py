@@ -52,6 +52,7 @@ def test_without_options_the_job_is_planned_as_it_is(call, job, planning):
             "pins": (),
             "forbids": (),
             "calibration": Calibration(),
+            "started": None,
         }
     ]
 
@@ -102,6 +103,7 @@ def test_every_option_arrives(call, job, planning, tmp_path):
             "pins": (Pin(technique="checkpointing", value="all"), Pin(technique="micro_batch", value=4)),
             "forbids": ("offload", "lora"),
             "calibration": Calibration(),
+            "started": None,
         }
     ]
 

@@ -48,6 +48,7 @@ def test_without_options_the_job_is_predicted_as_it_is(call, job, predicting):
             "what_if": False,
             "lengths": None,
             "calibration": None,
+            "started": None,
         }
     ]
 
@@ -68,6 +69,7 @@ def test_every_option_arrives(call, job, predicting, tmp_path):
             "what_if": True,
             "lengths": [3, 12],
             "calibration": None,
+            "started": None,
         }
     ]
 
