@@ -11,17 +11,16 @@ is in it, so that what is measured to grow has grown). Tests that look at those 
 as ever: a program with ``sys.modules`` or ``RLIMIT_`` in it, what has settings that libraries read while they are
 loaded, what a process with several threads starts, and what other programs (``prlimit``, a shell) start.
 
-Linux only: a process is handed to the one that asked for it as an orphan (prctl(2), PR_SET_CHILD_SUBREAPER).
+Linux only. The protocol is that of `plimsoll.run.fork_server`, whose processes are commands of Plimsoll alone: here are
+what else tests start, and all that a process is started with.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import fcntl
 import gc
 import importlib
-import json
 import os
 import runpy
 import signal
@@ -38,6 +37,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from plimsoll.run.fork_server import ROOM_FOR_ARGUMENTS, ask, make_light, next_fork, show_arguments
+
 # Variables that are read when they are needed. Any other may be read once, while a library is loaded, or in /proc,
 # which shows those of the server (TORCHELASTIC_RUN_ID).
 _READ_LATER = (
@@ -47,10 +48,7 @@ _READ_LATER = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "GLOO_"),  # of ranks
 )
 _MEASURED = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")  # `make coverage` has a hook where Python starts
-_MOST_BYTES = 1 << 17  # of a request
 _LONGEST_SECONDS = 120  # to load everything on a busy machine
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_ARGUMENT_BYTES = 4096  # of the server's command line, in which those of its children are written
 
 _LOADED = (
     "torch._dynamo",
@@ -69,7 +67,6 @@ _LOADED = (
 
 _start_anew = subprocess._fork_exec  # type: ignore[attr-defined]
 _NOTHING = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-_C_LIBRARY = ctypes.CDLL(None)
 _PYTHON = sys.executable  # a test may put a script in its place
 
 
@@ -93,7 +90,7 @@ class _Server:
         self.asking = os.getpid()
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, __file__, str(theirs.fileno()), "-" * _ARGUMENT_BYTES]
+        command = [sys.executable, __file__, str(theirs.fileno()), ROOM_FOR_ARGUMENTS]
         with theirs, cold():
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], **_NOTHING)
         self._socket.settimeout(_LONGEST_SECONDS)
@@ -102,12 +99,9 @@ class _Server:
     def start(self, request: _Request, streams: list[int]) -> int:
         """Have a process forked, which becomes a child of this one; returns its number."""
         with self._lock:
-            _C_LIBRARY.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            try:
-                socket.send_fds(self._socket, [json.dumps(asdict(request)).encode()], streams)
-                return int(self._socket.recv(_MOST_BYTES))
-            finally:
-                _C_LIBRARY.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+            number = ask(self._socket, asdict(request), streams)
+        assert number is not None, "the server has ended"
+        return number
 
     def _end(self) -> None:
         if os.getpid() == self.asking:
@@ -198,29 +192,10 @@ def _serve(number: int) -> None:
     for module in _LOADED:
         importlib.import_module(module)
     _set_by_libraries = dict(os.environ.items() - _warm_environment.items())
-    gc.collect()
-    gc.freeze()
-    if hasattr(_C_LIBRARY, "malloc_trim"):
-        _C_LIBRARY.malloc_trim(0)
+    make_light()
     with socket.socket(fileno=number) as asking:
-        while True:
-            text, streams, _, _ = socket.recv_fds(asking, _MOST_BYTES, 3)
-            if not text:
-                return
-            middle = os.fork()
-            if middle == 0:
-                middle = os.getpid()
-                if os.fork() > 0:
-                    os._exit(0)
-                while os.getppid() == middle:
-                    os.sched_yield()
-                request = _Request(**json.loads(text))
-                if os.getppid() != request.parent:  # it has ended
-                    os._exit(1)
-                _become(request, streams, lambda: asking.send(str(os.getpid()).encode()))
-            os.waitpid(middle, 0)
-            for stream in streams:
-                os.close(stream)
+        request, streams = next_fork(asking)
+    _become(_Request(**request), streams, lambda: None)
 
 
 def _fork_here(request: _Request, streams: list[int]) -> int:
@@ -249,7 +224,7 @@ def _become(request: _Request, streams: list[int], is_ready: Callable[[], object
         os.chdir(request.folder)
         os.environ.clear()
         os.environ.update(_set_by_libraries | request.environment)
-        _show_arguments([sys.executable, *request.arguments])
+        show_arguments([sys.executable, *request.arguments])
         _end(_exit_code_of(request.arguments))
     except BaseException:  # noqa: BLE001 -- there is nobody else to tell
         traceback.print_exc()
@@ -276,14 +251,6 @@ def _open_streams(streams: list[int]) -> None:
     is_terminal = os.isatty(1)
     sys.stdout = sys.__stdout__ = open(1, "w", 1 if is_terminal else -1, errors=sys.stdout.errors, **text)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", **text)  # noqa: SIM115
-
-
-def _show_arguments(words: list[str]) -> None:
-    """Write the command line of this process, as ``ps`` shows it, over that of the server, see proc(5)."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    first, behind = int(fields[45]), int(fields[46])  # 48 and 49, less the two before the parenthesis and one
-    line = "\0".join(words).encode()[: behind - first - 1]
-    ctypes.memmove(first, line.ljust(behind - first, b"\0"), behind - first)
 
 
 def _python_path(variables: dict[str, str]) -> list[str]:

@@ -31,7 +31,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -44,7 +44,9 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _MOST_BYTES = 1 << 17  # of a request
 _NOT_FORKED, _GO = b"0", b"go"
 _CUDA_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
-_ARGUMENT_BYTES = 1024  # of the server's command line, over which those of its forks are written
+_MOST_FILES = 4  # with a request: by which it is told to go on, and the three streams
+ROOM_FOR_ARGUMENTS = "-" * 4096
+"""The last argument of a server's command line, over which those of its forks are written."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class ForkServer:
     """
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._command = [*command, "-" * _ARGUMENT_BYTES]
+        self._command = [*command, ROOM_FOR_ARGUMENTS]
 
     def __enter__(self) -> Self:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -100,26 +102,38 @@ class ForkServer:
             variables: of the environment, beside those with which the server was started.
         """
         request = {"parent": os.getpid(), "arguments": [*arguments], "variables": dict(variables)}
-        with _adopting() as is_adopting:
-            if not is_adopting:
-                return None
-            go, say_go = os.pipe()
-            with open(say_go, "wb", buffering=0) as saying:
-                try:
-                    socket.send_fds(self._socket, [json.dumps(request).encode()], [go])
-                    answer = self._socket.recv(_MOST_BYTES)
-                except OSError:  # it has ended
-                    answer = b""
-                finally:
-                    os.close(go)
-                if answer in {b"", _NOT_FORKED}:
-                    return None
-                saying.write(_GO)  # now that it is known here; else it ends
-        return ForkedProcess(int(answer))
+        pid = ask(self._socket, request)
+        return None if pid is None else ForkedProcess(pid)
 
     def terminate(self) -> None:
         """End the server, also while it loads: what waits for a fork goes on without."""
         self._process.terminate()
+
+
+def ask(server: socket.socket, request: Mapping[str, Any], files: Sequence[int] = ()) -> int | None:
+    """Have the server at the other end fork a process for this one; returns its number, or ``None`` if it cannot.
+
+    Args:
+        server: a socket that keeps messages apart.
+        request: it has at least the number of this process, as ``parent``.
+        files: handed over with it.
+    """
+    go, say_go = os.pipe()
+    with open(say_go, "wb", buffering=0) as saying, _adopting() as is_adopting:
+        try:
+            if not is_adopting:
+                return None
+            socket.send_fds(server, [json.dumps(request).encode()], [go, *files])
+            answer = server.recv(_MOST_BYTES)
+        except OSError:  # the server has ended
+            return None
+        finally:
+            os.close(go)
+        if answer in {b"", _NOT_FORKED}:
+            return None
+        with suppress(BrokenPipeError):  # somebody may have killed it
+            saying.write(_GO)  # it is known here; else it would end
+    return int(answer)
 
 
 @contextmanager
@@ -138,51 +152,69 @@ def serve() -> list[str]:
 
     In the server itself it does not return: the server ends where it cannot fork, or nobody can ask any more.
     """
+    make_light()
+    if not can_fork():
+        sys.exit(0)
+    show_arguments([sys.executable, "-m", "plimsoll", *sys.argv[1:-1]])
+    with socket.socket(fileno=sys.stdin.fileno()) as asking:
+        request, _ = next_fork(asking)
+    os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # standard input, in the place of the socket
+    os.setpgid(0, 0)
+    if "numpy" in sys.modules:  # which draws other numbers in each process, as Python and not as torch
+        sys.modules["numpy"].random.seed()
+    os.environ.update(request["variables"])
+    arguments: list[str] = request["arguments"]
+    show_arguments([sys.executable, "-m", "plimsoll", *arguments])
+    return arguments
+
+
+def make_light() -> None:
+    """Have forks of this process share its memory with it, and count none that is free."""
     gc.collect()
     gc.freeze()  # collecting garbage would write to every page of the heap, which copies it
     trim()
-    if not can_fork():
-        sys.exit(0)
-    _show_arguments([sys.executable, "-m", "plimsoll", *sys.argv[1:-1]])
-    asking = socket.socket(fileno=sys.stdin.fileno())
+
+
+def next_fork(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork a process for each request, and return in it the request, and the files that came with it.
+
+    In this process it does not return: it ends when nobody can ask any more.
+    """
     while True:
-        text, received, _, _ = socket.recv_fds(asking, _MOST_BYTES, 1)
+        text, files, _, _ = socket.recv_fds(asking, _MOST_BYTES, _MOST_FILES)
         if not text:
             sys.exit(0)
-        (go,) = received
-        told, tell = os.pipe()
-        between = os.fork()
-        if between == 0:
-            child = os.fork()
-            if child:
-                os.write(tell, str(child).encode())
-                os._exit(0)
-            for number in (tell, told):
-                os.close(number)
-            return _become(json.loads(text), go, asking)
-        for number in (go, tell):
-            os.close(number)
-        os.waitpid(between, 0)  # by now the child is the asking process's
-        asking.send(os.read(told, _MOST_BYTES) or _NOT_FORKED)
+        request, go = json.loads(text), files.pop(0)
+        number = _fork_for(request["parent"], go)
+        if number is None:
+            return request, files
+        asking.send(number)
+        for file in (go, *files):
+            os.close(file)
+
+
+def _fork_for(parent: int, go: int) -> bytes | None:
+    """Fork a process whose parent is the one that asked; ``None`` in it, here its number.
+
+    It ends where nobody knows of it, as the server or who asked has been killed.
+    """
+    told, tell = os.pipe()
+    between = os.fork()
+    if between == 0:
+        if child := os.fork():
+            os.write(tell, str(child).encode())
+            os._exit(0)
+        os.close(tell)
         os.close(told)
-
-
-def _become(request: Mapping[str, Any], go: int, asking: socket.socket) -> list[str]:
-    """Be the process that was asked for; end where nobody knows of it, as the server or who asked has been killed."""
-    is_known = os.read(go, len(_GO)) == _GO
-    if not is_known or os.getppid() != request["parent"]:
-        os._exit(1)
-    os.close(go)
-    os.setpgid(0, 0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, asking.detach())
-    os.close(nothing)
-    os.environ.update(request["variables"])
-    if "numpy" in sys.modules:  # which draws in each process other numbers, as Python and not as torch
-        sys.modules["numpy"].random.seed()
-    _show_arguments([sys.executable, "-m", "plimsoll", *request["arguments"]])
-    arguments: list[str] = request["arguments"]
-    return arguments
+        if os.read(go, len(_GO)) != _GO or os.getppid() != parent:
+            os._exit(1)
+        os.close(go)
+        return None
+    os.close(tell)
+    os.waitpid(between, 0)  # by now the child is the asking process's
+    number = os.read(told, _MOST_BYTES)
+    os.close(told)
+    return number or _NOT_FORKED
 
 
 def can_fork() -> bool:
@@ -206,7 +238,7 @@ def _has_begun_cuda() -> bool:
     return bool(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(number)) != _CUDA_NOT_INITIALIZED)
 
 
-def _show_arguments(words: list[str]) -> None:
+def show_arguments(words: list[str]) -> None:
     """Write the command line of this process, as ``ps`` shows it, over that of the server, see proc(5)."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first, behind = int(fields[45]), int(fields[46])  # 48 and 49, less the two before the parenthesis and one
