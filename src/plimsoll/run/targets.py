@@ -22,12 +22,12 @@ from plimsoll.device.gpus import find_gpu, spec_of
 from plimsoll.device.probe import versions
 from plimsoll.errors import BudgetError, DeviceError, InputError
 from plimsoll.memory.exchanges import exchange_of, kept_by_exchanges
+from plimsoll.memory.heaps import Heaps
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cpu_scratch import kept_by_libraries
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.memory.heaps import Heaps
 from plimsoll.memory.predict import Counted, count_on_cpu, count_on_cuda
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.gpu import DeviceSpec

@@ -16,17 +16,17 @@ themselves and autograd's are simulated (`plimsoll.memory.allocator.heap_calls`)
 arenas, so what another thread allocates (torch's backward on a CPU runs in the calling thread);
 glibc from 2.38 on, whose memalign searches for an aligned block first; transparent huge pages; other C libraries.
 
-A plan replays a million calls, so what most of them need is done in the loop of `replay`, and addresses, sizes and
-lists of them are bare numbers: the garbage collector has nothing to look through. The same simulation in its plainest
-form is in the tests, and the two agree after every event.
+A plan replays a million calls. So what most of them need is done in one loop, chunks are numbers, which the garbage
+collector need not look through, and the last remainder, from which most small blocks are cut, is filed with the other
+free chunks only when it has to be. The same simulation, written as plainly as can be, is in the tests
+(``tests/plain_heap.py``); the two agree after every event.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,11 +60,6 @@ class HeapReplay:
     trim_range: tuple[int, int]
     """The most bytes at which the top of the heap was left as it was, and the least at which it went back."""
 
-    @cached_property
-    def peak_bytes(self) -> int:
-        """The most that is resident after any row; 0 without rows."""
-        return int(self.resident_bytes.max(initial=0))
-
     def is_as_with(self, rules: HeapRules) -> bool:
         """Whether a heap of other rules would have done the same at every call."""
         if rules == self.rules:
@@ -92,80 +87,54 @@ def replay(calls: HeapCalls, rules: HeapRules, start_bytes: int = 0) -> HeapRepl
 
 
 class _Heap:
-    """The main arena; of each block that was taken, by its number, where its chunk starts and how large that is."""
+    """The main arena. Blocks have the numbers that the calls give them; chunks are known by their starts and ends."""
 
-    __slots__ = (
-        "_alignment_bytes",
-        "_bytes_of",
-        "_cached",
-        "_calls",
-        "_end",
-        "_end_of",
-        "_fast",
-        "_given_back",
-        "_has_fast",
-        "_is_dynamic",
-        "_last_remainder",
-        "_least_mapped_bytes",
-        "_least_trimmed_bytes",
-        "_map_from_bytes",
-        "_mapped_bytes",
-        "_mapped_resident_bytes",
-        "_mappings",
-        "_most_in_heap_bytes",
-        "_most_left_bytes",
-        "_resident_bytes",
-        "_rules",
-        "_sizes",
-        "_sorted",
-        "_spare_bytes",
-        "_start",
-        "_start_of",
-        "_starts",
-        "_top",
-        "_touched_end",
-        "_trim_from_bytes",
-        "_unsorted",
+    __slots__ = (  # as there are too many attributes for Python to find them fast without
+        "_alignment_bytes", "_bytes_of", "_cached", "_calls", "_end", "_end_of", "_fast", "_given_back", "_has_fast",
+        "_is_dynamic", "_last_remainder", "_least_mapped_bytes", "_least_trimmed_bytes", "_map_from_bytes",
+        "_mapped_bytes", "_mapped_resident_bytes", "_mappings", "_most_cached", "_most_in_heap_bytes",
+        "_most_left_bytes", "_page_bytes", "_resident_bytes", "_rest_end", "_rest_start", "_rules", "_sizes", "_sorted",
+        "_start", "_start_of", "_starts", "_top", "_top_pad_bytes", "_touched_end", "_trim_from_bytes", "_unsorted",
         "_written_end",
-    )
+    )  # fmt: skip
 
     def __init__(self, calls: HeapCalls, rules: HeapRules, start_bytes: int) -> None:
         self._calls, self._rules = calls, rules
-        self._map_from_bytes, self._is_dynamic = rules.mmap_threshold_bytes, rules.is_dynamic
-        self._trim_from_bytes = rules.trim_threshold_bytes
-        self._alignment_bytes = rules.alignment_bytes
-        spare_bytes = rules.alignment_bytes + _LEAST_CHUNK_BYTES + _HEADER_BYTES
-        self._spare_bytes = _round_up(spare_bytes, _CHUNK_ALIGNMENT_BYTES)  # of an aligned block, for what is cut off
+        self._map_from_bytes, self._trim_from_bytes = rules.mmap_threshold_bytes, rules.trim_threshold_bytes
+        self._is_dynamic, self._most_cached = rules.is_dynamic, rules.num_cached_per_size
+        self._page_bytes, self._alignment_bytes = rules.page_bytes, rules.alignment_bytes
+        self._top_pad_bytes = rules.top_pad_bytes
+        # Of each block where its chunk starts, and its bytes: those it will have unless a larger one is found.
         self._starts = [0] * len(calls.block_bytes)
         self._bytes_of: list[int] = _chunk_bytes(np.asarray(calls.block_bytes)).tolist()
-        self._cached: list[list[int]] = [[] for _ in range(0, _CACHED_BYTES + 1, _CHUNK_ALIGNMENT_BYTES)]  # by size
+        self._mappings: dict[int, tuple[int, int, int]] = {}  # by block: bytes mapped, of the chunk, and resident
+        # Starts of small chunks that were freed and are not joined with others, in lists by size.
+        self._cached: list[list[int]] = [[] for _ in range(0, _CACHED_BYTES + 1, _CHUNK_ALIGNMENT_BYTES)]
         self._fast: list[list[int]] = [[] for _ in range(0, _FAST_BYTES + 1, _CHUNK_ALIGNMENT_BYTES)]
         self._has_fast = False
-        # Free chunks by their place, and by size: those freed since the last search unsorted, in the order of their free.
-        self._end_of: dict[int, int] = {}  # by start
-        self._start_of: dict[int, int] = {}  # by end
-        self._unsorted: dict[int, None] = {}  # ends
-        self._sorted: dict[int, list[int]] = {}  # ends by size
-        self._sizes: list[int] = []  # of those, in order
-        self._last_remainder = -1  # where it starts
-        self._start = start_bytes
-        self._top = start_bytes  # where the top chunk starts, and so everything above every block
-        self._end = start_bytes  # of the heap: the program break
-        self._mappings: dict[int, tuple[int, int, int]] = {}  # by block: bytes mapped, of the chunk, and resident
-        self._mapped_bytes = 0
-        self._mapped_resident_bytes = 0
+        # All other free chunks. By their ends: those freed since the last search in that order, the others in lists by
+        # size. There an end stays when its chunk is joined with another, and is passed over later.
+        self._end_of: dict[int, int] = {}
+        self._start_of: dict[int, int] = {}
+        self._unsorted: dict[int, None] = {}
+        self._sorted: dict[int, list[int]] = {}
+        self._sizes: list[int] = []  # in order, of those that were sorted
+        self._last_remainder = -1  # where the one starts that was left when a small block was cut off last
+        self._rest_start = self._rest_end = 0  # it, while nothing else is unsorted; then it is in none of these
+        self._start = self._top = self._end = start_bytes  # of the heap, its top chunk, and what the system gave
+        self._mapped_bytes = self._mapped_resident_bytes = 0
         self._touched_end = 0
         self._given_back = _Intervals()
-        self._written_end = 0  # a block up to here changes nothing when it is written
         self._resident_bytes = 0
+        self._written_end = 0  # what is written up to here is there already
         self._most_in_heap_bytes = self._most_left_bytes = -1
         self._least_mapped_bytes = self._least_trimmed_bytes = 1 << 63
 
-    def replay(self) -> HeapReplay:
+    def replay(self) -> HeapReplay:  # noqa: PLR0912 -- a branch for each kind of call and what most of them need
         """Do all calls in order."""
         resident_bytes, address_bytes = [], []
         starts, bytes_of = self._starts, self._bytes_of
-        cached_of, most_cached, fast_of = self._cached, self._rules.num_cached_per_size, self._fast
+        cached_of, most_cached, fast_of = self._cached, self._most_cached, self._fast
         for kind, value in zip(self._calls.kinds, self._calls.values, strict=True):
             if kind == FREE:
                 chunk_bytes = bytes_of[value]
@@ -210,7 +179,7 @@ class _Heap:
 
     def _memalign(self, block: int, chunk_bytes: int) -> None:
         """Find more than is asked for, cut the aligned chunk out of that, and free what is left on both sides."""
-        wanted_bytes = chunk_bytes + self._spare_bytes
+        wanted_bytes = chunk_bytes + (self._alignment_bytes + _LEAST_CHUNK_BYTES + _CHUNK_ALIGNMENT_BYTES)
         start, end = self._find(wanted_bytes)
         if start == _NOWHERE:
             self._map(block, wanted_bytes)
@@ -228,40 +197,43 @@ class _Heap:
 
     def _write(self, start: int, end: int) -> None:
         """Have the pages of a chunk there."""
-        page_bytes = self._rules.page_bytes
+        page_bytes = self._page_bytes
         self._given_back.remove(start // page_bytes * page_bytes, _round_up(end, page_bytes))
         self._touched_end = max(self._touched_end, end)
         self._count()
 
     def _count(self) -> None:
         """Add up what is resident: pages of live mappings, and of the heap all that was touched and not given back."""
-        heap_bytes = _round_up(self._touched_end, self._rules.page_bytes) - self._given_back.total_bytes
+        heap_bytes = _round_up(self._touched_end, self._page_bytes) - self._given_back.total_bytes
         self._resident_bytes = self._mapped_resident_bytes + heap_bytes
         self._written_end = 0 if self._given_back.total_bytes else self._touched_end
 
     def _find_small(self, chunk_bytes: int) -> tuple[int, int]:
-        """Take a chunk of the fast list of its size, whose others go to the thread's cache, or find one."""
-        if chunk_bytes > _FAST_BYTES or not self._fast[chunk_bytes >> 4]:
-            return self._find(chunk_bytes)
-        fast, cached = self._fast[chunk_bytes >> 4], self._cached[chunk_bytes >> 4]
-        start = fast.pop()
-        while fast and len(cached) < self._rules.num_cached_per_size:
-            cached.append(fast.pop())
-        return start, start + chunk_bytes
+        """Take a chunk of the fast list, whose others go to the cache, or of the last remainder, or find one."""
+        if chunk_bytes <= _FAST_BYTES and (fast := self._fast[chunk_bytes >> 4]):
+            start, cached = fast.pop(), self._cached[chunk_bytes >> 4]
+            while fast and len(cached) < self._most_cached:
+                cached.append(fast.pop())
+            return start, start + chunk_bytes
+        start = self._rest_start
+        end = start + chunk_bytes
+        if end < self._rest_end - _LEAST_CHUNK_BYTES and chunk_bytes < _SMALL_BYTES:
+            self._rest_start = end
+            return start, end
+        return self._find(chunk_bytes)
 
     def _find(self, wanted_bytes: int) -> tuple[int, int]:
         """Take a chunk of the heap and return its start and end; it starts nowhere if the block becomes a mapping."""
         if self._has_fast and wanted_bytes >= _SMALL_BYTES:
             self._join_fast()
+        if self._rest_end:
+            self._file_rest()
         end_of, start_of, unsorted, by_size = self._end_of, self._start_of, self._unsorted, self._sorted
         for end in unsorted:
             start = start_of[end]
             chunk_bytes = end - start
-            if chunk_bytes == wanted_bytes:
+            if chunk_bytes == wanted_bytes or (start == self._last_remainder and self._is_cut(wanted_bytes, end)):
                 break
-            if start == self._last_remainder and wanted_bytes < _SMALL_BYTES and end == next(reversed(unsorted)):
-                if chunk_bytes > wanted_bytes + _LEAST_CHUNK_BYTES:
-                    break
             if chunk_bytes in by_size:
                 by_size[chunk_bytes].append(end)
             else:
@@ -273,7 +245,7 @@ class _Heap:
             if end == _NOWHERE:
                 return self._from_top(wanted_bytes)
             start = start_of[end]
-        if len(unsorted) > 1:
+        if len(unsorted) > 1:  # and this is one of them
             self._forget_before(end)
         rest = start + wanted_bytes
         del end_of[start]
@@ -281,12 +253,31 @@ class _Heap:
             del start_of[end]
             unsorted.pop(end, None)
             return start, end
+        if wanted_bytes < _SMALL_BYTES:
+            self._last_remainder = rest
+            if not unsorted or (len(unsorted) == 1 and end in unsorted):
+                unsorted.clear()
+                del start_of[end]
+                self._rest_start, self._rest_end = rest, end
+                return start, rest
         end_of[rest] = end
         start_of[end] = rest
         unsorted[end] = None
-        if wanted_bytes < _SMALL_BYTES:
-            self._last_remainder = rest
         return start, rest
+
+    def _is_cut(self, wanted_bytes: int, remainder_end: int) -> bool:
+        """Whether a block is cut off the last remainder though others would fit better."""
+        is_only_one = remainder_end == next(reversed(self._unsorted))
+        is_large_enough = remainder_end - self._last_remainder > wanted_bytes + _LEAST_CHUNK_BYTES
+        return wanted_bytes < _SMALL_BYTES and is_only_one and is_large_enough
+
+    def _file_rest(self) -> None:
+        """Put the last remainder where it belongs, as something else is going to be unsorted or searched for."""
+        start, end = self._rest_start, self._rest_end
+        self._end_of[start] = end
+        self._start_of[end] = self._last_remainder = start
+        self._unsorted[end] = None
+        self._rest_start = self._rest_end = 0
 
     def _forget_before(self, end: int) -> None:
         """Take what has been sorted out of what has not, where a search has ended early."""
@@ -303,8 +294,8 @@ class _Heap:
                 return self._find(wanted_bytes)
             if self._is_mapped(wanted_bytes):
                 return _NOWHERE, 0
-            needed_bytes = wanted_bytes + self._rules.top_pad_bytes + _LEAST_CHUNK_BYTES - (self._end - start)
-            self._end += _round_up(needed_bytes, self._rules.page_bytes)
+            needed_bytes = wanted_bytes + self._top_pad_bytes + _LEAST_CHUNK_BYTES - (self._end - start)
+            self._end += _round_up(needed_bytes, self._page_bytes)
         self._top = start + wanted_bytes
         return start, self._top
 
@@ -332,7 +323,7 @@ class _Heap:
         return True
 
     def _map(self, block: int, wanted_bytes: int) -> None:
-        page_bytes, lead_bytes = self._rules.page_bytes, _lead_bytes(0, self._rules.alignment_bytes)
+        page_bytes, lead_bytes = self._page_bytes, _lead_bytes(0, self._alignment_bytes)
         num_bytes = self._calls.block_bytes[block]
         mapped_bytes = _round_up(wanted_bytes + _HEADER_BYTES, page_bytes)
         resident_bytes = _round_up(lead_bytes + _CHUNK_ALIGNMENT_BYTES + num_bytes, page_bytes)
@@ -360,7 +351,7 @@ class _Heap:
 
     def _cut_off(self, start: int, chunk_bytes: int) -> None:
         """Free what an aligned block leaves."""
-        if chunk_bytes <= _CACHED_BYTES and len(self._cached[chunk_bytes >> 4]) < self._rules.num_cached_per_size:
+        if chunk_bytes <= _CACHED_BYTES and len(self._cached[chunk_bytes >> 4]) < self._most_cached:
             self._cached[chunk_bytes >> 4].append(start)
         elif chunk_bytes <= _FAST_BYTES:
             self._fast[chunk_bytes >> 4].append(start)
@@ -370,9 +361,11 @@ class _Heap:
 
     def _join(self, starts: Iterable[int], chunk_bytes: int) -> int:
         """Join chunks of one size with what is free beside them, and return the bytes of what the last is part of."""
+        if self._rest_end:
+            self._file_rest()
         end_of, start_of, unsorted = self._end_of, self._start_of, self._unsorted
-        for start in starts:
-            end = start + chunk_bytes
+        for first in starts:
+            start, end = first, first + chunk_bytes
             if start in start_of:
                 if start in unsorted:
                     del unsorted[start]
@@ -411,12 +404,14 @@ class _Heap:
             self._most_left_bytes = max(self._most_left_bytes, top_bytes)
         else:
             self._least_trimmed_bytes = min(self._least_trimmed_bytes, top_bytes)
-            self._shrink(self._rules.top_pad_bytes)
+            self._shrink(self._top_pad_bytes)
 
     def _trim(self) -> None:
         """Give back whole free pages, as ``malloc_trim(0)``: inside the heap and at its top."""
         self._join_fast()
-        page_bytes = self._rules.page_bytes
+        if self._rest_end:
+            self._file_rest()
+        page_bytes = self._page_bytes
         for start, end in self._end_of.items():
             first, last = _round_up(start + _CHUNK_STRUCT_BYTES, page_bytes), end // page_bytes * page_bytes
             if last > first:
@@ -426,10 +421,10 @@ class _Heap:
 
     def _shrink(self, pad_bytes: int) -> None:
         spare_bytes = self._end - self._top - _LEAST_CHUNK_BYTES - 1 - pad_bytes
-        if spare_bytes >= self._rules.page_bytes:
-            self._end -= spare_bytes // self._rules.page_bytes * self._rules.page_bytes
+        if spare_bytes >= self._page_bytes:
+            self._end -= spare_bytes // self._page_bytes * self._page_bytes
             self._touched_end = min(self._touched_end, self._end)
-            self._given_back.remove(_round_up(self._touched_end, self._rules.page_bytes), None)
+            self._given_back.remove(_round_up(self._touched_end, self._page_bytes), None)
             self._count()
 
 

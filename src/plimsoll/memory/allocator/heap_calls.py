@@ -38,6 +38,9 @@ when the tensor goes.
 """
 
 
+_MALLOCS, _FREES = (bytes((kind,)) * 16 for kind in (MALLOC, FREE))
+
+
 class HeapCalls(NamedTuple):
     """Calls in order, as columns; blocks are numbered as they are taken, from 0.
 
@@ -72,14 +75,15 @@ def heap_calls(
         KeyError: if a storage is freed that is not live.
     """
     changes, thresholds = nodes_before or {}, thresholds_before or {}
+    others = {*trims_before, *thresholds, *changes}
     asked = _Asked(beside_bytes)
     for index, (storage, num_bytes) in enumerate(deltas):
-        if index in trims_before:
-            asked.call(TRIM)
-        if index in thresholds:
-            asked.call(MAP_FROM, thresholds[index])
-        if index in changes:
-            asked.change_nodes(changes[index])
+        if index in others:
+            if index in trims_before:
+                asked.call(TRIM)
+            if index in thresholds:
+                asked.call(MAP_FROM, thresholds[index])
+            asked.change_nodes(changes.get(index, 0))
         if num_bytes < 0:
             asked.free(storage)
         else:
@@ -88,7 +92,7 @@ def heap_calls(
 
 
 class _Asked:
-    """Calls as they are listed, and the first of the blocks of what is live."""
+    """Calls as they are listed, and the blocks of what is live."""
 
     def __init__(self, beside_bytes: tuple[int, ...]) -> None:
         self._kinds = bytearray()
@@ -97,7 +101,7 @@ class _Asked:
         self._data_place = len(self._before_bytes)
         behind = range(self._data_place + 1, 1 + len(beside_bytes))
         self._order_of_free = (*behind[1:], self._data_place, *range(self._data_place), *behind[:1])
-        self._tensor_kinds = bytes((MALLOC,) * self._data_place + (MEMALIGN,) + (MALLOC,) * len(behind))
+        self._tensor_kinds = _MALLOCS[: self._data_place] + bytes((MEMALIGN,)) + _MALLOCS[: len(behind)]
         self._first_of: dict[int, int] = {}  # by storage
         self._nodes: list[range] = []
 
@@ -127,14 +131,14 @@ class _Asked:
     def change_nodes(self, change: int) -> None:
         for _ in range(change):
             sizes = NODE_OBJECTS_BYTES[len(self._nodes) % len(NODE_OBJECTS_BYTES)]
-            blocks = range(len(self._block_bytes), len(self._block_bytes) + len(sizes))
+            first = len(self._block_bytes)
             self._block_bytes.extend(sizes)
-            self._kinds += bytes((MALLOC,)) * len(sizes)
-            self._values.extend(blocks)
-            self._nodes.append(blocks)
+            self._nodes.append(range(first, first + len(sizes)))
+            self._kinds += _MALLOCS[: len(sizes)]
+            self._values.extend(self._nodes[-1])
         for _ in range(-change):
             self._give_back(self._nodes.pop())
 
     def _give_back(self, blocks: Sequence[int]) -> None:
-        self._kinds += bytes((FREE,)) * len(blocks)
+        self._kinds += _FREES[: len(blocks)]
         self._values.extend(blocks)
