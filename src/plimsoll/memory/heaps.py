@@ -65,8 +65,8 @@ class _Traced:
 
     def replay(self, rules: HeapRules, is_long: bool) -> InHeap:
         thresholds = _thresholds(self._written, self._live, rules)
-        key = is_long, rules.trims_after_steps, tuple(thresholds.items())
         later = _later(self._written, self._live) if is_long else _NO_STEPS
+        key = later.times, rules.trims_after_steps, tuple(thresholds.items())
         if key not in self._calls:
             self._calls[key] = self._listed(rules.trims_after_steps, thresholds, later)
         replays = self._replays.setdefault(key, [])
