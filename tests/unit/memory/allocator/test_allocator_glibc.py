@@ -362,3 +362,20 @@ def test_what_holds_for_other_rules_is_what_they_give():
                 num_others += columns(replay(calls, others)) != columns(found)
     assert min(num_alike, num_others) > 20
     assert not found.is_as_with(rules.model_copy(update={"num_cached_per_size": rules.num_cached_per_size + 1}))
+
+
+def test_what_holds_for_others_ends_where_a_block_would_be_mapped_or_the_top_would_go_back():
+    sizes = (300_000, 3 * MIB // 2, 6 * MIB)
+    deltas = [(0, 2 * MIB), *((size, sign * size) for size in sizes for sign in (1, -1))]
+    changed = {"trim_threshold_bytes": MIB, "top_pad_bytes": 0, "num_cached_per_size": 0}
+    calls, rules = heap_calls(deltas), FAST_HEAP.model_copy(update=changed)
+    found = replay(calls, rules)
+    for name, (most, least) in {
+        "mmap_threshold_bytes": found.map_range,
+        "trim_threshold_bytes": found.trim_range,
+    }.items():
+        assert most < getattr(rules, name) <= least
+        for threshold_bytes, is_alike in ((most, False), (most + 1, True), (least, True), (least + 1, False)):
+            others = rules.model_copy(update={name: threshold_bytes})
+            assert found.is_as_with(others) == is_alike
+            assert (columns(replay(calls, others)) == columns(found)) == is_alike, (name, threshold_bytes)
