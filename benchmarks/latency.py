@@ -202,7 +202,7 @@ def main() -> None:
     about = f"R, importing torch and transformers, took {medians['R']:.1f} s; medians of {arguments.rounds} rounds."
     text = f"{about}\n\n{table(('command', 'wall time', 'in R', 'budget', ''), shown)}"
     print(text)
-    file_result(arguments.out, "latency", "Wall time of commands", text)
+    file_result(arguments.out, "latency", "Wall time of commands", "", text)
     print(json.dumps({"ratios": ratios, "seconds": medians, "over": over}))
     sys.exit(1 if over else 0)
 
