@@ -30,9 +30,9 @@ def main() -> None:
         return
     import plimsoll.run.train  # noqa: F401  -- as a training process imports
     from plimsoll import assemble  # noqa: F401
-    from plimsoll.run.worker import _warm
+    from plimsoll.run.baseline import load_libraries
 
-    _warm(Job.from_json(json.loads(first)["job"]))
+    load_libraries(Job.from_json(json.loads(first)["job"]))
     line = first
     while line:
         run = json.loads(line)

@@ -30,6 +30,7 @@ from plimsoll.cli import (
     workers,
 )
 from plimsoll.cli.output import complain, tell
+from plimsoll.device.threads import spin_briefly
 from plimsoll.errors import Interrupted, PlimsollError
 from plimsoll.forked import end_as_asked
 from plimsoll.run.orphans import is_rank
@@ -111,6 +112,7 @@ def main() -> None:
     their reader goes away (``| head``).
     """
     end_as_asked()
+    spin_briefly()
     if sys.argv[1:2] == ["fork-server"]:
         sys.argv[1:] = workers.forked_as(Path(sys.argv[2]))
     try:

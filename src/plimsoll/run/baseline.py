@@ -195,11 +195,20 @@ def load_training(job: Job) -> None:
         JobError: if there is no such model.
     """
     from plimsoll import assemble  # noqa: F401
-    from plimsoll.models.build import build_model, sketch_model
     from plimsoll.run import train, trial  # noqa: F401
 
     load_libraries(job)
-    # Imports what the model is made of: also a function of the user's, which a sketch does not call, may import more.
+    load_model_code(job)
+
+
+def load_model_code(job: Job) -> None:
+    """Import what the model is made of: also a function of the user's, which a sketch does not call, may import more.
+
+    Raises:
+        JobError: if there is no such model.
+    """
+    from plimsoll.models.build import build_model, sketch_model
+
     if sketch_model(job) is None:
         with suppress(JobError):  # who traces it says what is wrong with it
             build_model(job, job.tokenizer.vocab_size, 2 if job.is_labelled else None, 0, device="meta")

@@ -27,7 +27,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
 from plimsoll.records.trace import Trace
-from plimsoll.run.baseline import Baseline, job_baseline
+from plimsoll.run.baseline import Baseline, job_baseline, load_model_code
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearse import rehearse_job
@@ -117,6 +117,7 @@ class _Forecast:
 
     def __post_init__(self) -> None:
         require_vectors(self.job)
+        load_model_code(self.job)  # first: what a library is told in a rehearsal, it is told if it is there
         self.texts = sketch_texts(self.job)
         if self.job.distill is not None:
             require_teacher(self.job, self.texts)

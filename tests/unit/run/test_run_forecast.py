@@ -8,6 +8,7 @@ from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.comparison import Target as LearnedTarget
 from plimsoll.records.job import Job
 from plimsoll.run.forecast import batch_lengths, predict_job
+from processes import run_program
 
 MIB = 1 << 20
 LSTM = {"architecture": "lstm", "embedding_size": 64, "hidden_size": 64}
@@ -198,3 +199,29 @@ def test_what_a_job_pins_is_predicted_and_so_is_what_its_ranks_exchange():
     assert sharded.exchange.largest_gathered_bytes >= 4 * 198_272
     assert sharded.parts["optimizer states"] < plain.parts["optimizer states"] / 3
     assert predict_job(job(model=gpt2), device="a100-pcie-40gb").exchange is None
+
+
+TWICE = """
+import sys
+from plimsoll.records.job import Job
+from plimsoll.run import forecast
+
+traces, rehearse = [], forecast.rehearse_job
+forecast.rehearse_job = lambda *given, **named: traces.append(rehearse(*given, **named)) or traces[-1]
+fields = {"model": {"architecture": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}, "data": sys.argv[1]}
+job = forecast.Job.from_fields(fields | {"tokenizer": {"vocab_size": 300}, "sequence_length": 16, "batch_size": 4})
+for _ in range(2):
+    forecast.predict_job(job, device="rtx3060")
+first, second = traces
+print(first.ops.name == second.ops.name, first.storages.num_bytes == second.storages.num_bytes)
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.long
+def test_the_first_prediction_of_a_process_is_that_of_the_second(tmp_path):
+    """What is imported in a rehearsal would not be told that it is none, and GPT-2 would build a mask."""
+    text = tmp_path / "text.txt"
+    text.write_text("a ship sails on the sea " * 200)
+    done = run_program(TWICE, text)
+    assert done.stdout == "True True\n", done.stderr
