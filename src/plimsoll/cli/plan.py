@@ -173,8 +173,10 @@ def _plan_training(
     from plimsoll.records.comparison import Calibration
     from plimsoll.report.plan_sheets import headline
     from plimsoll.report.progress import spinner
+    from plimsoll.run.imports import leave_out_unused
 
     learned = None if calibration is None else Calibration.load(calibration)
+    leave_out_unused(job)
     from plimsoll.run.learning import known_calibration
     from plimsoll.run.plan import plan_job
 

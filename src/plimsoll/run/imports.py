@@ -17,6 +17,7 @@ nor a job of which it is not known what it imports (see `leave_out_unused`).
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence

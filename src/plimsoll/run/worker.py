@@ -17,6 +17,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.records.units import format_bytes
 from plimsoll.run.directory import RunDirectory
+from plimsoll.run.imports import leave_out_unused
 from plimsoll.run.leftovers import remove_leftovers, share_a_folder_with_children
 from plimsoll.run.orphans import begin_supervised
 
@@ -58,6 +59,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
 
     directory = RunDirectory(path)
     job, peak, made_bytes = Job.from_yaml(directory.job), PeakCounter(), 0
+    leave_out_unused(job)
     if tokenizer_budget_bytes is not None:
         peak.reset()
         with stages(quiet) as progress:
@@ -205,6 +207,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
     _begin_supervised()
     directory = RunDirectory(path)
     job = Job.from_yaml(directory.job)
+    leave_out_unused(job)
     if goes_on:
         _require_checkpoint(directory, job, from_step)
         if keep and _is_still_good(directory, job, quiet):
@@ -480,6 +483,7 @@ def _begin_supervised() -> None:
 
 def _warm(job: Job) -> None:
     """Import what the job needs before memory is limited and counted."""
+    leave_out_unused(job)
     import torch._dynamo  # noqa: F401  -- torch.optim imports it at the first step otherwise
 
     from plimsoll.models.recurrent import RECURRENT
