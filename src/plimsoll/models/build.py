@@ -140,6 +140,13 @@ def sketch_model(job: Job) -> nn.Module | None:
     return build_model(job, vocab_size, num_labels, 0, device="meta")
 
 
+def import_library_of(job: Job) -> None:
+    """Import transformers where the model of a job may need it, and not in the midst of what is traced or counted."""
+    architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
+    if architecture not in RECURRENT or job.distill is not None:  # which may have a teacher of theirs
+        import transformers  # noqa: F401
+
+
 def save_model(model: nn.Module, folder: Path) -> None:
     """Write a model into ``folder``, which is made if need be, with no more copies in memory than `save_weights` makes.
 
