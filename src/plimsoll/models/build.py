@@ -29,7 +29,6 @@ from plimsoll.errors import JobError, OutputError
 from plimsoll.mapped import MappedPool
 from plimsoll.models.hugging_face import (
     TextShape,
-    architectures,
     build_hugging_face,
     is_hugging_face,
     load_hugging_face,
@@ -39,7 +38,6 @@ from plimsoll.models.imported import build_imported, find_imported
 from plimsoll.models.in_files import made_in
 from plimsoll.models.quantization_aware import train_for_integers
 from plimsoll.models.recurrent import (
-    RECURRENT,
     RecurrentLanguageModel,
     RecurrentModel,
     build_recurrent,
@@ -48,8 +46,9 @@ from plimsoll.models.recurrent import (
 )
 from plimsoll.models.recurrent_tagger import build_tagger
 from plimsoll.models.vectors import prepare_embedding, with_dimension
+from plimsoll.named import RECURRENT, require_model_name
 from plimsoll.records.embeddings import VectorSource
-from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task, near
+from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task
 from plimsoll.weights.saving import save_weights
 from plimsoll.workload import LossFunction, Units, model_loss
 
@@ -101,6 +100,7 @@ def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as
 
 
 def _model(job: Job, shape: TextShape, device: str, files: MappedPool | None) -> nn.Module:
+    require_model_name(job.model, job.task)
     if isinstance(job.model, dict):
         return _new_model(job.model, shape, device, job.embeddings)
     if job.model in RECURRENT:
@@ -112,7 +112,7 @@ def _model(job: Job, shape: TextShape, device: str, files: MappedPool | None) ->
             return build_imported(
                 job.model, vocab_size=shape.vocab_size, num_labels=shape.num_labels, end_id=shape.end_id
             )
-    raise _no_such_model(job.model, shape)
+    raise AssertionError(f"{job.model} is one of these, or has been refused")
 
 
 def sketch_model(job: Job) -> nn.Module | None:
@@ -192,21 +192,11 @@ def name_labels(model: nn.Module, names: tuple[str, ...]) -> None:
 
 
 def _new_model(fields: dict[str, Any], shape: TextShape, device: str, vectors: VectorSource | None) -> nn.Module:
-    architecture = fields.get("architecture")
-    if architecture is None:
-        raise JobError(
-            f"model: there is {', '.join(fields) or 'nothing'} and no architecture; add one, for example "
-            "`architecture: gpt2`"
-        )
+    architecture = fields["architecture"]
     if architecture in RECURRENT:
         fields = with_dimension(fields, vectors)
         with torch.device(device):
             return _build(shape)({**fields, "vocab_size": shape.vocab_size, "num_labels": shape.num_labels})
-    known = [*architectures(shape.num_labels, shape.is_tagger), *RECURRENT]
-    if architecture not in known:
-        raise JobError(
-            f"model: there is no {shape.head} of architecture `{architecture}`; {near(str(architecture), known)}"
-        )
     own_fields = {name: value for name, value in fields.items() if name != "architecture"}
     return build_hugging_face(architecture, own_fields, shape, device)
 
@@ -236,13 +226,3 @@ def _loaded_model(folder: Path, shape: TextShape, device: str, files: MappedPool
 
 def _build(shape: TextShape) -> Callable[[dict[str, Any]], RecurrentModel]:
     return build_tagger if shape.is_tagger else build_recurrent
-
-
-def _no_such_model(name: str, shape: TextShape) -> JobError:
-    known = [*architectures(shape.num_labels, shape.is_tagger), *RECURRENT]
-    if name in known:
-        return JobError(f"model: there is no folder {name}; for a new model write `model: {{architecture: {name}}}`")
-    return JobError(
-        f"model: there is no folder {name}: download a model first (hf download {name} --local-dir {Path(name).name}), "
-        f"or name an architecture; {near(name, known)}"
-    )

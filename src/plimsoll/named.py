@@ -1,0 +1,171 @@
+"""What a job names of torch and transformers, checked without importing them: their sources say what there is.
+
+Importing them takes seconds, which a typo should not cost. Where a source is not laid out as expected, they are
+imported and asked. Does NOT check values: a class refuses those itself when something is built with them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from plimsoll.errors import JobError
+from plimsoll.records.job import OptimizerChoice, Task, near
+
+RECURRENT = ("lstm", "gru", "rnn")
+"""Architectures of Plimsoll's own."""
+
+HEADS: dict[Task, str] = {
+    "language-modeling": "language model",
+    "classification": "sequence classifier",
+    "token-classification": "token classifier",
+}
+"""The kind of model that a task takes, in words."""
+
+_MAPPINGS: dict[Task, str] = {
+    "language-modeling": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+}
+
+_REFUSED_OPTIMIZERS = {
+    "lbfgs": "it computes the loss several times in one step, and a step here is one pass over its samples",
+    "sparseadam": "it takes sparse gradients only, and these models have dense ones",
+    "muon": "it takes matrices only, and every model here has vectors (biases, normalisations) as well",
+}
+
+
+def require_model_name(model: str | dict[str, Any], task: Task) -> None:
+    """Refuse a model that names no architecture, no folder and no function.
+
+    Args:
+        model: as a job has it; only its ``architecture`` is looked at.
+        task: of the job.
+
+    Raises:
+        JobError: it names the nearest architecture.
+    """
+    if isinstance(model, str):
+        if not (model in RECURRENT or Path(model).is_dir() or ":" in model):
+            raise _no_such_model(model, task)
+        return
+    architecture = model.get("architecture")
+    if architecture is None:
+        raise JobError(
+            f"model: there is {', '.join(model) or 'nothing'} and no architecture; add one, for example "
+            "`architecture: gpt2`"
+        )
+    if architecture in RECURRENT:
+        return
+    known = [*architectures(task), *RECURRENT]
+    if architecture not in known:
+        raise JobError(
+            f"model: there is no {HEADS[task]} of architecture `{architecture}`; {near(str(architecture), known)}"
+        )
+
+
+def _no_such_model(name: str, task: Task) -> JobError:
+    known = [*architectures(task), *RECURRENT]
+    if name in known:
+        return JobError(f"model: there is no folder {name}; for a new model write `model: {{architecture: {name}}}`")
+    return JobError(
+        f"model: there is no folder {name}: download a model first (hf download {name} --local-dir {Path(name).name}), "
+        f"or name an architecture; {near(name, known)}"
+    )
+
+
+@cache
+def architectures(task: Task) -> tuple[str, ...]:
+    """List the architectures of which transformers has a model for a task."""
+    for statement in _statements("transformers", "models/auto/modeling_auto.py"):
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[pairs])) if name == _MAPPINGS[task]:
+                return tuple(sorted(dict(ast.literal_eval(pairs))))
+    from transformers.models.auto import modeling_auto
+
+    return tuple(sorted(getattr(modeling_auto, _MAPPINGS[task])))
+
+
+def require_optimizer(choice: OptimizerChoice, steps: int | None = None) -> None:
+    """Refuse an optimizer that is not in ``torch.optim``, or cannot be used here, and arguments that it does not take.
+
+    Args:
+        choice: of a job.
+        steps: of the training, in which its warm-up must end; ``None`` where that does not matter.
+
+    Raises:
+        JobError: it names the nearest optimizer or argument.
+    """
+    name, known = choice.name.lower(), optimizer_arguments()
+    if name in _REFUSED_OPTIMIZERS:
+        raise JobError(f"optimizer: `{name}` cannot be used: {_REFUSED_OPTIMIZERS[name]}; use for example `adamw`")
+    if name not in known:
+        raise JobError(f"optimizer: there is no `{choice.name}` in torch.optim; {near(name, known)}")
+    for argument in choice.arguments:
+        if argument not in known[name]:
+            raise JobError(f"optimizer: `{name}` has no argument `{argument}`; {near(argument, known[name])}")
+    if steps is not None and choice.warmup_steps > steps:
+        raise JobError(
+            f"optimizer: a warm-up of {choice.warmup_steps} steps does not end in {steps} steps: "
+            f"set optimizer.warmup_steps to {steps} or less"
+        )
+
+
+@cache
+def optimizer_arguments() -> dict[str, tuple[str, ...]]:
+    """Return the optimizers of ``torch.optim`` that can be used here, and the arguments of each beside ``lr``."""
+    found = dict(_optimizers_of_sources())
+    if not found:
+        import inspect
+
+        import torch
+
+        classes = [one for one in vars(torch.optim).values() if isinstance(one, type)]
+        optimizers = [
+            one for one in classes if issubclass(one, torch.optim.Optimizer) and one is not torch.optim.Optimizer
+        ]
+        found = {one.__name__.lower(): tuple(inspect.signature(one).parameters) for one in optimizers}
+    return {
+        name: tuple(argument for argument in arguments if argument not in {"params", "lr"})
+        for name, arguments in found.items()
+        if name not in _REFUSED_OPTIMIZERS
+    }
+
+
+def _optimizers_of_sources() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Find the classes that ``torch.optim`` imports; none at all, where one has no arguments of its own."""
+    found = []
+    for statement in _statements("torch", "optim/__init__.py"):
+        match statement:
+            case ast.ImportFrom(module=str(module), names=[ast.alias(name=name)]) if module.startswith("torch.optim."):
+                arguments = _arguments_of(f"{module.removeprefix('torch.').replace('.', '/')}.py", name)
+                if name != "Optimizer" and name[:1].isupper():
+                    if arguments is None:
+                        return
+                    found.append((name.lower(), arguments))
+    yield from found
+
+
+def _arguments_of(file: str, class_name: str) -> tuple[str, ...] | None:
+    for statement in _statements("torch", file):
+        if isinstance(statement, ast.ClassDef) and statement.name == class_name:
+            for inner in statement.body:
+                if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+                    given = inner.args
+                    return tuple(one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs))[1:]
+    return None
+
+
+def _statements(package: str, file: str) -> list[ast.stmt]:
+    """The statements of a source file of a package; none where there is no such file."""
+    spec = find_spec(package)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    for folder in folders:
+        path = Path(folder, file)
+        if path.is_file():
+            return ast.parse(path.read_text(encoding="utf-8")).body
+    return []
