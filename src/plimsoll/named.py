@@ -7,13 +7,14 @@ imported and asked. Does NOT check values: a class refuses those itself when som
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
-from plimsoll.errors import JobError
+from plimsoll.errors import InputError, JobError
 from plimsoll.records.job import OptimizerChoice, Task, near
 
 RECURRENT = ("lstm", "gru", "rnn")
@@ -76,6 +77,37 @@ def _no_such_model(name: str, task: Task) -> JobError:
         f"model: there is no folder {name}: download a model first (hf download {name} --local-dir {Path(name).name}), "
         f"or name an architecture; {near(name, known)}"
     )
+
+
+def require_labels(task: Task, num_labels: int) -> None:
+    """Refuse data whose texts all have one label.
+
+    Raises:
+        JobError: it says how many there are.
+    """
+    if num_labels < 2:
+        raise JobError(
+            f"model: a {task} needs at least 2 labels, but the data have {num_labels}: add texts of another label"
+        )
+
+
+def require_technique(name: str, known: Collection[str] | None = None) -> None:
+    """Refuse a technique that there is not.
+
+    Args:
+        name: of the technique.
+        known: those that there are; by default those of Plimsoll's own, of which each is a module of that name.
+
+    Raises:
+        InputError: it names the nearest.
+    """
+    if known is None:
+        spec = find_spec("plimsoll.techniques")
+        assert spec is not None
+        modules = [module.name for module in iter_modules(spec.submodule_search_locations)]
+        known = [module for module in modules if not module.startswith("_")]
+    if name not in known:
+        raise InputError(f"there is no technique `{name}`; {near(name, known)}")
 
 
 @cache

@@ -98,6 +98,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
     """
     from plimsoll.cli.answer import answering, check_output, hand_over, limit_bytes_of
     from plimsoll.records.job import Job
+    from plimsoll.run.refusals import require_sound
 
     with answering("the planning", as_json):
         # Everything that can be refused is refused before the work.
@@ -117,6 +118,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
             found, sentence = _plan_inference(subject, task, tokens, dtype, (device, limit_bytes), quiet or as_json)
         else:
             job, wishes = Job.from_yaml(subject, tuple(changes or ())), _wishes(pins or (), forbids or ())
+            require_sound(job, device, limit_bytes, *wishes)
             make = _compare if compare else _plan_training
             found, sentence = make(job, wishes, calibration, (device, limit_bytes), quiet or as_json)
         if export is not None:

@@ -20,6 +20,8 @@ from plimsoll.records.job import Job
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import parse_bytes
 from plimsoll.records.watch import WatchRecord, is_recording
+from plimsoll.run.imports import leave_out_unused
+from plimsoll.run.refusals import require_sound
 
 if TYPE_CHECKING:
     from plimsoll.run.step import TrainStep
@@ -81,10 +83,12 @@ def is_not_begun(path: Path) -> bool:
 
 
 def _of_job(path: Path, device: str | None, budget: str | int | None, progress: Progress | None) -> Diagnosis:
+    job, limit_bytes = Job.from_yaml(path), _bytes(budget)
+    require_sound(job, device, limit_bytes)
+    leave_out_unused(job)
     from plimsoll.diagnose.of_job import diagnosis_of_job
 
-    job = Job.from_yaml(path)
-    return diagnosis_of_job(job, path.name, device=device, limit_bytes=_bytes(budget), progress=progress)
+    return diagnosis_of_job(job, path.name, device=device, limit_bytes=limit_bytes, progress=progress)
 
 
 def _of_run(

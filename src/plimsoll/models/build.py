@@ -46,7 +46,7 @@ from plimsoll.models.recurrent import (
 )
 from plimsoll.models.recurrent_tagger import build_tagger
 from plimsoll.models.vectors import prepare_embedding, with_dimension
-from plimsoll.named import RECURRENT, require_model_name
+from plimsoll.named import RECURRENT, require_labels, require_model_name
 from plimsoll.records.embeddings import VectorSource
 from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task
 from plimsoll.weights.saving import save_weights
@@ -76,11 +76,8 @@ def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as
     Raises:
         JobError: if the model cannot be named, built, loaded or used so; the message says which field and why.
     """
-    if job.is_labelled and (num_labels is None or num_labels < 2):
-        raise JobError(
-            f"model: a {job.task} needs at least 2 labels, but the data have {num_labels or 0}: "
-            "add texts of another label"
-        )
+    if job.is_labelled:
+        require_labels(job.task, num_labels or 0)
     labels, is_tagger = (num_labels if job.is_labelled else None), job.task == "token-classification"
     shape = TextShape(vocab_size, labels, end_id, job.sequence_length, is_tagger, pad_id)
     with nullcontext() if files is None else made_in(files):
