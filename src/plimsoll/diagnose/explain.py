@@ -61,7 +61,7 @@ def explain(
         if path.is_file():
             return _of_file(path)
         if is_not_begun(path):
-            return _of_job(path / "job.yaml", device, budget, progress)
+            return _of_job(path / "job.yaml", device, budget, progress, has_data=False)
         return _of_run(RunRecord.from_directory(path), path, device, budget, progress)
     if isinstance(source, RunRecord):
         return diagnosed(evidence_of_run(source), _survived(source))
@@ -82,9 +82,11 @@ def is_not_begun(path: Path) -> bool:
     return (path / "job.yaml").is_file() and (path / "plan.json").is_file() and not (path / "run.json").exists()
 
 
-def _of_job(path: Path, device: str | None, budget: str | int | None, progress: Progress | None) -> Diagnosis:
+def _of_job(
+    path: Path, device: str | None, budget: str | int | None, progress: Progress | None, has_data: bool = True
+) -> Diagnosis:
     job, limit_bytes = Job.from_yaml(path), _bytes(budget)
-    require_sound(job, device, limit_bytes)
+    require_sound(job, device, limit_bytes, has_data=has_data)
     leave_out_unused(job)
     from plimsoll.diagnose.of_job import diagnosis_of_job
 

@@ -73,7 +73,7 @@ def predict_job(
         DeviceError: if there is no such device.
         InputError: if the model cannot be traced.
     """
-    require_sound(job, device, limit_bytes)
+    require_sound(job, device, limit_bytes, has_data=False)
     with threads_of_rank(job.ranks):
         forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), progress or (lambda text: None))
         forecast.target.calibration = calibration

@@ -126,7 +126,7 @@ def planner_of(  # noqa: PLR0917 -- called twice
     budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
     budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
     pins, forbids = wishes
-    require_sound(job, device, limit_bytes, pins, forbids, is_prepared=texts is not None)
+    require_sound(job, device, limit_bytes, pins, forbids, has_data=False)
     name = device_of_job(job, device)
     with ExitStack() as stack:
         stack.enter_context(threads_of_rank(job.ranks))

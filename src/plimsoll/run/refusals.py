@@ -33,7 +33,7 @@ def require_sound(
     pins: Iterable[Pin] = (),
     forbids: Sequence[str] = (),
     *,
-    is_prepared: bool = False,
+    has_data: bool = True,
 ) -> None:
     """Refuse a job with all that is wrong with it, as far as that can be told without torch.
 
@@ -43,7 +43,8 @@ def require_sound(
         limit_bytes: see `device`.
         pins: of the plan, beside those of the job.
         forbids: names of techniques.
-        is_prepared: the data are prepared already: where they came from need not be there.
+        has_data: whether its texts, tokenizer and vectors are to be there; not of a job that a program makes up, nor
+            where they have been prepared.
 
     Raises:
         InputError: of the kind of the only fault, or with a line for each of several.
@@ -51,7 +52,7 @@ def require_sound(
     names = [*(pin.technique for pin in (*pins, *map(parse_pin, job.pin))), *forbids]
     checks = [
         lambda: require_model_name(job.model, job.task),
-        *([] if is_prepared else _checks_of_data(job)),
+        *(_checks_of_data(job) if has_data else ()),
         lambda: require_optimizer(job.optimizer, job.steps),
         lambda: require_teacher_folder(job),
         *(lambda name=name: require_technique(name) for name in dict.fromkeys(names)),
@@ -119,6 +120,6 @@ def _require_more_than_a_process(job: Job, device: str | None, limit_bytes: int 
         raise BudgetError(
             f"a budget of {format_bytes(budget_bytes)} cannot hold any training: a process takes more than "
             f"{format_bytes(LEAST_PROCESS_BYTES)} when it has imported torch and nothing else, and "
-            f"{format_bytes(MARGIN_BYTES)} are kept back: give a budget well above that; without one, `plimsoll predict` "
-            "says what is needed"
+            f"{format_bytes(MARGIN_BYTES)} are kept back: give a budget well above that, or leave it out to be told "
+            "what is needed"
         )
