@@ -39,6 +39,38 @@ def test_traces_and_losses_are_those_of_a_process_that_imports_all(lean):
     assert lean["traces"] == lean_program.traces()
 
 
+COUNTED = """
+import atexit, sys
+atexit.register(lambda: print(len(sys.modules), file=sys.stderr))
+from plimsoll.cli.main import main
+main()
+"""
+NET = {"architecture": "lstm", "embedding_size": 8, "hidden_size": 8}
+GPT = {"architecture": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}
+ON_CARD = ["predict", "job.yaml", "--device", "rtx3060"]
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(
+    ("arguments", "model", "ceiling"),
+    [
+        (["--help"], NET, 460),  # measured: 403
+        (["predict", "job.yaml", "--set", "optimizer.l=3"], GPT, 660),  # 583
+        pytest.param(ON_CARD, NET, 2600, marks=pytest.mark.long),  # 2313; 2593 with the compiler
+        pytest.param(ON_CARD, GPT, 3000, marks=pytest.mark.long),  # 2673; 3591 with all that transformers takes along
+    ],
+    ids=["help", "refusal", "lstm", "gpt2"],
+)
+def test_a_command_imports_no_more_than_so_many_modules(tmp_path, arguments, model, ceiling):
+    """With an eighth of headroom, for other versions of libraries; Python's own modules count too."""
+    (tmp_path / "text.txt").write_text("A few words. " * 99)
+    job = {"model": model, "data": "text.txt", "tokenizer": {"vocab_size": 300}, "sequence_length": 8, "batch_size": 2}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    command = [sys.executable, "-c", COUNTED, *arguments]
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert int(done.stderr.split()[-1]) <= ceiling, done.stderr
+
+
 @pytest.fixture
 def num_finders(monkeypatch):
     """How many finders a job has a command's process add."""

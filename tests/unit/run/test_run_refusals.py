@@ -5,12 +5,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import yaml
-from tests.processes import environment
+from tests.processes import environment, run_program
 
 from plimsoll.assemble import require_buildable
-from plimsoll.device.process import private_bytes
 from plimsoll.errors import BudgetError, DataError, InputError, JobError
 from plimsoll.named import require_technique
 from plimsoll.records.job import Job
@@ -29,7 +27,11 @@ FAULTS = {
     "argument": ({"optimizer": {"l": 3}}, JobError, "`adamw` has no argument `l`"),
     "warm-up": ({"optimizer": {"warmup_steps": 9}, "steps": 3}, JobError, "a warm-up of 9 steps does not end in 3"),
     "text": ({"data": "nowhere.txt"}, DataError, "no file or folder .*nowhere.txt: check the path"),
-    "validation": ({"data": {"train": "text.txt", "validation": "gone/*.txt"}}, DataError, "gone/.*.txt"),
+    "validation": (
+        {"data": {"train": "text.txt", "validation": "gone.txt"}},
+        DataError,
+        "no file or folder .*gone.txt",
+    ),
     "tokenizer": ({"tokenizer": "gone"}, DataError, "there is no tokenizer at .*gone"),
     "vectors": ({"embeddings": "gone.txt"}, JobError, "embeddings: .*gone.txt"),
     "teacher": ({"distill": "gone"}, JobError, "distill.teacher: there is no model in .*gone"),
@@ -67,9 +69,9 @@ def test_what_is_sound_passes(job):
 
 
 def test_all_faults_are_said_at_once(job):
-    changes = {
-        key: value for name in ("architecture", "argument", "text", "pin") for key, value in FAULTS[name][0].items()
-    }
+    changes = {}
+    for name in ("architecture", "argument", "text", "pin"):
+        changes |= FAULTS[name][0]
     with pytest.raises(JobError) as refused:
         require_sound(job(**changes), "rtx306", pins=[parse_pin("chekpointing=all")])
     first, *lines = str(refused.value).splitlines()
@@ -119,10 +121,7 @@ def test_a_budget_is_of_the_process_on_a_processor_only(job, device, limit_bytes
 @pytest.mark.cold
 def test_every_process_with_torch_takes_more_than_the_least():
     program = "import torch; from plimsoll.device.process import private_bytes; print(private_bytes())"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
-    )
-    assert LEAST_PROCESS_BYTES < int(done.stdout) < private_bytes() or torch.cuda.is_available()
+    assert int(run_program(program).stdout) > LEAST_PROCESS_BYTES
 
 
 @pytest.mark.cold
