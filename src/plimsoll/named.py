@@ -7,7 +7,7 @@ imported and asked. Does NOT check values: a class refuses those itself when som
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any
 
 from plimsoll.errors import InputError, JobError
 from plimsoll.records.job import OptimizerChoice, Task, near
+
+_CONFIG_BASE = "PreTrainedConfig"
 
 RECURRENT = ("lstm", "gru", "rnn")
 """Architectures of Plimsoll's own."""
@@ -32,6 +34,10 @@ _MAPPINGS: dict[Task, str] = {
     "classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
 }
+
+_SET_BY_JOB = frozenset(
+    {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "num_labels", "dtype", "problem_type", "is_decoder"}
+)
 
 _REFUSED_OPTIMIZERS = {
     "lbfgs": "it computes the loss several times in one step, and a step here is one pass over its samples",
@@ -67,6 +73,39 @@ def require_model_name(model: str | dict[str, Any], task: Task) -> None:
         raise JobError(
             f"model: there is no {HEADS[task]} of architecture `{architecture}`; {near(str(architecture), known)}"
         )
+
+
+def require_model_fields(model: str | dict[str, Any]) -> None:
+    """Refuse fields that the configuration of an architecture of transformers has not; see `require_fields`.
+
+    Args:
+        model: as a job has it. What the sources do not tell is left to who builds it.
+    """
+    known = _config_fields(str(model.get("architecture"))) if isinstance(model, dict) else None
+    if known is not None and isinstance(model, dict):
+        require_fields(str(model["architecture"]), set(model) - {"architecture"}, known)
+
+
+def require_fields(architecture: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse fields of a model that its configuration has not, or that a job decides.
+
+    Args:
+        architecture: of the model.
+        given: the names of the fields.
+        known: those that its configuration has beyond what all have.
+
+    Raises:
+        JobError: it names the nearest field.
+    """
+    for name in given:
+        if name in _SET_BY_JOB:
+            raise JobError(f"model: `{name}` of `{architecture}` is set from the job and its tokenizer: leave it out")
+        if name not in known:
+            raise JobError(
+                f"model: `{architecture}` has no field `{name}`; {near(name, sorted(set(known) - _SET_BY_JOB))}"
+            )
+    if "vocab_size" not in known:
+        raise JobError(f"model: `{architecture}` holds several models: give the architecture of its text model")
 
 
 def _no_such_model(name: str, task: Task) -> JobError:
@@ -113,10 +152,9 @@ def require_technique(name: str, known: Collection[str] | None = None) -> None:
 @cache
 def architectures(task: Task) -> tuple[str, ...]:
     """List the architectures of which transformers has a model for a task."""
-    for statement in _statements("transformers", "models/auto/modeling_auto.py"):
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[pairs])) if name == _MAPPINGS[task]:
-                return tuple(sorted(dict(ast.literal_eval(pairs))))
+    found = dict(_pairs("models/auto/modeling_auto.py", _MAPPINGS[task]))
+    if found:
+        return tuple(sorted(found))
     from transformers.models.auto import modeling_auto
 
     return tuple(sorted(getattr(modeling_auto, _MAPPINGS[task])))
@@ -192,6 +230,57 @@ def _arguments_of(file: str, class_name: str) -> tuple[str, ...] | None:
     return None
 
 
+def _config_fields(architecture: str) -> set[str] | None:
+    """Return the fields of a configuration beyond those of all; ``None`` where the sources do not tell."""
+    class_name = dict(_pairs("models/auto/auto_mappings.py", "CONFIG_MAPPING_NAMES")).get(architecture)
+    special = dict(_pairs("models/auto/auto_mappings.py", "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"))
+    module = special.get(architecture, architecture.replace("-", "_"))
+    common = _fields_of_class("configuration_utils.py", _CONFIG_BASE, is_base=True)
+    known = class_name and _fields_of_class(f"models/{module}/configuration_{module}.py", class_name)
+    return None if not known or common is None else known - common
+
+
+def _fields_of_class(file: str, name: str, is_base: bool = False) -> set[str] | None:
+    """Return the fields of a configuration class and of those that it is made of, and its other names of them."""
+    statements = _statements("transformers", file)
+    found = next((one for one in statements if isinstance(one, ast.ClassDef) and one.name == name), None)
+    if found is None:
+        return None
+    fields = set()
+    for statement in found.body:
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=field), annotation=annotation):
+                if not ast.unparse(annotation).startswith("ClassVar"):
+                    fields.add(field)
+            case ast.Assign(targets=[ast.Name(id="attribute_map")], value=ast.Dict() as names):
+                fields |= set(ast.literal_eval(names))
+    for base in [] if is_base else map(ast.unparse, found.bases):
+        if base != _CONFIG_BASE:
+            inherited = _fields_of_class(_home_of(base, statements, file), base)
+            if inherited is None:
+                return None
+            fields |= inherited
+    return fields
+
+
+def _home_of(name: str, statements: list[ast.stmt], file: str) -> str:
+    """Return the file that a class is from: another configuration, imported from beside this one, or this very file."""
+    for statement in statements:
+        match statement:
+            case ast.ImportFrom(module=str(module), level=2, names=names) if name in [one.name for one in names]:
+                return f"models/{module.replace('.', '/')}.py"
+    return file
+
+
+def _pairs(file: str, name: str) -> Iterator[tuple[str, str]]:
+    """The pairs of a name and another in a mapping of transformers."""
+    for statement in _statements("transformers", file):
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=found)], value=ast.Call(args=[pairs])) if found == name:
+                yield from ast.literal_eval(pairs)
+
+
+@cache
 def _statements(package: str, file: str) -> list[ast.stmt]:
     """The statements of a source file of a package; none where there is no such file."""
     spec = find_spec(package)

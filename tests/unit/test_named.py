@@ -1,15 +1,24 @@
 """What sources say there is, is what there is: torch and transformers themselves are the oracle."""
 
+import dataclasses
 import inspect
 
 import pytest
 import torch
 from tests.processes import run_program
+from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from plimsoll import named
 from plimsoll.errors import JobError
-from plimsoll.named import architectures, optimizer_arguments, require_model_name, require_optimizer
+from plimsoll.named import (
+    architectures,
+    optimizer_arguments,
+    require_model_fields,
+    require_model_name,
+    require_optimizer,
+)
 from plimsoll.records.job import OptimizerChoice
 
 MAPPINGS = {
@@ -42,6 +51,28 @@ def test_optimizers_and_their_arguments_are_those_of_torch():
     for name, arguments in found.items():
         expected = [one for one in inspect.signature(classes[name]).parameters if one not in {"params", "lr"}]
         assert list(arguments) == expected, name
+
+
+@pytest.mark.parametrize("part", [slice(None, None, 20), pytest.param(slice(None), marks=pytest.mark.long)], ids=str)
+def test_fields_are_those_of_the_configurations_of_transformers(part):
+    """Of all architectures of language models and classifiers but two, whose configurations are named elsewhere."""
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    unknown = set()
+    for name in sorted({name for names in MAPPINGS.values() for name in names})[part]:
+        config = CONFIG_MAPPING[name]
+        expected = ({field.name for field in dataclasses.fields(config)} | config.attribute_map.keys()) - common
+        found = named._config_fields(name)
+        unknown |= {name} if found is None else set()
+        assert found is None or found == expected, name
+    assert unknown <= {"data2vec-text", "gpt-sw3"}
+
+
+def test_a_field_that_sources_do_not_tell_is_left_to_transformers(monkeypatch):
+    model = {"architecture": "gpt2", "n_layr": 2}
+    with pytest.raises(JobError, match="no field `n_layr`; did you mean `n_layer`"):
+        require_model_fields(model)
+    monkeypatch.setattr(named, "_statements", lambda package, file: [])
+    require_model_fields(model)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from plimsoll.errors import JobError, WeightsError
 from plimsoll.mapped import MappedPool
 from plimsoll.models.loading import load_model, read_config
 from plimsoll.models.skeleton import quiet
-from plimsoll.named import HEADS, architectures
-from plimsoll.records.job import Task, near
+from plimsoll.named import HEADS, architectures, require_fields
+from plimsoll.records.job import Task
 from plimsoll.weights.shrink._structure import FIELD, class_for
 
 if TYPE_CHECKING:
@@ -37,10 +37,6 @@ OTHER_LOSS = {
     "xlnet": "learns by permutation",
 }
 """Architectures whose loss is not that of next tokens (read in transformers 5.23), encoder-decoders aside."""
-
-_SET_BY_JOB = frozenset(
-    {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "num_labels", "dtype", "problem_type", "is_decoder"}
-)
 
 _ONE_LABEL: Literal["single_label_classification"] = "single_label_classification"
 
@@ -231,14 +227,7 @@ def _check_fields(architecture: str, config_class: type[PreTrainedConfig], field
     from transformers import PreTrainedConfig
 
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    known = (_names_of(config_class) | config_class.attribute_map.keys()) - common - _SET_BY_JOB
-    for name in fields:
-        if name in _SET_BY_JOB:
-            raise JobError(f"model: `{name}` of `{architecture}` is set from the job and its tokenizer: leave it out")
-        if name not in known:
-            raise JobError(f"model: `{architecture}` has no field `{name}`; {near(name, sorted(known))}")
-    if "vocab_size" not in known:
-        raise JobError(f"model: `{architecture}` holds several models: give the architecture of its text model")
+    require_fields(architecture, fields, (_names_of(config_class) | config_class.attribute_map.keys()) - common)
 
 
 def _names_of(config_class: type[PreTrainedConfig]) -> set[str]:

@@ -17,7 +17,13 @@ from plimsoll.device.data_limit import MARGIN_BYTES
 from plimsoll.device.gpus import find_gpu
 from plimsoll.embeddings.opening import dimension_of
 from plimsoll.errors import BudgetError, InputError, JobError
-from plimsoll.named import require_labels, require_model_name, require_optimizer, require_technique
+from plimsoll.named import (
+    require_labels,
+    require_model_fields,
+    require_model_name,
+    require_optimizer,
+    require_technique,
+)
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, parse_pin
 from plimsoll.records.units import format_bytes
@@ -52,6 +58,7 @@ def require_sound(
     names = [*(pin.technique for pin in (*pins, *map(parse_pin, job.pin))), *forbids]
     checks = [
         lambda: require_model_name(job.model, job.task),
+        lambda: require_model_fields(job.model),
         *(_checks_of_data(job) if has_data else ()),
         lambda: require_optimizer(job.optimizer, job.steps),
         lambda: require_teacher_folder(job),

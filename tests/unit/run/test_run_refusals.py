@@ -22,6 +22,12 @@ MIB = 1 << 20
 
 FAULTS = {
     "architecture": ({"model": {"architecture": "gtp2"}}, JobError, "architecture `gtp2`; did you mean `gpt2`"),
+    "field": ({"model": {"architecture": "gpt2", "n_layr": 2}}, JobError, "no field `n_layr`; did you mean `n_layer`"),
+    "own field": (
+        {"model": {"architecture": "gpt2", "use_cache": True}},
+        JobError,
+        "`use_cache` of `gpt2` is set from",
+    ),
     "folder": ({"model": "gpt2"}, JobError, "no folder gpt2; for a new model write"),
     "optimizer": ({"optimizer": "adamv"}, JobError, "no `adamv` in torch.optim; did you mean `adam"),
     "argument": ({"optimizer": {"l": 3}}, JobError, "`adamw` has no argument `l`"),
@@ -80,7 +86,7 @@ def test_all_faults_are_said_at_once(job):
         assert word in line
 
 
-@pytest.mark.parametrize("name", ["architecture", "folder", "optimizer", "argument", "warm-up"])
+@pytest.mark.parametrize("name", ["architecture", "field", "own field", "folder", "optimizer", "argument", "warm-up"])
 def test_what_would_refuse_it_later_says_the_same(job, name):
     faulty = job(**FAULTS[name][0])
     said = []
