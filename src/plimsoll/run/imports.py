@@ -37,17 +37,18 @@ _LOOKS_THROUGH = "create_import_structure_from_path"
 _HIDDEN = ("accelerate", "scipy", "sklearn", "torchao")
 
 
-def leave_out_unused(job: Job) -> None:
-    """Have this process, where it is a command's own, import no more for a job than its training uses.
+def leave_out_unused(job: Job, is_own: bool | None = None) -> None:
+    """Have a process of Plimsoll's own import no more for a job than its training uses.
 
     A job with code of the user's, a quantized model, a teacher, several ranks, or something that it allows changes
     nothing: memory is counted from what is there before the training, so all of it has to be.
 
     Args:
         job: whose model is to be built. To be called before torch is imported: what is there stays.
+        is_own: whether the process is Plimsoll's own; by default if it was started as ``plimsoll``.
     """
     is_done = any(isinstance(finder, _Finder) for finder in sys.meta_path)
-    if not is_done and _is_a_command() and _has_known_imports(job):
+    if not is_done and (_is_a_command() if is_own is None else is_own) and _has_known_imports(job):
         sys.meta_path.insert(0, _Finder())
 
 
