@@ -1,11 +1,11 @@
 """torch's compiler (`torch._dynamo`) put off until something needs it: tracing and training do not.
 
 Fake tensors, optimizers and checkpoints import it, and so does transformers, though nothing is compiled: a second, and
-with what it imports (inductor, distributed tensors) most of 100 MiB. Loaded by `Deferring`, the package and its module
+with what it imports (inductor, distributed tensors) most of 60 MiB. Loaded by `Deferring`, the package and its module
 ``source`` are empty. What is asked of them nevertheless has a stand-in that comes to the same, in a process that
 compiles later too; whatever else is asked, as by `torch.compile`, runs both, and from then on they are the real ones.
 
-Read in torch 2.11 to 2.14. Where another asks for more, the compiler runs as ever. Does NOT put off
+Read in torch 2.13 and 2.14. Where another asks for more, the compiler runs as ever. Does NOT put off
 `torch.fx.experimental.symbolic_shapes` (with sympy), which fake tensors do use.
 """
 

@@ -3,7 +3,7 @@
     leave_out_unused(job)  # before torch is imported
 
 Transformers takes torch's compiler along (`torch._dynamo`, with sympy, inductor and distributed tensors) and, where
-they are installed, accelerate, scipy and torchao: a third of the time that imports take, and some 100 MiB of a budget.
+they are installed, accelerate, scipy and torchao: a third of the time that imports take, and 60 MiB of a budget.
 
 - `torch._dynamo` is there, and runs when it is needed (`plimsoll.memory.compiler`).
 - Transformers is asked what is installed while those packages cannot be found, and keeps the answer: it is then as
