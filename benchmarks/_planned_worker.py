@@ -31,8 +31,11 @@ def main() -> None:
     import plimsoll.run.train  # noqa: F401  -- as a training process imports
     from plimsoll import assemble  # noqa: F401
     from plimsoll.run.baseline import load_libraries
+    from plimsoll.run.imports import leave_out_unused
 
-    load_libraries(Job.from_json(json.loads(first)["job"]))
+    job = Job.from_json(json.loads(first)["job"])
+    leave_out_unused(job, is_own=True)
+    load_libraries(job)
     line = first
     while line:
         run = json.loads(line)

@@ -83,12 +83,14 @@ def main() -> None:
     from plimsoll.ranks import joined
     from plimsoll.run import train  # noqa: F401
     from plimsoll.run.baseline import load_libraries
+    from plimsoll.run.imports import leave_out_unused
     from plimsoll.run.job_step import step_of
     from plimsoll.techniques.heap import set_up_as_with, set_up_for_steps
 
     choices = tuple(Choice(**choice) for choice in run["choices"])
     with ExitStack() as stack:
         ranks = stack.enter_context(joined())  # alone, where torchrun's environment says nothing else
+        leave_out_unused(job, is_own=True)
         load_libraries(job)
         build_model(job, run["vocab_size"], run["num_labels"], 0, device="meta")  # imports all it is made of
         backend = backend_for("cpu")

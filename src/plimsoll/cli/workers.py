@@ -51,8 +51,10 @@ def forked_as(job_file: Path) -> list[str]:
     from plimsoll.records.job import Job
     from plimsoll.run.baseline import load_training
     from plimsoll.run.fork_server import serve
+    from plimsoll.run.imports import leave_out_unused
 
     job = Job.from_yaml(job_file)
+    leave_out_unused(job)
     from plimsoll.run.boundary import without_fail
     from plimsoll.timings import timed
 

@@ -26,6 +26,7 @@ from plimsoll.forked import end_with
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 from plimsoll.run.fork_server import can_fork
+from plimsoll.run.imports import leave_out_unused
 from plimsoll.run.orphans import SUPERVISOR, begin_worker
 
 _BASELINE_SPREAD = 0.03  # of the process before there is a model: libraries load and start threads as they are used
@@ -194,6 +195,7 @@ def load_training(job: Job) -> None:
     Raises:
         JobError: if there is no such model.
     """
+    leave_out_unused(job)
     from plimsoll import assemble  # noqa: F401
     from plimsoll.run import train, trial  # noqa: F401
 
@@ -251,16 +253,15 @@ def print_inference_baseline(folder: Path, task: str) -> None:
 
 def load_libraries(job: Job) -> None:
     """Import what the job needs before memory is limited and counted."""
+    leave_out_unused(job)
     import torch._dynamo  # noqa: F401  -- torch.optim imports it at the first step otherwise
 
-    from plimsoll.models.recurrent import RECURRENT
+    from plimsoll.models.build import import_library_of
 
     if job.data.on_the_fly:  # what reads the texts, in evaluations and where no worker is left
         import pyarrow  # noqa: F401
         import tokenizers  # noqa: F401
-    architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
-    if architecture not in RECURRENT or job.distill is not None:  # which may have a teacher of theirs
-        import transformers  # noqa: F401
+    import_library_of(job)
 
 
 def measured(private_bytes: int) -> Estimate:

@@ -30,6 +30,7 @@ from plimsoll.records.trace import Trace
 from plimsoll.run.baseline import Baseline, job_baseline, load_model_code
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.recover import samples_of_rank
+from plimsoll.run.refusals import require_sound
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.targets import Target, find_target, gpu_target
@@ -77,6 +78,7 @@ def predict_job(
         DeviceError: if there is no such device.
         InputError: if the model cannot be traced.
     """
+    require_sound(job, device, limit_bytes, has_data=False)
     with threads_of_rank(job.ranks):
         most, said = samples_of_rank(job), progress or (lambda text: None)
         size = micro_batch or most

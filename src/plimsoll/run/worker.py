@@ -17,6 +17,7 @@ from plimsoll.records.plan import Plan
 from plimsoll.records.units import format_bytes
 from plimsoll.run.baseline import load_libraries
 from plimsoll.run.directory import RunDirectory
+from plimsoll.run.imports import leave_out_unused
 from plimsoll.run.leftovers import remove_leftovers, share_a_folder_with_children
 from plimsoll.run.orphans import begin_worker
 from plimsoll.timings import timed
@@ -59,7 +60,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     from plimsoll.report.progress import spinner, stages
 
     directory = RunDirectory(path)
-    job, peak, made_bytes = Job.from_yaml(directory.job), PeakCounter(), 0
+    job, peak, made_bytes = _job_of(directory), PeakCounter(), 0
     if tokenizer_budget_bytes is not None:
         peak.reset()
         with stages(quiet) as progress:
@@ -117,6 +118,12 @@ def _check(job: Job, pins: tuple[str, ...], forbids: tuple[str, ...]) -> None:
         from plimsoll.run.wishes import require_possible
 
         require_possible(job, [parse_pin(pin) for pin in pins], forbids)
+
+
+def _job_of(directory: RunDirectory) -> Job:
+    job = Job.from_yaml(directory.job)
+    leave_out_unused(job)
+    return job
 
 
 def _require_same(digest: str, directory: RunDirectory, again: bool) -> None:
@@ -211,7 +218,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
 
     begin_worker()
     directory = RunDirectory(path)
-    job = Job.from_yaml(directory.job)
+    job = _job_of(directory)
     with spinner(quiet) as progress, ExitStack() as stack:
         started = None if given is not None else stack.enter_context(baseline_for(job, None))
         if goes_on:

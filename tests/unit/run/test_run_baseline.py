@@ -65,7 +65,9 @@ READ = """
 import plimsoll.cli.main
 from plimsoll.records.job import Job
 from plimsoll.run.baseline import ForkedBaseline, StartedBaseline, baseline_for
+from plimsoll.run.imports import leave_out_unused
 job = Job.from_fields({"model": "lstm", "data": "nowhere.txt"})
+leave_out_unused(job, is_own=True)  # as a command does
 with baseline_for(job, "cpu") as started:
     assert type(started) is ForkedBaseline
     print(started.wait().likely_bytes, started.wait().likely_bytes)
