@@ -141,14 +141,14 @@ class _Forecast:
     def largest_micro_batch(self, start: int) -> Answer:
         """Find the largest micro-batch that fits; beyond the batch of the job, the batch is as large."""
         found = self._largest(partial(self._at, sequence_length=self.job.sequence_length), start, _LARGEST_BATCH)
-        peak = found.said and found.said.peak
+        peak = found.said.peak if found.said else None
         return Answer(question="largest micro-batch", value=found.value, peak=peak, is_bound=found.is_bound)
 
     def longest_sequence(self, micro_batch: int) -> Answer:
         """Find the longest sequence that fits, as far as the model can be built for it."""
         most = self._longest_that_can_be_built()
         found = self._largest(lambda length: self._at(micro_batch, length), self.job.sequence_length, most)
-        peak = found.said and found.said.peak
+        peak = found.said.peak if found.said else None
         return Answer(question="longest sequence", value=found.value, peak=peak, is_bound=found.is_bound)
 
     def smallest_device(self, micro_batch: int) -> Answer:
