@@ -27,6 +27,7 @@ from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
 from plimsoll.records.trace import Category, Trace
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.recover import samples_of_rank
+from plimsoll.run.refusals import require_sound
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
@@ -73,6 +74,7 @@ def predict_job(
         DeviceError: if there is no such device.
         InputError: if the model cannot be traced.
     """
+    require_sound(job, device, limit_bytes, has_data=False)
     with threads_of_rank(job.ranks):
         forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), progress or (lambda text: None))
         forecast.target.calibration = calibration

@@ -29,8 +29,7 @@ from plimsoll.device.host_random import copy_host_state
 from plimsoll.mapped import MappedPool
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with_unknown_lengths
-from plimsoll.memory.untraced import untraced
-from plimsoll.models.build import build_model
+from plimsoll.models.build import build_model, import_library_of
 from plimsoll.models.distillation import Distillation
 from plimsoll.optimizers import build_optimizer
 from plimsoll.ranks import Ranks
@@ -135,6 +134,7 @@ def rehearse_job(
         JobError: if the model or the optimizer cannot be built.
         InputError: if the model cannot be traced.
     """
+    import_library_of(job)  # of which the rehearsal changes what it asks of tensors
     num_samples = rehearsed_samples(samples_of_rank(job), samples_of(choices))
     longest = texts.longest or job.sequence_length
     batches = [_batch(job, texts, num_samples, length) for length in lengths or (longest,) * 3]
@@ -177,7 +177,7 @@ def _train_job(  # noqa: PLR0917 -- one call
         files=files, ranks=ranks,
     )  # fmt: skip
     stage.recorder.know_model(step.workload.model)  # a technique may have exchanged it
-    with failures_explained("the model of this job", stage), untraced():  # its library may be imported only now
+    with failures_explained("the model of this job", stage):
         _rehearse(stage, step, choices, batches, held_out, has_states=bool(job.evaluate_every))
     return step
 

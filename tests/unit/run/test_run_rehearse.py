@@ -1,7 +1,5 @@
 """The real training step on fake tensors: what is traced is what a run does, to the byte."""
 
-import sys
-from importlib import import_module
 from importlib.util import find_spec
 
 import numpy as np
@@ -22,7 +20,6 @@ from plimsoll.models.recurrent import build_recurrent
 from plimsoll.optimizers import build_optimizer
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run import rehearse
 from plimsoll.run.job_step import step_of
 from plimsoll.run.rehearse import (
     StageBackend,
@@ -147,22 +144,6 @@ def test_a_rehearsed_step_on_streams_needs_what_the_real_one_needs(architecture,
     measured = live_bytes(recorder.trace("measured", "cpu"))
     assert predicted.peak_bytes == measured.peak_bytes
     assert batch.keys() == {"input_ids", "labels", "lanes", "windows"} | ({"resets"} if reset else set())
-
-
-def test_the_first_rehearsal_of_a_process_is_as_the_later_ones(monkeypatch):
-    """transformers is imported where the model is built; until then nothing keeps it from seeing fake tensors."""
-    name = "transformers.utils.import_utils"
-    module = import_module(name)
-
-    def build_and_import(*args, **kwargs):
-        monkeypatch.setitem(sys.modules, name, module)
-        return build_model(*args, **kwargs)
-
-    gpt2 = job(model={"architecture": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2})
-    later = rehearse_job(gpt2, TEXTS, CudaLowering((8, 0)), WHOLE)
-    monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(rehearse, "build_model", build_and_import)
-    assert rehearse_job(gpt2, TEXTS, CudaLowering((8, 0)), WHOLE) == later
 
 
 def test_the_model_and_the_optimizer_stay_as_they_were():
