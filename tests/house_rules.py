@@ -23,7 +23,7 @@ LAYERS = (
     {"records"},
     {"addresses"},
     {"copies", "checksums"},
-    {"dtypes", "identity", "store", "forked", "outside", "ranks"},
+    {"dtypes", "identity", "store", "cached", "forked", "outside", "ranks"},
     {"mapped"},
     {"device", "data", "workload", "optimizers", "report"},
     {"embeddings", "weights"},

@@ -176,11 +176,11 @@ def _plan_training(
 
     learned = None if calibration is None else Calibration.load(calibration)
     from plimsoll.run.learning import known_calibration
-    from plimsoll.run.plan import plan_job
+    from plimsoll.run.remembered import KEPT_SENTENCE, plan_of
 
     (pins, forbids), (device, limit_bytes) = wishes, where
     with spinner(quiet=quiet) as progress:
-        found = plan_job(
+        found, is_kept = plan_of(
             job,
             device=device,
             limit_bytes=limit_bytes,
@@ -189,6 +189,8 @@ def _plan_training(
             calibration=learned or known_calibration(),
             progress=progress,
         )
+    if is_kept and not quiet:
+        typer.echo(KEPT_SENTENCE, err=True)
     return found, headline(found)
 
 

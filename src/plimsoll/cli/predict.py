@@ -78,10 +78,10 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
         check_output(output, force)
         num_tokens = _read_lengths(lengths)
         learned = None if calibration is None else Calibration.load(calibration)
-        from plimsoll.run.forecast import predict_job
+        from plimsoll.run.remembered import KEPT_SENTENCE, prediction_of
 
         with spinner(quiet=quiet or as_json) as progress:
-            prediction = predict_job(
+            prediction, is_kept = prediction_of(
                 job,
                 device=device,
                 limit_bytes=limit_bytes,
@@ -92,6 +92,8 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
                 calibration=learned,
                 progress=progress,
             )
+        if is_kept and not quiet:
+            typer.echo(KEPT_SENTENCE, err=True)
         hand_over(prediction, verdict_sentence(prediction), output, as_json)
     if not prediction.fits:
         sys.exit(_DOES_NOT_FIT)

@@ -15,7 +15,7 @@ from functools import partial
 from random import Random
 
 from plimsoll.assemble import choose_device, require_vectors
-from plimsoll.data.sketch import sketch_texts
+from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.device.gpus import all_gpus
 from plimsoll.errors import InputError, JobError
 from plimsoll.memory.inverse import Found, largest_that_fits
@@ -52,6 +52,7 @@ def predict_job(
     lengths: Sequence[int] | None = None,
     calibration: Calibration | None = None,
     progress: Progress | None = None,
+    texts: TextSketch | None = None,
 ) -> Prediction:
     """Predict the peak memory of a job.
 
@@ -66,6 +67,7 @@ def predict_job(
             of the longest batch there can be, among others that leave the allocator's memory in other pieces.
         calibration: what measured runs have taught, which widens the range (`plimsoll.memory.compare.calibrate`).
         progress: told what is being done.
+        texts: what is known of its texts; ``None`` sketches them.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
@@ -73,7 +75,7 @@ def predict_job(
         InputError: if the model cannot be traced.
     """
     with threads_of_rank(job.ranks):
-        forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), progress or (lambda text: None))
+        forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), progress or (lambda text: None), texts)
         forecast.target.calibration = calibration
         return _predicted(forecast, micro_batch, search, what_if)
 
@@ -106,11 +108,12 @@ class _Forecast:
     limit_bytes: int | None
     lengths: Sequence[int]
     progress: Progress
+    known_texts: TextSketch | None
     _traced: dict[tuple[int, int, str], Trace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_vectors(self.job)
-        self.texts = sketch_texts(self.job)
+        self.texts = self.known_texts or sketch_texts(self.job)
         if self.job.distill is not None:
             require_teacher(self.job, self.texts)
         budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes

@@ -200,7 +200,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
     from plimsoll.report.progress import spinner
     from plimsoll.run.given_plan import require_same, require_that_fits, without_trial
     from plimsoll.run.learning import known_calibration
-    from plimsoll.run.plan import plan_job
+    from plimsoll.run.remembered import plan_of
 
     _begin_supervised()
     directory = RunDirectory(path)
@@ -211,7 +211,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
             return
     if given is None:
         with spinner(quiet) as progress:
-            plan = plan_job(
+            plan, _ = plan_of(
                 job,
                 pins=[parse_pin(pin) for pin in pins],
                 forbids=forbids,
