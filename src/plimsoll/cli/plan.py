@@ -175,8 +175,8 @@ def _plan_training(
     from plimsoll.report.progress import spinner
 
     learned = None if calibration is None else Calibration.load(calibration)
+    from plimsoll.run.asked_again import KEPT_SENTENCE, plan_of
     from plimsoll.run.learning import known_calibration
-    from plimsoll.run.remembered import KEPT_SENTENCE, plan_of
 
     (pins, forbids), (device, limit_bytes) = wishes, where
     with spinner(quiet=quiet) as progress:

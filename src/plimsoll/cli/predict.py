@@ -78,7 +78,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
         check_output(output, force)
         num_tokens = _read_lengths(lengths)
         learned = None if calibration is None else Calibration.load(calibration)
-        from plimsoll.run.remembered import KEPT_SENTENCE, prediction_of
+        from plimsoll.run.asked_again import KEPT_SENTENCE, prediction_of
 
         with spinner(quiet=quiet or as_json) as progress:
             prediction, is_kept = prediction_of(

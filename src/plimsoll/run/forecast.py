@@ -27,8 +27,8 @@ from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
 from plimsoll.records.trace import Trace
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.recover import samples_of_rank
-from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.rehearsed_ranks import threads_of_rank
+from plimsoll.run.remembered import trace_of
 from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
 from plimsoll.run.teaching import require_teacher
 from plimsoll.run.wishes import pinned_choices
@@ -201,7 +201,7 @@ class _Forecast:
             job = self.job.model_copy(update=changes)
             lengths = batch_lengths(self.lengths, job) if self.lengths else ()
             choices = (*self.pinned, micro_batch_choice(micro_batch))
-            self._traced[key] = rehearse_job(job, self.texts, lowering, choices, lengths)
+            self._traced[key], _ = trace_of(job, self.texts, lowering, choices, lengths)
         return target.count(self._traced[key], self.pinned, is_long=True)
 
     def _longest_that_can_be_built(self) -> int:

@@ -404,7 +404,7 @@ class Planner:
             loss_check=self.loss_check,
             tokenizer_bytes=self.subject.tokenizer_bytes,
             made_for=self.subject.facts(self._target.lowering().name),
-            num_traces=len(self._traced),
+            num_traces=self.subject.num_traces,
             plan_seconds=time.perf_counter() - self._started_seconds,
         )
 

@@ -1,12 +1,12 @@
-"""Predictions and plans of jobs that were made before, as long as nothing has changed that they depend on.
+"""What was computed for a job before, as long as nothing has changed that it depends on: the facts, and traces.
 
-    plan, is_kept = plan_of(job, limit_bytes=1 << 30)
+    trace, is_kept = trace_of(job, texts, lowering, choices)
 
-An answer depends on what was asked, on the job, on the surroundings (`plimsoll.device.surroundings`), on measured
-speeds, on what runs have taught, and on what of the texts decides the size of the model and of its batches. Files and
-folders that a job names count by what they are and not by where they are. Whether there is an answer is found out
-without torch, but where a GPU may be here. NOT kept: answers for jobs with code of one's own, which may import
-anything, or with a model, a tokenizer or vectors from an address.
+What is computed for a job depends on what was asked, on the job, on what of the texts decides the size of the model and
+of its batches, and on the surroundings (`plimsoll.device.surroundings`). Files and folders that a job names count by
+what they are and not by where they are. A trace depends on no budget: all plans of a training share them, and a
+prediction does. NOT kept: anything for jobs with code of one's own, which may import anything, or with a model, a
+tokenizer or vectors from an address.
 """
 
 from __future__ import annotations
@@ -20,80 +20,65 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from plimsoll import cached
 from plimsoll.addresses import is_remote
-from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.data.sketch import TextSketch
 from plimsoll.device.surroundings import may_have_gpu, surroundings
 from plimsoll.errors import PlimsollError, RecordError
 from plimsoll.identity import changes_of, identity_of
-from plimsoll.records.base import Record, cache_folder
-from plimsoll.records.job import HUB_PREFIX, Job
-from plimsoll.records.plan import Plan
-from plimsoll.records.prediction import Prediction
+from plimsoll.records.base import Record
+from plimsoll.records.device import Budget
+from plimsoll.records.job import HUB_PREFIX, CheckpointPolicy, Job
 
 if TYPE_CHECKING:
-    from plimsoll.records.comparison import Calibration
+    from plimsoll.memory.lowering.base import Lowering
+    from plimsoll.records.trace import Trace
+    from plimsoll.techniques import Choices
 
-Progress = Callable[[str], None]
 Kept = TypeVar("Kept", bound=Record)
 
-KEPT_SENTENCE = "Kept from an earlier command: nothing that it depends on has changed (see `plimsoll cache`)."
-
 _OWN_CODE = re.compile(r"[\w.]+:[\w.]+")
-_MEASURED = ("speed-*.json", "exchange-*.json")
+_NOT_OF_A_TRACE = {
+    "budget": Budget(), "checkpoint": CheckpointPolicy(), "pin": (), "seed": 0, "device": "auto", "steps": 1,
+}  # fmt: skip
+"""Fields of a job that no trace depends on, as they are by default."""
 
 
-def prediction_of(
-    job: Job, *, calibration: Calibration | None = None, progress: Progress | None = None, **asked: Any
-) -> tuple[Prediction, bool]:
-    """Return `plimsoll.run.forecast.predict_job` of the same arguments, and whether that was known before."""
+def trace_of(
+    job: Job, texts: TextSketch, lowering: Lowering, choices: Choices, lengths: tuple[int, ...] = (), *,
+    is_short: bool = False,
+) -> tuple[Trace, bool]:  # fmt: skip
+    """Return `plimsoll.run.rehearse.rehearse_job` of the same arguments, and whether that was known before."""
+    from plimsoll.records.trace import Trace
+    from plimsoll.run.rehearse import rehearse_job
 
-    def make(texts: TextSketch | None) -> Prediction:
-        from plimsoll.run.forecast import predict_job
+    def make() -> Trace:
+        return rehearse_job(job, texts, lowering, choices, lengths, is_short=is_short)
 
-        return predict_job(job, calibration=calibration, progress=progress, texts=texts, **asked)
-
-    return _remembered("predictions", Prediction, make, job, calibration, _sketched(job), asked)
-
-
-def plan_of(
-    job: Job, *, calibration: Calibration | None = None, progress: Progress | None = None,
-    texts: TextSketch | None = None, **asked: Any,
-) -> tuple[Plan, bool]:  # fmt: skip
-    """Return `plimsoll.run.plan.plan_job` of the same arguments, and whether that was known before."""
-
-    def make(texts: TextSketch | None) -> Plan:
-        from plimsoll.run.plan import plan_job
-
-        return plan_job(job, calibration=calibration, progress=progress, texts=texts, **asked)
-
-    return _remembered("plans", Plan, make, job, calibration, texts or _sketched(job), asked)
+    asked = {
+        "lowering": [lowering.name, getattr(lowering, "num_sms", None)], "choices": list(map(str, choices)),
+        "lengths": lengths, "is_short": is_short,
+    }  # fmt: skip
+    return kept_or_made("traces", Trace, facts_of(job.model_copy(update=_NOT_OF_A_TRACE), texts, asked), make)
 
 
-def _sketched(job: Job) -> TextSketch | None:
-    """What is known of the texts; ``None`` if something is wrong, which is said when the answer is made."""
-    with suppress(PlimsollError):
-        return sketch_texts(job)
-    return None
-
-
-def _remembered(  # noqa: PLR0917 -- called here only
-    kind: cached.Kind, record: type[Kept], make: Callable[[TextSketch | None], Kept], job: Job,
-    calibration: Calibration | None, texts: TextSketch | None, asked: Mapping[str, Any],
+def kept_or_made(
+    kind: cached.Kind, record: type[Kept], facts: cached.Facts | None, make: Callable[[], Kept],
+    late: Callable[[], dict[str, Any]] = dict,
 ) -> tuple[Kept, bool]:  # fmt: skip
-    facts = None if texts is None else _facts(job, calibration, texts, asked)
-    content = None if facts is None else cached.read(kind, facts | {"measured": _measured()})
+    """Look an answer up by its facts, or make it; ``late`` are further facts, which making it may bring about."""
+    content = None if facts is None else cached.read(kind, {**facts, **late()})
     if content is not None:
         with suppress(RecordError):  # where it is not such a record, it is made anew
             return record.from_json(content.decode(errors="replace"), f"an entry of {kind} in the cache"), True
-    made = make(texts)
-    if facts is not None:  # the machine may have been measured only now
-        cached.write(kind, facts | {"measured": _measured()}, made.to_json().encode())
+    made = make()
+    if facts is not None:
+        cached.write(kind, {**facts, **late()}, made.to_json().encode())
     return made, False
 
 
-def _facts(
-    job: Job, calibration: Calibration | None, texts: TextSketch, asked: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def facts_of(job: Job, texts: TextSketch | None, asked: Mapping[str, Any]) -> dict[str, Any] | None:
     """Everything that an answer depends on but the machine's speed; ``None`` if that cannot be told."""
+    if texts is None:
+        return None
     fields = job.model_dump(mode="json")
     fields["data"] |= {"train": None, "validation": job.data.validation and _share_or_file(job.data.validation)}
     try:
@@ -101,17 +86,10 @@ def _facts(
             "job": _without_paths(fields),
             "texts": _plain(texts),
             "asked": {name: _plain(value) for name, value in asked.items()},
-            "calibration": _plain(calibration),
-            "gpu": _gpu_here(job, asked.get("device")),
+            "gpu": _gpu_here(job, asked["device"]) if "device" in asked else None,
         } | surroundings()
     except (_Unknown, PlimsollError, OSError):
         return None
-
-
-def _measured() -> list[list[str]]:
-    """What was measured of this machine's speed."""
-    files = [path for name in _MEASURED for path in cache_folder().glob(name)]
-    return sorted([path.name, path.read_text("utf-8", "replace")] for path in files)
 
 
 class _Unknown(Exception):

@@ -31,7 +31,8 @@ from plimsoll.run.boundary import without_fail
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.predict import model_bytes
 from plimsoll.run.recover import samples_of_rank
-from plimsoll.run.rehearse import rehearse_job, rehearse_step, uneven_batch
+from plimsoll.run.rehearse import rehearse_step, uneven_batch
+from plimsoll.run.remembered import trace_of
 from plimsoll.run.sliced import why_not_in_slices
 from plimsoll.run.targets import StartedBaseline, own_baseline
 from plimsoll.run.teaching import loss_for, sketched_loss
@@ -46,6 +47,7 @@ class Subject(Protocol):
 
     ``evaluates_between_steps``: a step that comes after an evaluation may need more than one that does not.
     ``tokenizer_bytes``: what training its tokenizer takes at most; ``None``: it has none, or one that is there.
+    ``num_traces``: how many were made, and not known before.
     """
 
     batch_size: int
@@ -56,6 +58,7 @@ class Subject(Protocol):
     lengths_vary: bool
     evaluates_between_steps: bool
     tokenizer_bytes: int | None
+    num_traces: int
     workload: Workload
 
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
@@ -93,7 +96,7 @@ class JobSubject:
     """
 
     def __init__(self, job: Job, started: StartedBaseline | None = None, texts: TextSketch | None = None) -> None:
-        self._job, self._started = job, started
+        self._job, self._started, self.num_traces = job, started, 0
         require_vectors(job)
         texts = sketch_texts(job) if texts is None else texts
         self._texts = texts
@@ -117,7 +120,9 @@ class JobSubject:
 
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""
-        return rehearse_job(self._job, self._texts, lowering, choices, is_short=is_short)
+        trace, is_kept = trace_of(self._job, self._texts, lowering, choices, is_short=is_short)
+        self.num_traces += not is_kept
+        return trace
 
     def loss_check(self) -> LossCheck:
         """Find out whether its batches may be cut, of a model that is built for it where that is not known."""
@@ -185,6 +190,7 @@ class StepSubject:
     evaluates_between_steps: bool = field(init=False, default=False)
     tokenizer_bytes: int | None = field(init=False, default=None)
     num_ranks: int = field(init=False, default=1)
+    num_traces: int = field(init=False, default=0)
     batch_size: int = field(init=False)
     sequence_length: int | None = field(init=False)
     lengths_vary: bool = field(init=False)
@@ -208,6 +214,7 @@ class StepSubject:
 
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""
+        self.num_traces += 1
         return rehearse_step(
             self.model, self.optimizer, self.batch, self.loss, lowering, units=self.units, choices=choices,
             clip_norm=self.clip_norm, precision=self._own_precision, is_short=is_short,

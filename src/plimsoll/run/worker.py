@@ -198,9 +198,9 @@ def plan_run(  # noqa: PLR0917 -- of a command
     from plimsoll.records.plan import parse_pin
     from plimsoll.report.plan_sheets import headline
     from plimsoll.report.progress import spinner
+    from plimsoll.run.asked_again import plan_of
     from plimsoll.run.given_plan import require_same, require_that_fits, without_trial
     from plimsoll.run.learning import known_calibration
-    from plimsoll.run.remembered import plan_of
 
     _begin_supervised()
     directory = RunDirectory(path)
