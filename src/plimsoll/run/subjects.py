@@ -6,6 +6,8 @@ at, what its process takes without it, and the facts a plan of it depends on.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Protocol
@@ -36,6 +38,7 @@ from plimsoll.run.remembered import trace_of
 from plimsoll.run.sliced import why_not_in_slices
 from plimsoll.run.targets import StartedBaseline, own_baseline
 from plimsoll.run.teaching import loss_for, sketched_loss
+from plimsoll.run.traced_apart import Tracers
 from plimsoll.techniques import Choices
 from plimsoll.workload import LossFunction, Precision, Units, Workload, batch_size_of
 
@@ -60,6 +63,10 @@ class Subject(Protocol):
     tokenizer_bytes: int | None
     num_traces: int
     workload: Workload
+
+    def expect(self, lowering: Lowering, choices: Choices, is_short: bool) -> None:
+        """Begin what `rehearse` will be asked for, where it can be done beside other work."""
+        ...
 
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""
@@ -97,6 +104,7 @@ class JobSubject:
 
     def __init__(self, job: Job, started: StartedBaseline | None = None, texts: TextSketch | None = None) -> None:
         self._job, self._started, self.num_traces = job, started, 0
+        self._tracers: Tracers | None = None
         require_vectors(job)
         texts = sketch_texts(job) if texts is None else texts
         self._texts = texts
@@ -118,9 +126,22 @@ class JobSubject:
             device=torch.device("meta"),
         )
 
+    @contextmanager
+    def traced_apart(self) -> Iterator[None]:
+        """Have processes for what `expect` begins, while the block runs."""
+        with Tracers.started(self._job, self._texts) as self._tracers:
+            yield
+        self._tracers = None
+
+    def expect(self, lowering: Lowering, choices: Choices, is_short: bool) -> None:
+        """Begin what `rehearse` will be asked for, where there are processes for it."""
+        if self._tracers is not None:
+            self._tracers.expect(lowering, choices, is_short)
+
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""
-        trace, is_kept = trace_of(self._job, self._texts, lowering, choices, is_short=is_short)
+        expected = self._tracers and self._tracers.take(lowering, choices, is_short)
+        trace, is_kept = expected or trace_of(self._job, self._texts, lowering, choices, is_short=is_short)
         self.num_traces += not is_kept
         return trace
 
@@ -211,6 +232,9 @@ class StepSubject:
     @property
     def _own_precision(self) -> Precision:
         return "fp32" if self.precision == "auto" else self.precision  # type: ignore[return-value]
+
+    def expect(self, lowering: Lowering, choices: Choices, is_short: bool) -> None:
+        """Begin nothing: a program of one's own may have threads, and is not forked."""
 
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""

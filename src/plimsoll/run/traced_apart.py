@@ -1,0 +1,82 @@
+"""Traces that do not depend on one another, made in forked processes while this one looks at others.
+
+    with Tracers.started(job, texts) as tracers:
+        tracers.expect(lowering, choices, is_short)     # begins one
+        tracers.take(lowering, choices, is_short)       # waits for it
+
+There are as many processes as cores. They are forked before this process computes, or there are none: a fork has none
+of the threads that torch has started, and would wait for them for ever. What goes wrong in one of them, its death too,
+is no fault: the trace is made here, which says what is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager, suppress
+
+from plimsoll.data.sketch import TextSketch
+from plimsoll.forked import forked_pool
+from plimsoll.memory.lowering.base import Lowering
+from plimsoll.records.job import Job
+from plimsoll.records.trace import Trace
+from plimsoll.run.remembered import trace_of
+from plimsoll.techniques import Choices
+
+_MOST_PROCESSES = 8  # a search asks for no more at once
+
+_Asked = tuple[str, Choices, bool]
+
+
+class Tracers:
+    """Processes that trace a job; where there are none, nothing is expected and nothing can be taken."""
+
+    def __init__(self, job: Job, texts: TextSketch, pool: ProcessPoolExecutor | None) -> None:
+        self._job, self._texts, self._pool = job, texts, pool
+        self._expected: dict[_Asked, Future[tuple[Trace, bool]]] = {}
+
+    @classmethod
+    @contextmanager
+    def started(cls, job: Job, texts: TextSketch) -> Iterator[Tracers]:
+        """Fork the processes, which end with the block."""
+        num_processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+        with ExitStack() as stack:
+            pool = forked_pool(stack, num_processes, _begin) if num_processes > 1 and can_fork() else None
+            yield cls(job, texts, pool)
+
+    def expect(self, lowering: Lowering, choices: Choices, is_short: bool) -> None:
+        """Begin a trace that will be taken."""
+        asked = (lowering.name, choices, is_short)
+        if self._pool is not None and asked not in self._expected:
+            with suppress(BrokenProcessPool):
+                arguments = (self._job, self._texts, lowering, choices, is_short)
+                self._expected[asked] = self._pool.submit(_traced, *arguments)
+
+    def take(self, lowering: Lowering, choices: Choices, is_short: bool) -> tuple[Trace, bool] | None:
+        """Wait for a trace; returns it, and whether it was known before. ``None``: it has to be made here."""
+        future = self._expected.pop((lowering.name, choices, is_short), None)
+        return None if future is None or future.exception() is not None else future.result()
+
+
+def _begin() -> None:
+    """Wait for what is asked."""
+
+
+def _traced(
+    job: Job, texts: TextSketch, lowering: Lowering, choices: Choices, is_short: bool
+) -> tuple[Trace, bool]:  # fmt: skip
+    return trace_of(job, texts, lowering, choices, is_short=is_short)
+
+
+def can_fork() -> bool:
+    """Whether a fork can do all that this process can: this one has no threads but Python's, and no context of CUDA."""
+    import torch
+
+    if (probe := os.fork()) == 0:  # at a fork OpenBLAS ends its threads, until they are needed
+        os._exit(0)
+    os.waitpid(probe, 0)
+    has_begun_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return len(os.listdir("/proc/self/task")) == threading.active_count() and not has_begun_cuda
