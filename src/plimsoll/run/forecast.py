@@ -26,10 +26,11 @@ from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
 from plimsoll.records.trace import Trace
 from plimsoll.run.job_step import subject_of
+from plimsoll.run.kept_baseline import kept_baseline
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.remembered import trace_of
-from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
+from plimsoll.run.targets import StartedBaseline, Target, find_target, gpu_target
 from plimsoll.run.teaching import require_teacher
 from plimsoll.run.wishes import pinned_choices
 from plimsoll.techniques import in_order
@@ -124,7 +125,8 @@ class _Forecast:
 
     def _baseline(self) -> Estimate:
         self.progress("starting a process to see what it takes without a model")
-        return job_baseline(self.job)
+        with kept_baseline(self.job, lambda: StartedBaseline(self.job)) as baseline:
+            return baseline.wait()
 
     def predict(self, micro_batch: int) -> Prediction:
         """Predict the job as it is."""

@@ -56,6 +56,7 @@ from plimsoll.records.plan import (
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import parse_bytes
+from plimsoll.run.kept_baseline import Baseline, kept_baseline
 from plimsoll.run.rehearse import rehearsed_samples
 from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.rungs import samples_of
@@ -84,7 +85,7 @@ def plan_job(
     forbids: Iterable[str] = (),
     calibration: Calibration | None = None,
     progress: Progress | None = None,
-    started: StartedBaseline | None = None,
+    started: Baseline | None = None,
     texts: TextSketch | None = None,
 ) -> Plan:
     """Find the fastest mix of techniques that trains a job within its budget.
@@ -118,7 +119,7 @@ def plan_job(
 @contextmanager
 def planner_of(  # noqa: PLR0917 -- called twice
     job: Job, device: str | None, limit_bytes: int | None, wishes: tuple[Sequence[Pin], Sequence[str]],
-    calibration: Calibration | None, progress: Progress | None, started: StartedBaseline | None = None,
+    calibration: Calibration | None, progress: Progress | None, started: Baseline | None = None,
     texts: TextSketch | None = None,
 ) -> Iterator[Planner]:  # fmt: skip
     """Be ready to look at mixes of a job; arguments and what is raised are those of `plan_job`."""
@@ -129,7 +130,7 @@ def planner_of(  # noqa: PLR0917 -- called twice
     with ExitStack() as stack:
         stack.enter_context(threads_of_rank(job.ranks))
         if name == "cpu" and started is None:
-            started = stack.enter_context(StartedBaseline(job))  # it takes seconds
+            started = stack.enter_context(kept_baseline(job, lambda: StartedBaseline(job)))  # it takes seconds
         subject = JobSubject(job, started, texts)
         stack.enter_context(subject.traced_apart())
         yield Planner(subject, name, budget, pins, forbids, calibration, progress or (lambda text: None))

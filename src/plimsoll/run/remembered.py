@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Kept = TypeVar("Kept", bound=Record)
 
 _OWN_CODE = re.compile(r"[\w.]+:[\w.]+")
-_NOT_OF_A_TRACE = {
+NOT_OF_A_TRACE: dict[str, Any] = {
     "budget": Budget(), "checkpoint": CheckpointPolicy(), "pin": (), "seed": 0, "device": "auto", "steps": 1,
 }  # fmt: skip
 """Fields of a job that no trace depends on, as they are by default."""
@@ -57,7 +57,7 @@ def trace_of(
         "lowering": [lowering.name, getattr(lowering, "num_sms", None)], "choices": list(map(str, choices)),
         "lengths": lengths, "is_short": is_short,
     }  # fmt: skip
-    return kept_or_made("traces", Trace, facts_of(job.model_copy(update=_NOT_OF_A_TRACE), texts, asked), make)
+    return kept_or_made("traces", Trace, facts_of(job.model_copy(update=NOT_OF_A_TRACE), texts, asked), make)
 
 
 def kept_or_made(

@@ -31,12 +31,13 @@ from plimsoll.records.units import format_bytes
 from plimsoll.run.additive import loss_check_of
 from plimsoll.run.boundary import without_fail
 from plimsoll.run.job_step import subject_of
+from plimsoll.run.kept_baseline import Baseline
 from plimsoll.run.predict import model_bytes
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearse import rehearse_step, uneven_batch
 from plimsoll.run.remembered import trace_of
 from plimsoll.run.sliced import why_not_in_slices
-from plimsoll.run.targets import StartedBaseline, own_baseline
+from plimsoll.run.targets import own_baseline
 from plimsoll.run.teaching import loss_for, sketched_loss
 from plimsoll.run.traced_apart import Tracers
 from plimsoll.techniques import Choices
@@ -102,7 +103,7 @@ class JobSubject:
         DataError: if the tokenizer cannot be loaded, or there are no labels.
     """
 
-    def __init__(self, job: Job, started: StartedBaseline | None = None, texts: TextSketch | None = None) -> None:
+    def __init__(self, job: Job, started: Baseline | None = None, texts: TextSketch | None = None) -> None:
         self._job, self._started, self.num_traces = job, started, 0
         self._tracers: Tracers | None = None
         require_vectors(job)
