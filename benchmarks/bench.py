@@ -63,6 +63,7 @@ BENCHMARKS = (
     Benchmark("demo", 3, usual=True),
     Benchmark("lint-noise", 1, usual=True),
     Benchmark("predict-live", 2.5, script="predict_live_cpu.py", usual=True),
+    Benchmark("latency", 10),
     Benchmark("predict-time", 3, ("--rounds", "2"), usual=True),
     Benchmark("recurrent-prediction", 5, usual=True),
     Benchmark("screens", 2, usual=True, results=("screen-predict", "screen-plan")),

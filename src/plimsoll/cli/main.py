@@ -29,6 +29,7 @@ from plimsoll.cli import (
     workers,
 )
 from plimsoll.cli.output import complain, tell
+from plimsoll.device.threads import spin_briefly
 from plimsoll.errors import Interrupted, PlimsollError
 from plimsoll.forked import end_as_asked
 from plimsoll.run.orphans import is_rank
@@ -112,6 +113,7 @@ def main() -> None:
     their reader goes away (``| head``).
     """
     end_as_asked()
+    spin_briefly()
     try:
         app()
     except PlimsollError as error:

@@ -6,8 +6,8 @@
 Measured are products with sides of several sizes, ops that move bytes (in the caches and beyond), the call of an op,
 memory that was never touched, and the way to files (a processor) or to the host (a GPU): each a few times, of which the
 best counts, because other programs only ever make it slower. A processor is measured on one thread, by the time that
-thread ran: threads that wait for one another on a machine that others use tell nothing. What more threads add is
-bounded by what they can. A measurement holds for a processor, a number of threads
+thread ran; what more threads add, by the times that all ran at once: threads that wait for one another tell how busy
+the machine is. A measurement holds for a processor, a number of threads
 and a torch; it is kept in ``PLIMSOLL_CACHE``, or ``plimsoll`` in the user's cache folder.
 
 Of a GPU in the table peaks are known and not what a training reaches of them: shares and calls are those of the one
@@ -20,9 +20,11 @@ from __future__ import annotations
 import hashlib
 import mmap
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,7 +60,6 @@ _NUM_QUEUED = 8  # kernels in a row, so that their calls are hidden behind them
 _HOST_BYTES_PER_SECOND = 27e9
 _LINK_SHARE = 0.8
 _FILE_SHARE = 0.5  # pages that were written to the disk meanwhile are faulted in again at the next write
-_LEAST_GAIN = 0.6  # of the number of threads
 # Where a card's numbers are not known: of cards of the table the lowest bandwidth that still is usual, and operations
 # of an SM and cycle of Ampere and later at a usual clock.
 _UNKNOWN_BYTES_PER_SECOND, _UNKNOWN_SM_FLOPS, _UNKNOWN_NUM_SMS = 200e9, 256 * 1.7e9, 20
@@ -205,25 +206,31 @@ class _Probe:
         return time.thread_time() if self.is_cpu else time.perf_counter()
 
     def gain_of_threads(self) -> float:
-        """How many times as fast products are with all threads; at least what a busy machine must not hide."""
+        """How many times as fast products are with all threads as with one.
+
+        Each thread makes products of its own, and its time is what it ran: threads that wait for one another, or for
+        other programs, would tell how busy the machine is. What they share (a core's units, caches, clocks) shows.
+        """
         num_threads = torch.get_num_threads()
         if not self.is_cpu or num_threads == 1:
             return 1.0
-        left, right = self._random(512, 512), self._random(512, 512)
+        with (
+            _one_thread(),
+            ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as threads,
+        ):
+            alone = self._seconds_of_products()
+            together = list(threads.map(lambda _: self._seconds_of_products(), range(num_threads)))
+        return sum(min(alone / seconds, 1.0) for seconds in together)
 
-        def seconds() -> float:
-            return min(self._wall_seconds(lambda: torch.mm(left, right)) for _ in range(10))
-
-        together = seconds()
-        with _one_thread():
-            alone = seconds()
-        return min(max(alone / together, _LEAST_GAIN * num_threads), float(num_threads))
-
-    @staticmethod
-    def _wall_seconds(run: Callable[[], object]) -> float:
-        started = time.perf_counter()
-        run()
-        return time.perf_counter() - started
+    def _seconds_of_products(self, most_seconds: float = 0.1) -> float:
+        left, right = self._random(256, 256), self._random(256, 256)
+        result = left @ right
+        found, ends = [], time.perf_counter() + most_seconds
+        while time.perf_counter() < ends:
+            started = time.thread_time()
+            torch.mm(left, right, out=result)
+            found.append(time.thread_time() - started)
+        return statistics.median(found)
 
     def products(self, dtype: torch.dtype) -> Curve:
         """Products of an ever larger matrix with a square one."""

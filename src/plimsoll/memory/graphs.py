@@ -1,8 +1,8 @@
 """How many nodes of autograd's graph are alive while a training runs: each op that has a gradient makes one.
 
 A node and what hangs on it (its saved variables, its edges, the tensor objects of views) are small blocks of the host's
-memory (`glibc.NODE_OBJECTS_BYTES`). A transformer has some 10^3 of them, a recurrent net that is unrolled some 10 for
-each step of its sequence, which is more than its activations if samples are few and hidden states narrow.
+memory (`heap_calls.NODE_OBJECTS_BYTES`). A transformer has some 10^3 of them, a recurrent net that is unrolled some 10
+for each step of its sequence, which is more than its activations if samples are few and hidden states narrow.
 
 The nodes of a forward pass stay until the backward pass that follows has ended; those of a recomputation, which runs
 inside a node of a backward pass, until that pass goes on to another node. Told by private counters of torch's autograd.

@@ -16,12 +16,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
-from plimsoll.memory.allocator import caching, glibc
+from plimsoll.memory.allocator import caching
 from plimsoll.memory.captures import private_storages
+from plimsoll.memory.heaps import Heaps, steps_of
 from plimsoll.memory.live import Column, Live, live_bytes
 from plimsoll.memory.workspaces import deltas_with_workspaces
 from plimsoll.records.allocator import AllocatorRules
@@ -43,7 +43,6 @@ _CPU_SPREAD = 0.06
 # In a heap that keeps large blocks there are large holes, and where they lie is chance: in 12 to 60 steps of five
 # models up to 6 of the largest block above two simulated steps, and up to 2.4 below nine, see docs/LOG.md.
 _HOLES_LESS, _HOLES_MORE = 3, 5
-_MOST_LATER_STEPS, _MOST_LATER_EVENTS = 8, 40_000  # by then nearly all that the heap grows to; a second of simulation
 _UNKNOWN_CONTEXT_BYTES = (200 << 20, 816 << 20)  # over the cards of the table that have been measured
 
 
@@ -270,9 +269,10 @@ def count_on_cuda(
     )
 
 
-def count_on_cpu(
-    trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: bool = False, is_long: bool = False
-) -> Counted:
+def count_on_cpu(  # noqa: PLR0917 -- the last three are given by name
+    trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: bool = False, is_long: bool = False,
+    heaps: Heaps | None = None,
+) -> Counted:  # fmt: skip
     """Simulate the C library's heap and add the process.
 
     Args:
@@ -280,78 +280,23 @@ def count_on_cpu(
         baseline: the interpreter and the libraries, with what they keep for their threads.
         rules: how the heap is set up.
         has_limit: whether the training runs inside `plimsoll.device.data_limit`, which counts what is never written.
-        is_long: where the heap keeps large blocks, count the steps that follow the traced ones, too (see `_later`).
+        is_long: where the heap keeps large blocks, count the steps that follow the traced ones, too.
+        heaps: what has been counted before, for who counts a trace in several heaps; this is added to it.
     """
-    asked, trace = trace, _as_written(trace)
-    live = live_bytes(trace)
-    later = _later(trace, live) if is_long and rules.keeps_large else _NO_STEPS
-    rows = np.concatenate([np.arange(len(live.delta)), np.tile(later.rows, later.times)])
-    deltas = zip(live.storage[rows].tolist(), live.delta[rows].tolist(), strict=True)
-    begins = [len(live.delta) + number * len(later.rows) for number in range(later.times)]
-    replayed = glibc.replay(
-        deltas,
-        glibc.GlibcHeap(rules),
-        beside_bytes=glibc.TENSOR_OBJECTS_BYTES,
-        trims_before=_first_rows_of_steps(trace, live).union(begins) if rules.trims_after_steps else (),
-        nodes_before=_node_changes(trace, live)
-        | {begin + row: change for begin in begins for row, change in later.nodes.items()},
-        thresholds_before=_thresholds(trace, live, rules),
-    )
-    resident, address = (
-        _highest_of_rows(column, rows, len(live.delta)) for column in (replayed.resident_bytes, replayed.address_bytes)
-    )
-    limited = (address + _never_written(asked, live)).max(initial=0) if has_limit else 0
+    replayed = (heaps or Heaps()).replay(trace, rules, is_long)
+    written, live, resident = replayed.written, replayed.live, replayed.resident
+    limited = (replayed.address + _never_written(trace, live)).max(initial=0) if has_limit else 0
     return Counted(
-        trace=trace,
+        trace=written,
         live=live,
         allocated=live.total,
         reserved=resident + baseline.likely_bytes,
         fixed={"baseline": baseline},
         spread=_CPU_SPREAD,
         unwritten_bytes=max(0, int(limited - resident.max(initial=0))),
-        holes_bytes=_chance_of_holes(trace, live, rules) if rules.keeps_large else (0, 0),
+        holes_bytes=_chance_of_holes(written, live, rules) if rules.keeps_large else (0, 0),
         gives_back=rules.gives_back,
     )
-
-
-class _Steps(NamedTuple):
-    """Steps that follow those of a trace: the rows of one, the changes of nodes before these, and how many steps."""
-
-    rows: Column
-    nodes: dict[int, int]
-    times: int
-
-
-_NO_STEPS = _Steps(np.arange(0), {}, 0)
-
-
-def _later(trace: Trace, live: Live) -> _Steps:
-    """The last step of a trace again, and again: what comes and goes within it.
-
-    A heap that keeps what is freed grows for some steps. Where a large block finds no hole one time it takes new room,
-    and the holes that it leaves are other ones.
-    """
-    steps = _steps_of(trace, live)
-    is_last = steps == steps.max(initial=0)
-    born, died = (live.storage[is_last & (sign * live.delta > 0)] for sign in (1, -1))
-    rows = np.flatnonzero(is_last & np.isin(live.storage, np.intersect1d(born, died)))
-    if not len(rows):
-        return _NO_STEPS
-    first = int(np.asarray(trace.event_op)[live.event[rows[0]]])
-    within = tuple(node for node in trace.nodes if node[0] >= first and node[1] >= 0)
-    changes = _node_changes(trace.model_copy(update={"nodes": within}), live)
-    nodes: dict[int, int] = {}
-    for row, change in changes.items():
-        before = min(int(np.searchsorted(rows, row)), len(rows) - 1)
-        nodes[before] = nodes.get(before, 0) + change
-    return _Steps(rows, nodes, min(_MOST_LATER_STEPS, _MOST_LATER_EVENTS // len(rows)))
-
-
-def _highest_of_rows(column: list[int], rows: Column, num_rows: int) -> Column:
-    """For each row of a trace the highest of a column in which rows come again."""
-    highest = np.asarray(column[:num_rows], dtype=np.int64)
-    np.maximum.at(highest, rows[num_rows:], np.asarray(column[num_rows:], dtype=np.int64))
-    return highest
 
 
 def _never_written(asked: Trace, live: Live) -> Column:
@@ -362,51 +307,9 @@ def _never_written(asked: Trace, live: Live) -> Column:
 
 def _chance_of_holes(trace: Trace, live: Live, rules: HeapRules) -> tuple[int, int]:
     """Some of the largest block that a step frees, below the size from which blocks are mapped."""
-    freed = -live.delta[(live.delta < 0) & (_steps_of(trace, live) > 0)]
+    freed = -live.delta[(live.delta < 0) & (steps_of(trace, live) > 0)]
     largest_bytes = int(freed[freed < rules.mmap_threshold_bytes].max(initial=0))
     return _HOLES_LESS * largest_bytes, _HOLES_MORE * largest_bytes
-
-
-def _first_rows_of_steps(trace: Trace, live: Live) -> frozenset[int]:
-    """The rows at which a step begins that follows another."""
-    steps = _steps_of(trace, live)
-    begins = np.flatnonzero((steps[1:] > steps[:-1]) & (steps[:-1] > 0)) + 1
-    return frozenset(begins.tolist())
-
-
-def _thresholds(trace: Trace, live: Live, rules: HeapRules) -> dict[int, int]:
-    """The sizes from which blocks are mapped, from a row on: while the model is built, and then."""
-    if rules.build_threshold_bytes is None:
-        return {}
-    first = int(np.searchsorted(_steps_of(trace, live) > 0, True))
-    return {first: rules.mmap_threshold_bytes} | ({0: rules.build_threshold_bytes} if first else {})
-
-
-def _steps_of(trace: Trace, live: Live) -> Column:
-    """The step that each row is in; 0 is before the first."""
-    return np.asarray(trace.ops.step, dtype=np.int64)[np.asarray(trace.event_op, dtype=np.int64)[live.event]]
-
-
-def _as_written(trace: Trace) -> Trace:
-    """The trace without what is never written, so never becomes resident."""
-    if not trace.unwritten:
-        return trace
-    num_bytes = list(trace.storages.num_bytes)
-    for storage, unwritten_bytes in trace.unwritten:
-        num_bytes[storage] -= unwritten_bytes
-    return trace.model_copy(update={"storages": trace.storages.model_copy(update={"num_bytes": tuple(num_bytes)})})
-
-
-def _node_changes(trace: Trace, live: Live) -> dict[int, int]:
-    """How many nodes of autograd's graph come or go before each row; what comes and goes before one row is left out."""
-    made, gone, numbers = np.asarray(trace.nodes, dtype=np.int64).reshape(-1, 3).T
-    ops = np.asarray(trace.event_op, dtype=np.int64)[live.event]
-    changes = np.zeros(len(ops) + 1, dtype=np.int64)
-    np.add.at(changes, np.searchsorted(ops, made), numbers)
-    ends = gone >= 0
-    np.subtract.at(changes, np.searchsorted(ops, gone[ends]), numbers[ends])
-    rows = np.flatnonzero(changes[:-1])
-    return dict(zip(rows.tolist(), changes[rows].tolist(), strict=True))
 
 
 def context_of(spec: DeviceSpec) -> Estimate:

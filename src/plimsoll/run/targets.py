@@ -22,6 +22,7 @@ from plimsoll.device.gpus import find_gpu, spec_of
 from plimsoll.device.probe import versions
 from plimsoll.errors import BudgetError, DeviceError, InputError
 from plimsoll.memory.exchanges import exchange_of, kept_by_exchanges
+from plimsoll.memory.heaps import Heaps
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -63,6 +64,7 @@ class Target:
     has_budget: bool = False
     kept_back_bytes: int = 0
     calibration: Calibration | None = None
+    heaps: Heaps = field(default_factory=Heaps)
     made_seconds: float = field(default_factory=time.perf_counter)
 
     def lowering(self) -> Lowering:
@@ -95,7 +97,8 @@ class Target:
         kept = kept_by_libraries(trace.texts, torch.get_num_threads())
         kept = kept if exchanged is None else kept + exchanged
         rules = rules_in_force(choices, self.has_budget)
-        return count_on_cpu(trace, self.baseline + kept, rules, has_limit=self.has_budget, is_long=is_long)
+        baseline = self.baseline + kept
+        return count_on_cpu(trace, baseline, rules, has_limit=self.has_budget, is_long=is_long, heaps=self.heaps)
 
     def fits(self, counted: Counted) -> bool:
         """Whether the likely peak is within the limit."""

@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -52,6 +56,24 @@ def test_threads_and_random_numbers_are_as_before():
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one core: threads gain nothing")
+def test_what_threads_gain_does_not_depend_on_other_programs():
+    probe, num_threads = speeds._Probe("cpu"), torch.get_num_threads()
+    torch.set_num_threads(2)
+    others = []
+    try:
+        alone = probe.gain_of_threads()
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+        beside = probe.gain_of_threads()
+    finally:
+        torch.set_num_threads(num_threads)
+        for other in others:
+            other.kill()
+            other.wait()
+    assert 1.0 <= beside <= 2.0
+    assert beside > 0.75 * alone
 
 
 def test_a_measurement_is_kept(here, folder):

@@ -12,18 +12,26 @@ own size unless something beside it is free: one reason for the holes of a heap.
 
 For a process that does nothing else the simulation is exact to a few pages. In a training small blocks decide about the
 rest: they lie between the tensors, take what was cut off, and keep what is free from being joined. Those of the tensors
-themselves are simulated (`TENSOR_OBJECTS_BYTES`), and autograd's (`NODE_OBJECTS_BYTES`). Not covered: Python's; other
+themselves and autograd's are simulated (`plimsoll.memory.allocator.heap_calls`). Not covered: Python's; other
 arenas, so what another thread allocates (torch's backward on a CPU runs in the calling thread);
 glibc from 2.38 on, whose memalign searches for an aligned block first; transparent huge pages; other C libraries.
+
+A plan replays a million calls. So what most of them need is done in one loop, chunks are numbers, which the garbage
+collector need not look through, and the last remainder, from which most small blocks are cut, is filed with the other
+free chunks only when it has to be. The same simulation, written as plainly as can be, is in the tests
+(``tests/plain_heap.py``); the two agree after every event.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.memory.allocator.heap_calls import FREE, MALLOC, MEMALIGN, ROW, TRIM, HeapCalls
 from plimsoll.records.heap import HeapRules
 
 _HEADER_BYTES = 8
@@ -36,424 +44,388 @@ _FAST_BYTES = 128  # of the largest chunk that is not joined with its neighbours
 _TRIM_FROM_BYTES = 65536  # FASTBIN_CONSOLIDATION_THRESHOLD: a smaller free block never trims the top
 _HIGHEST_THRESHOLD_BYTES = 32 << 20  # DEFAULT_MMAP_THRESHOLD_MAX
 _MOST_MAPPINGS = 65536  # M_MMAP_MAX
+_NOWHERE = -1 << 62  # where a block starts that is a mapping of its own
 
 
-Handles = tuple[int, ...]
-"""Of a storage and what lies beside it, or of a node of autograd's, in the order in which they are freed."""
+@dataclass(frozen=True)
+class HeapReplay:
+    """What a list of calls did to a heap; the columns have an entry for each ``ROW`` of the calls."""
 
-TENSOR_OBJECTS_BYTES = (96, 176, 24)
-"""What torch takes of the heap while a tensor's data live: the storage's block before the data, the tensor's and its
-sizes' behind; they go sizes first, then the data, the storage and the tensor.
+    resident_bytes: NDArray[np.int64]
+    address_bytes: NDArray[np.int64]
+    """What a limit on address space counts: the heap with its holes, whether their pages are there or not."""
+    rules: HeapRules
+    map_range: tuple[int, int]
+    """The most bytes for which the heap was made larger, and the least that were mapped instead."""
+    trim_range: tuple[int, int]
+    """The most bytes at which the top of the heap was left as it was, and the least at which it went back."""
 
-Counted, with their order, by wrapping malloc around GPT-2, BERT and GRU steps (torch 2.13). The order decides: behind a
-tensor that goes lie the two blocks of one that stays. With all three behind the data (as it was until then) the heap of
-a GPT-2 of 6 layers that keeps what is freed came out 7 % smaller than that of the recorded calls.
-"""
-
-NODE_OBJECTS_BYTES = (
-    (16, 16, 24, 32, 488),
-    (16, 16, 24, 184, 552),
-    (16, 16, 24, 32, 176, 464),
-    (16, 16, 24, 24, 312, 64, 640),
-)
-"""What autograd keeps of an op until its graph is gone: the blocks of each node, in turn.
-
-Counted by wrapping malloc around a step of a GPT-2 (6 layers, 361 nodes) and of a GRU that is unrolled (4,374 nodes),
-torch 2.13, when most were alive, less `TENSOR_OBJECTS_BYTES`: for each node 2.2 and 1.8 blocks of 16 bytes, 1.4 and 0.9
-of 24, 0.4 and 0.4 of 32, 0.2 and 0.3 of 184, 0.1 and 0.2 of 176, 0.1 of 64 and of 312, and one of 464 to 888. How many
-are small matters: a block of 16 bytes lies in what an aligned tensor leaves beside it, and keeps that from being joined
-when the tensor goes.
-"""
-
-
-class HeapReplay(NamedTuple):
-    """What a sequence of events did to a heap."""
-
-    resident_bytes: list[int]
-    """After each event."""
-    address_bytes: list[int]
-    """After each event."""
-    peak_bytes: int
-    index_of_highest: int
-    """Of the event after which the peak was reached first; -1 where no event passed what was there before."""
-    live: dict[int, Handles]
-    """The handles of each storage that is not freed."""
+    def is_as_with(self, rules: HeapRules) -> bool:
+        """Whether a heap of other rules would have done the same at every call."""
+        if rules == self.rules:
+            return True
+        thresholds = ("mmap_threshold_bytes", "trim_threshold_bytes")
+        alike = self.rules.model_copy(update={name: getattr(rules, name) for name in thresholds})
+        return (
+            rules == alike
+            and not rules.is_dynamic
+            and rules.build_threshold_bytes is None
+            and self.map_range[0] < rules.mmap_threshold_bytes <= self.map_range[1]
+            and self.trim_range[0] < rules.trim_threshold_bytes <= self.trim_range[1]
+        )
 
 
-class _Mapped(NamedTuple):
-    mapped_bytes: int
-    chunk_bytes: int
-    resident_bytes: int
-    num_bytes: int
+def replay(calls: HeapCalls, rules: HeapRules, start_bytes: int = 0) -> HeapReplay:
+    """Let the heap of a process in which nothing is free do what is asked; every block is written to its end.
 
-
-class _InHeap(NamedTuple):
-    start: int
-    chunk_bytes: int
-    num_bytes: int
-
-
-class GlibcHeap:
-    """The main arena of a process in which nothing is free; every block counts as written to its end.
-
-    ``start_bytes`` is where the first block begins, of which only the remainder by the alignment has an effect.
+    Args:
+        calls: what is asked of it.
+        rules: how it is set up.
+        start_bytes: where the first block begins, of which only the remainder by the alignment has an effect.
     """
+    return _Heap(calls, rules, start_bytes).replay()
 
-    def __init__(self, rules: HeapRules, start_bytes: int = 0) -> None:
-        self.rules = rules
-        self.live_bytes = 0
-        self.peak_resident_bytes = 0
-        self._mmap_threshold_bytes = rules.mmap_threshold_bytes
-        self._trim_threshold_bytes = rules.trim_threshold_bytes
-        self._live: dict[int, _Mapped | _InHeap] = {}
-        self._num_handles = 0
-        self._num_mappings = 0
-        self._mapped_bytes = 0
-        self._mapped_resident_bytes = 0
-        self._free = _FreeChunks()
-        self._start = start_bytes
-        self._top = start_bytes  # where the top chunk starts, and so everything above every block
-        self._end = start_bytes  # of the heap: the program break
+
+class _Heap:
+    """The main arena. Blocks have the numbers that the calls give them; chunks are known by their starts and ends."""
+
+    __slots__ = (  # as there are too many attributes for Python to find them fast without
+        "_alignment_bytes", "_bytes_of", "_cached", "_calls", "_end", "_end_of", "_fast", "_given_back", "_has_fast",
+        "_is_dynamic", "_last_remainder", "_least_mapped_bytes", "_least_trimmed_bytes", "_map_from_bytes",
+        "_mapped_bytes", "_mapped_resident_bytes", "_mappings", "_most_cached", "_most_in_heap_bytes",
+        "_most_left_bytes", "_page_bytes", "_resident_bytes", "_rest_end", "_rest_start", "_rules", "_sizes", "_sorted",
+        "_start", "_start_of", "_starts", "_top", "_top_pad_bytes", "_touched_end", "_trim_from_bytes", "_unsorted",
+        "_written_end",
+    )  # fmt: skip
+
+    def __init__(self, calls: HeapCalls, rules: HeapRules, start_bytes: int) -> None:
+        self._calls, self._rules = calls, rules
+        self._map_from_bytes, self._trim_from_bytes = rules.mmap_threshold_bytes, rules.trim_threshold_bytes
+        self._is_dynamic, self._most_cached = rules.is_dynamic, rules.num_cached_per_size
+        self._page_bytes, self._alignment_bytes = rules.page_bytes, rules.alignment_bytes
+        self._top_pad_bytes = rules.top_pad_bytes
+        # Of each block where its chunk starts, and its bytes: those it will have unless a larger one is found.
+        self._starts = [0] * len(calls.block_bytes)
+        self._bytes_of: list[int] = _chunk_bytes(np.asarray(calls.block_bytes)).tolist()
+        self._mappings: dict[int, tuple[int, int, int]] = {}  # by block: bytes mapped, of the chunk, and resident
+        # Starts of small chunks that were freed and are not joined with others, in lists by size.
+        self._cached: list[list[int]] = [[] for _ in range(0, _CACHED_BYTES + 1, _CHUNK_ALIGNMENT_BYTES)]
+        self._fast: list[list[int]] = [[] for _ in range(0, _FAST_BYTES + 1, _CHUNK_ALIGNMENT_BYTES)]
+        self._has_fast = False
+        # All other free chunks. By their ends: those freed since the last search in that order, the others in lists by
+        # size. There an end stays when its chunk is joined with another, and is passed over later.
+        self._end_of: dict[int, int] = {}
+        self._start_of: dict[int, int] = {}
+        self._unsorted: dict[int, None] = {}
+        self._sorted: dict[int, list[int]] = {}
+        self._sizes: list[int] = []  # in order, of those that were sorted
+        self._last_remainder = -1  # where the one starts that was left when a small block was cut off last
+        self._rest_start = self._rest_end = 0  # it, while nothing else is unsorted; then it is in none of these
+        self._start = self._top = self._end = start_bytes  # of the heap, its top chunk, and what the system gave
+        self._mapped_bytes = self._mapped_resident_bytes = 0
         self._touched_end = 0
         self._given_back = _Intervals()
-        self._cached: dict[int, list[int]] = {}
-        self._most_cached = rules.num_cached_per_size
-        self._fast: dict[int, list[int]] = {}
+        self._resident_bytes = 0
+        self._written_end = 0  # what is written up to here is there already
+        self._most_in_heap_bytes = self._most_left_bytes = -1
+        self._least_mapped_bytes = self._least_trimmed_bytes = 1 << 63
 
-    @property
-    def resident_bytes(self) -> int:
-        """Pages of live mappings, and of the heap all that was touched and not given back."""
-        heap_bytes = _round_up(self._touched_end, self.rules.page_bytes) - self._given_back.total_bytes
-        return self._mapped_resident_bytes + heap_bytes
+    def replay(self) -> HeapReplay:  # noqa: PLR0912 -- a branch for each kind of call and what most of them need
+        """Do all calls in order."""
+        resident_bytes, address_bytes = [], []
+        starts, bytes_of = self._starts, self._bytes_of
+        cached_of, most_cached, fast_of = self._cached, self._most_cached, self._fast
+        for kind, value in zip(self._calls.kinds, self._calls.values, strict=True):
+            if kind == FREE:
+                chunk_bytes = bytes_of[value]
+                if chunk_bytes <= _CACHED_BYTES and len(cached := cached_of[chunk_bytes >> 4]) < most_cached:
+                    cached.append(starts[value])
+                elif chunk_bytes <= _FAST_BYTES:
+                    fast_of[chunk_bytes >> 4].append(starts[value])
+                    self._has_fast = True
+                elif starts[value] == _NOWHERE:
+                    self._unmap(value)
+                elif self._join((starts[value],), chunk_bytes) >= _TRIM_FROM_BYTES:
+                    self._trim_top()
+            elif kind == MALLOC:
+                chunk_bytes = bytes_of[value]
+                if cached := cached_of[chunk_bytes >> 4]:
+                    start = cached.pop()
+                    end = start + chunk_bytes
+                else:
+                    start, end = self._find_small(chunk_bytes)
+                    bytes_of[value] = end - start
+                    if start == _NOWHERE:
+                        self._map(value, chunk_bytes)
+                starts[value] = start
+                if end > self._written_end:
+                    self._write(start, end)
+            elif kind == ROW:
+                resident_bytes.append(self._resident_bytes)
+                address_bytes.append(self._mapped_bytes + self._end)
+            elif kind == MEMALIGN:
+                self._memalign(value, bytes_of[value])
+            elif kind == TRIM:
+                self._trim()
+            else:
+                self._map_blocks_from(value)
+        return HeapReplay(
+            np.asarray(resident_bytes, dtype=np.int64),
+            np.asarray(address_bytes, dtype=np.int64) - self._start,
+            self._rules,
+            (self._most_in_heap_bytes, self._least_mapped_bytes),
+            (self._most_left_bytes, self._least_trimmed_bytes),
+        )
 
-    @property
-    def address_bytes(self) -> int:
-        """What a limit on address space counts: the heap with its holes, whether their pages are there or not."""
-        return self._mapped_bytes + self._end - self._start
-
-    def allocate(self, num_bytes: int) -> int:
-        """Take a block, write to all of it, and return its handle."""
-        self._num_handles += 1
-        handle = self._num_handles
-        if num_bytes == 0:  # torch does not ask for it
-            self._live[handle] = _Mapped(0, 0, 0, 0)
-            return handle
-        chunk_bytes = _chunk_bytes(num_bytes)
-        wanted_bytes = _chunk_bytes(chunk_bytes + self.rules.alignment_bytes + _LEAST_CHUNK_BYTES)
-        start = self._find(wanted_bytes)
-        if start is None:
-            self._live[handle] = self._map(wanted_bytes, num_bytes)
+    def _memalign(self, block: int, chunk_bytes: int) -> None:
+        """Find more than is asked for, cut the aligned chunk out of that, and free what is left on both sides."""
+        wanted_bytes = chunk_bytes + (self._alignment_bytes + _LEAST_CHUNK_BYTES + _CHUNK_ALIGNMENT_BYTES)
+        start, end = self._find(wanted_bytes)
+        if start == _NOWHERE:
+            self._map(block, wanted_bytes)
         else:
-            self._live[handle] = self._align(*start, chunk_bytes, num_bytes)
-        self.live_bytes += num_bytes
-        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
-        return handle
+            if lead_bytes := _lead_bytes(start, self._alignment_bytes):
+                self._cut_off(start, lead_bytes)
+                start += lead_bytes
+            rest_bytes = end - start - chunk_bytes
+            if rest_bytes > _LEAST_CHUNK_BYTES:
+                end -= rest_bytes
+                self._cut_off(end, rest_bytes)
+            if end > self._written_end:
+                self._write(start, end)
+        self._starts[block], self._bytes_of[block] = start, end - start
 
-    def allocate_small(self, num_bytes: int) -> int:
-        """Take a block of up to 1,032 bytes as ``malloc`` gives it, write to it, and return its handle.
+    def _write(self, start: int, end: int) -> None:
+        """Have the pages of a chunk there."""
+        page_bytes = self._page_bytes
+        self._given_back.remove(start // page_bytes * page_bytes, _round_up(end, page_bytes))
+        self._touched_end = max(self._touched_end, end)
+        self._count()
 
-        Such blocks come from the thread's cache and from the fast lists before anything else is searched, so they lie
-        between the tensors, and keep what is free there from being joined and given back.
-        """
-        self._num_handles += 1
-        chunk_bytes = _chunk_bytes(num_bytes)
-        found = self._take_small(chunk_bytes) or self._find(chunk_bytes)
-        if found is None:
-            self._live[self._num_handles] = self._map(chunk_bytes, num_bytes)
+    def _count(self) -> None:
+        """Add up what is resident: pages of live mappings, and of the heap all that was touched and not given back."""
+        heap_bytes = _round_up(self._touched_end, self._page_bytes) - self._given_back.total_bytes
+        self._resident_bytes = self._mapped_resident_bytes + heap_bytes
+        self._written_end = 0 if self._given_back.total_bytes else self._touched_end
+
+    def _find_small(self, chunk_bytes: int) -> tuple[int, int]:
+        """Take a chunk of the fast list, whose others go to the cache, or of the last remainder, or find one."""
+        if chunk_bytes <= _FAST_BYTES and (fast := self._fast[chunk_bytes >> 4]):
+            start, cached = fast.pop(), self._cached[chunk_bytes >> 4]
+            while fast and len(cached) < self._most_cached:
+                cached.append(fast.pop())
+            return start, start + chunk_bytes
+        start = self._rest_start
+        end = start + chunk_bytes
+        if end < self._rest_end - _LEAST_CHUNK_BYTES and chunk_bytes < _SMALL_BYTES:
+            self._rest_start = end
+            return start, end
+        return self._find(chunk_bytes)
+
+    def _find(self, wanted_bytes: int) -> tuple[int, int]:
+        """Take a chunk of the heap and return its start and end; it starts nowhere if the block becomes a mapping."""
+        if self._has_fast and wanted_bytes >= _SMALL_BYTES:
+            self._join_fast()
+        if self._rest_end:
+            self._file_rest()
+        end_of, start_of, unsorted, by_size = self._end_of, self._start_of, self._unsorted, self._sorted
+        for end in unsorted:
+            start = start_of[end]
+            chunk_bytes = end - start
+            if chunk_bytes == wanted_bytes or (start == self._last_remainder and self._is_cut(wanted_bytes, end)):
+                break
+            if chunk_bytes in by_size:
+                by_size[chunk_bytes].append(end)
+            else:
+                by_size[chunk_bytes] = [end]
+                insort(self._sizes, chunk_bytes)
         else:
-            self._live[self._num_handles] = self._touched(*found, num_bytes)
-        self.live_bytes += num_bytes
-        return self._num_handles
+            unsorted.clear()
+            end = self._best_fit(wanted_bytes)
+            if end == _NOWHERE:
+                return self._from_top(wanted_bytes)
+            start = start_of[end]
+        if len(unsorted) > 1:  # and this is one of them
+            self._forget_before(end)
+        rest = start + wanted_bytes
+        del end_of[start]
+        if end - rest < _LEAST_CHUNK_BYTES:
+            del start_of[end]
+            unsorted.pop(end, None)
+            return start, end
+        if wanted_bytes < _SMALL_BYTES:
+            self._last_remainder = rest
+            if not unsorted or (len(unsorted) == 1 and end in unsorted):
+                unsorted.clear()
+                del start_of[end]
+                self._rest_start, self._rest_end = rest, end
+                return start, rest
+        end_of[rest] = end
+        start_of[end] = rest
+        unsorted[end] = None
+        return start, rest
 
-    def free(self, handle: int) -> None:
-        """Give a block back to the heap, or to the system.
+    def _is_cut(self, wanted_bytes: int, remainder_end: int) -> bool:
+        """Whether a block is cut off the last remainder though others would fit better."""
+        is_only_one = remainder_end == next(reversed(self._unsorted))
+        is_large_enough = remainder_end - self._last_remainder > wanted_bytes + _LEAST_CHUNK_BYTES
+        return wanted_bytes < _SMALL_BYTES and is_only_one and is_large_enough
 
-        Raises:
-            KeyError: if no live block has this handle.
-        """
-        block = self._live.pop(handle)
-        self.live_bytes -= block.num_bytes
-        if isinstance(block, _InHeap):
-            self._release(block.start, block.chunk_bytes)
-        elif block.chunk_bytes:
-            self._unmap(block)
+    def _file_rest(self) -> None:
+        """Put the last remainder where it belongs, as something else is going to be unsorted or searched for."""
+        start, end = self._rest_start, self._rest_end
+        self._end_of[start] = end
+        self._start_of[end] = self._last_remainder = start
+        self._unsorted[end] = None
+        self._rest_start = self._rest_end = 0
 
-    def trim(self) -> None:
-        """Give back whole free pages, as ``malloc_trim(0)``: inside the heap and at its top."""
-        self._join_fast()
-        page_bytes = self.rules.page_bytes
-        for start, chunk_bytes in self._free.chunks():
-            first = _round_up(start + _CHUNK_STRUCT_BYTES, page_bytes)
-            last = (start + chunk_bytes) // page_bytes * page_bytes
-            if last > first:
-                self._given_back.add(first, last)
-        self._shrink(pad_bytes=0)
+    def _forget_before(self, end: int) -> None:
+        """Take what has been sorted out of what has not, where a search has ended early."""
+        for before in list(self._unsorted):
+            if before == end:
+                return
+            del self._unsorted[before]
 
-    def map_blocks_from(self, num_bytes: int) -> None:
+    def _from_top(self, wanted_bytes: int) -> tuple[int, int]:
+        start = self._top
+        if self._end - start < wanted_bytes + _LEAST_CHUNK_BYTES:
+            if self._has_fast:
+                self._join_fast()
+                return self._find(wanted_bytes)
+            if self._is_mapped(wanted_bytes):
+                return _NOWHERE, 0
+            needed_bytes = wanted_bytes + self._top_pad_bytes + _LEAST_CHUNK_BYTES - (self._end - start)
+            self._end += _round_up(needed_bytes, self._page_bytes)
+        self._top = start + wanted_bytes
+        return start, self._top
+
+    def _best_fit(self, wanted_bytes: int) -> int:
+        """Take the smallest sorted chunk that is large enough out of its list."""
+        sizes, by_size, start_of = self._sizes, self._sorted, self._start_of
+        place = bisect_left(sizes, wanted_bytes)
+        while place < len(sizes):
+            chunk_bytes = sizes[place]
+            ends = by_size[chunk_bytes]
+            while ends:
+                end = ends.pop()
+                if start_of.get(end) == end - chunk_bytes:
+                    return end
+            del by_size[chunk_bytes], sizes[place]
+        return _NOWHERE
+
+    def _is_mapped(self, wanted_bytes: int) -> bool:
+        if len(self._mappings) >= _MOST_MAPPINGS:
+            return False
+        if wanted_bytes < self._map_from_bytes:
+            self._most_in_heap_bytes = max(self._most_in_heap_bytes, wanted_bytes)
+            return False
+        self._least_mapped_bytes = min(self._least_mapped_bytes, wanted_bytes)
+        return True
+
+    def _map(self, block: int, wanted_bytes: int) -> None:
+        page_bytes, lead_bytes = self._page_bytes, _lead_bytes(0, self._alignment_bytes)
+        num_bytes = self._calls.block_bytes[block]
+        mapped_bytes = _round_up(wanted_bytes + _HEADER_BYTES, page_bytes)
+        resident_bytes = _round_up(lead_bytes + _CHUNK_ALIGNMENT_BYTES + num_bytes, page_bytes)
+        self._mappings[block] = mapped_bytes, mapped_bytes - lead_bytes, resident_bytes
+        self._mapped_bytes += mapped_bytes
+        self._mapped_resident_bytes += resident_bytes
+        self._resident_bytes += resident_bytes
+
+    def _unmap(self, block: int) -> None:
+        mapped_bytes, chunk_bytes, resident_bytes = self._mappings.pop(block)
+        self._mapped_bytes -= mapped_bytes
+        self._mapped_resident_bytes -= resident_bytes
+        self._resident_bytes -= resident_bytes
+        if self._is_dynamic and self._map_from_bytes < chunk_bytes <= _HIGHEST_THRESHOLD_BYTES:
+            self._map_from_bytes = chunk_bytes
+            self._trim_from_bytes = 2 * chunk_bytes
+
+    def _map_blocks_from(self, num_bytes: int) -> None:
         """Set the mapping threshold and end its raising, as ``mallopt(M_MMAP_THRESHOLD)``.
 
         Free chunks and the trim threshold stay as they are: set late, it leaves the free blocks of the heap in use.
         """
         self._join_fast()
-        self.rules = self.rules.model_copy(update={"mmap_threshold_bytes": num_bytes, "is_dynamic": False})
-        self._mmap_threshold_bytes = num_bytes
+        self._map_from_bytes, self._is_dynamic = num_bytes, False
 
-    def _take_small(self, chunk_bytes: int) -> tuple[int, int] | None:
-        """Take a chunk of just this size from the thread's cache, or from the fast list, which then fills the cache."""
-        cached = self._cached.setdefault(chunk_bytes, [])
-        if cached:
-            return cached.pop(), chunk_bytes
-        fast = self._fast.get(chunk_bytes)
-        if not fast:
-            return None
-        start = fast.pop()
-        while fast and len(cached) < self._most_cached:
-            cached.append(fast.pop())
-        if not fast:
-            del self._fast[chunk_bytes]
-        return start, chunk_bytes
-
-    def _find(self, wanted_bytes: int) -> tuple[int, int] | None:
-        """Take a chunk of the heap, ``None`` where the block becomes a mapping."""
-        if wanted_bytes >= _SMALL_BYTES:
-            self._join_fast()
-        found = self._free.take(wanted_bytes)
-        if found is not None:
-            return found
-        if self._end - self._top < wanted_bytes + _LEAST_CHUNK_BYTES:
-            if self._join_fast():
-                return self._find(wanted_bytes)
-            if wanted_bytes >= self._mmap_threshold_bytes and self._num_mappings < _MOST_MAPPINGS:
-                return None
-            needed_bytes = wanted_bytes + self.rules.top_pad_bytes + _LEAST_CHUNK_BYTES - (self._end - self._top)
-            self._end += _round_up(needed_bytes, self.rules.page_bytes)
-        start = self._top
-        self._top += wanted_bytes
-        return start, wanted_bytes
-
-    def _align(self, start: int, found_bytes: int, chunk_bytes: int, num_bytes: int) -> _InHeap:
-        """Cut the aligned chunk out of the one that was found, and free what is left on both sides."""
-        lead_bytes = self._lead_bytes(start)
-        if lead_bytes:
-            self._release(start, lead_bytes)
-            start, found_bytes = start + lead_bytes, found_bytes - lead_bytes
-        if found_bytes > chunk_bytes + _LEAST_CHUNK_BYTES:
-            self._release(start + chunk_bytes, found_bytes - chunk_bytes)
-            found_bytes = chunk_bytes
-        return self._touched(start, found_bytes, num_bytes)
-
-    def _touched(self, start: int, chunk_bytes: int, num_bytes: int) -> _InHeap:
-        """A block in the heap, with its pages there."""
-        end = start + chunk_bytes
-        if self._given_back.total_bytes:
-            page_bytes = self.rules.page_bytes
-            self._given_back.remove(start // page_bytes * page_bytes, _round_up(end, page_bytes))
-        self._touched_end = max(self._touched_end, end)
-        return _InHeap(start, chunk_bytes, num_bytes)
-
-    def _lead_bytes(self, start: int) -> int:
-        alignment_bytes = self.rules.alignment_bytes
-        lead_bytes = -(start + _CHUNK_ALIGNMENT_BYTES) % alignment_bytes
-        return lead_bytes + alignment_bytes if 0 < lead_bytes < _LEAST_CHUNK_BYTES else lead_bytes
-
-    def _map(self, wanted_bytes: int, num_bytes: int) -> _Mapped:
-        page_bytes, lead_bytes = self.rules.page_bytes, self._lead_bytes(0)
-        mapped_bytes = _round_up(wanted_bytes + _HEADER_BYTES, page_bytes)
-        resident_bytes = _round_up(lead_bytes + _CHUNK_ALIGNMENT_BYTES + num_bytes, page_bytes)
-        self._num_mappings += 1
-        self._mapped_bytes += mapped_bytes
-        self._mapped_resident_bytes += resident_bytes
-        return _Mapped(mapped_bytes, mapped_bytes - lead_bytes, resident_bytes, num_bytes)
-
-    def _unmap(self, block: _Mapped) -> None:
-        self._num_mappings -= 1
-        self._mapped_bytes -= block.mapped_bytes
-        self._mapped_resident_bytes -= block.resident_bytes
-        if self.rules.is_dynamic and self._mmap_threshold_bytes < block.chunk_bytes <= _HIGHEST_THRESHOLD_BYTES:
-            self._mmap_threshold_bytes = block.chunk_bytes
-            self._trim_threshold_bytes = 2 * block.chunk_bytes
-
-    def _release(self, start: int, chunk_bytes: int) -> None:
-        """Join a chunk with what is free beside it, and trim the top if it has become too large."""
-        cached = self._cached.setdefault(chunk_bytes, []) if chunk_bytes <= _CACHED_BYTES else None
-        if cached is not None and len(cached) < self._most_cached:
-            cached.append(start)
+    def _cut_off(self, start: int, chunk_bytes: int) -> None:
+        """Free what an aligned block leaves."""
+        if chunk_bytes <= _CACHED_BYTES and len(self._cached[chunk_bytes >> 4]) < self._most_cached:
+            self._cached[chunk_bytes >> 4].append(start)
         elif chunk_bytes <= _FAST_BYTES:
-            self._fast.setdefault(chunk_bytes, []).append(start)
+            self._fast[chunk_bytes >> 4].append(start)
+            self._has_fast = True
+        elif self._join((start,), chunk_bytes) >= _TRIM_FROM_BYTES:
+            self._trim_top()
+
+    def _join(self, starts: Iterable[int], chunk_bytes: int) -> int:
+        """Join chunks of one size with what is free beside them, and return the bytes of what the last is part of."""
+        if self._rest_end:
+            self._file_rest()
+        end_of, start_of, unsorted = self._end_of, self._start_of, self._unsorted
+        for first in starts:
+            start, end = first, first + chunk_bytes
+            if start in start_of:
+                if start in unsorted:
+                    del unsorted[start]
+                start = start_of.pop(start)
+            if end in end_of:
+                end = end_of.pop(end)
+                if end in unsorted:
+                    del unsorted[end]
+            elif end == self._top:
+                end_of.pop(start, None)
+                self._top = start
+                continue
+            end_of[start] = end
+            start_of[end] = start
+            unsorted[end] = None
+        return (self._end if start == self._top else end) - start
+
+    def _join_fast(self) -> None:
+        """Join the small chunks that were freed since the last time."""
+        if not self._has_fast:
+            return
+        chunk_bytes = 0
+        for starts in self._fast:
+            if starts:
+                starts.reverse()
+                self._join(starts, chunk_bytes)
+                starts.clear()
+            chunk_bytes += _CHUNK_ALIGNMENT_BYTES
+        self._has_fast = False
+
+    def _trim_top(self) -> None:
+        """Give the top back if it has become too large."""
+        self._join_fast()
+        top_bytes = self._end - self._top
+        if top_bytes < self._trim_from_bytes:
+            self._most_left_bytes = max(self._most_left_bytes, top_bytes)
         else:
-            joined_bytes = self._join(start, chunk_bytes)
-            if joined_bytes >= _TRIM_FROM_BYTES:
-                self._join_fast()
-                if self._end - self._top >= self._trim_threshold_bytes:
-                    self._shrink(self.rules.top_pad_bytes)
+            self._least_trimmed_bytes = min(self._least_trimmed_bytes, top_bytes)
+            self._shrink(self._top_pad_bytes)
 
-    def _join(self, start: int, chunk_bytes: int) -> int:
-        """Join a chunk with what is free beside it and return the bytes of all that."""
-        start, end = self._free.join(start, start + chunk_bytes)
-        if end == self._top:
-            self._top = start
-            return self._end - start
-        self._free.add(start, end - start)
-        return end - start
-
-    def _join_fast(self) -> bool:
-        """Join the small chunks that were freed since the last time; false if there was none."""
-        if not self._fast:
-            return False
-        for chunk_bytes, starts in sorted(self._fast.items()):
-            for start in reversed(starts):
-                self._join(start, chunk_bytes)
-        self._fast.clear()
-        return True
+    def _trim(self) -> None:
+        """Give back whole free pages, as ``malloc_trim(0)``: inside the heap and at its top."""
+        self._join_fast()
+        if self._rest_end:
+            self._file_rest()
+        page_bytes = self._page_bytes
+        for start, end in self._end_of.items():
+            first, last = _round_up(start + _CHUNK_STRUCT_BYTES, page_bytes), end // page_bytes * page_bytes
+            if last > first:
+                self._given_back.add(first, last)
+        self._shrink(pad_bytes=0)
+        self._count()
 
     def _shrink(self, pad_bytes: int) -> None:
         spare_bytes = self._end - self._top - _LEAST_CHUNK_BYTES - 1 - pad_bytes
-        if spare_bytes >= self.rules.page_bytes:
-            self._end -= spare_bytes // self.rules.page_bytes * self.rules.page_bytes
+        if spare_bytes >= self._page_bytes:
+            self._end -= spare_bytes // self._page_bytes * self._page_bytes
             self._touched_end = min(self._touched_end, self._end)
-            self._given_back.remove(_round_up(self._touched_end, self.rules.page_bytes), None)
-
-
-def replay(  # noqa: PLR0917 -- what happens to one heap
-    deltas: Iterable[tuple[int, int]],
-    heap: GlibcHeap,
-    live: dict[int, Handles] | None = None,
-    beside_bytes: tuple[int, ...] = (),
-    trims_before: Collection[int] = (),
-    nodes_before: Mapping[int, int] | None = None,
-    thresholds_before: Mapping[int, int] | None = None,
-) -> HeapReplay:
-    """Let a heap do what a trace says: ``(storage id, bytes to allocate)``, negative bytes for the storage's free.
-
-    An id may be used again after its free. To go on with a heap, give the ``live`` of the replay before.
-    ``beside_bytes`` are small blocks that come and go with each storage (see `TENSOR_OBJECTS_BYTES`). Free pages are
-    given back before the deltas with the numbers ``trims_before``. ``nodes_before`` are numbers of nodes (see
-    `NODE_OBJECTS_BYTES`) that are taken before the delta with a number or, if negative, given back, the newest first.
-    ``thresholds_before`` are sizes from which blocks are mapped from a delta on.
-
-    Raises:
-        KeyError: if a storage is freed that is not live.
-    """
-    handles = dict(live or {})
-    resident_bytes: list[int] = []
-    address_bytes: list[int] = []
-    peak_bytes, index_of_highest = heap.resident_bytes, -1
-    nodes: list[Handles] = []
-    changes, thresholds = nodes_before or {}, thresholds_before or {}
-    for index, (storage, num_bytes) in enumerate(deltas):
-        if index in trims_before:
-            heap.trim()
-        if index in thresholds:
-            heap.map_blocks_from(thresholds[index])
-        if index in changes:
-            _change_nodes(heap, nodes, changes[index])
-        if num_bytes < 0:
-            for handle in handles.pop(storage):
-                heap.free(handle)
-        else:
-            handles[storage] = _allocate_tensor(heap, num_bytes, beside_bytes)
-        now_bytes = heap.resident_bytes
-        resident_bytes.append(now_bytes)
-        address_bytes.append(heap.address_bytes)
-        if now_bytes > peak_bytes:
-            peak_bytes, index_of_highest = now_bytes, index
-    return HeapReplay(resident_bytes, address_bytes, peak_bytes, index_of_highest, handles)
-
-
-def _allocate_tensor(heap: GlibcHeap, num_bytes: int, beside_bytes: tuple[int, ...]) -> Handles:
-    """Take a tensor's data and what lies beside; return the handles in the order in which they are freed."""
-    before = tuple(map(heap.allocate_small, beside_bytes[:1]))
-    data = heap.allocate(num_bytes)
-    behind = tuple(map(heap.allocate_small, beside_bytes[1:]))
-    return (*behind[1:], data, *before, *behind[:1])
-
-
-def _change_nodes(heap: GlibcHeap, nodes: list[Handles], change: int) -> None:
-    for _ in range(change):
-        sizes = NODE_OBJECTS_BYTES[len(nodes) % len(NODE_OBJECTS_BYTES)]
-        nodes.append(tuple(map(heap.allocate_small, sizes)))
-    for _ in range(-change):
-        for handle in nodes.pop():
-            heap.free(handle)
-
-
-class _FreeChunks:
-    """Free chunks by their place, and by size: those freed since the last search unsorted, in the order of their free.
-
-    Among equal sizes the one sorted last is taken, as glibc takes the second of a list into which each new one is
-    inserted as the second.
-    """
-
-    def __init__(self) -> None:
-        self._bytes_at: dict[int, int] = {}
-        self._start_by_end: dict[int, int] = {}
-        self._unsorted: OrderedDict[int, None] = OrderedDict()
-        self._sorted: list[tuple[int, int, int]] = []  # (bytes, minus the turn it was sorted in, start)
-        self._turn_at: dict[int, int] = {}
-        self._num_turns = 0
-        self._last_remainder = -1
-
-    def chunks(self) -> Iterable[tuple[int, int]]:
-        return self._bytes_at.items()
-
-    def add(self, start: int, chunk_bytes: int) -> None:
-        self._bytes_at[start] = chunk_bytes
-        self._start_by_end[start + chunk_bytes] = start
-        self._unsorted[start] = None
-
-    def join(self, start: int, end: int) -> tuple[int, int]:
-        """Take out the chunks that touch this range and return the range with them."""
-        before = self._start_by_end.get(start)
-        if before is not None:
-            self._remove(before)
-            start = before
-        if end in self._bytes_at:
-            behind = end
-            end += self._bytes_at[behind]
-            self._remove(behind)
-        return start, end
-
-    def take(self, wanted_bytes: int) -> tuple[int, int] | None:
-        """Find a chunk, cut it to size and return its start and bytes."""
-        start = self._sort_until(wanted_bytes)
-        if start is None:
-            index = bisect_left(self._sorted, (wanted_bytes,))
-            if index == len(self._sorted):
-                return None
-            start = self._sorted[index][2]
-        chunk_bytes = self._bytes_at[start]
-        self._remove(start)
-        if chunk_bytes - wanted_bytes < _LEAST_CHUNK_BYTES:
-            return start, chunk_bytes
-        self.add(start + wanted_bytes, chunk_bytes - wanted_bytes)
-        if wanted_bytes < _SMALL_BYTES:
-            self._last_remainder = start + wanted_bytes
-        return start, wanted_bytes
-
-    def _sort_until(self, wanted_bytes: int) -> int | None:
-        """Sort what was freed since the last search, up to a chunk of just this size."""
-        while self._unsorted:
-            start = next(iter(self._unsorted))
-            chunk_bytes = self._bytes_at[start]
-            is_only_remainder = start == self._last_remainder and len(self._unsorted) == 1
-            if wanted_bytes < _SMALL_BYTES and is_only_remainder and chunk_bytes > wanted_bytes + _LEAST_CHUNK_BYTES:
-                return start
-            if chunk_bytes == wanted_bytes:
-                return start
-            del self._unsorted[start]
-            self._num_turns += 1
-            self._turn_at[start] = self._num_turns
-            insort(self._sorted, (chunk_bytes, -self._num_turns, start))
-        return None
-
-    def _remove(self, start: int) -> None:
-        chunk_bytes = self._bytes_at.pop(start)
-        del self._start_by_end[start + chunk_bytes]
-        if start in self._unsorted:
-            del self._unsorted[start]
-        else:
-            turn = self._turn_at.pop(start)
-            del self._sorted[bisect_left(self._sorted, (chunk_bytes, -turn, start))]
+            self._given_back.remove(_round_up(self._touched_end, self._page_bytes), None)
+            self._count()
 
 
 class _Intervals:
@@ -487,9 +459,16 @@ class _Intervals:
         self._ends[first:last] = [b for _, b in kept]
 
 
-def _chunk_bytes(num_bytes: int) -> int:
+def _chunk_bytes(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The bytes of the chunks that blocks take."""
     padded_bytes = -(-(num_bytes + _HEADER_BYTES) // _CHUNK_ALIGNMENT_BYTES) * _CHUNK_ALIGNMENT_BYTES
-    return padded_bytes if padded_bytes > _LEAST_CHUNK_BYTES else _LEAST_CHUNK_BYTES
+    return np.maximum(padded_bytes, _LEAST_CHUNK_BYTES)
+
+
+def _lead_bytes(start: int, alignment_bytes: int) -> int:
+    """The bytes of the chunk that is cut off before the aligned one."""
+    lead_bytes = -(start + _CHUNK_ALIGNMENT_BYTES) % alignment_bytes
+    return lead_bytes + alignment_bytes if 0 < lead_bytes < _LEAST_CHUNK_BYTES else lead_bytes
 
 
 def _round_up(num_bytes: int, unit_bytes: int) -> int:

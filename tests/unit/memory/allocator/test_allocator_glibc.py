@@ -1,5 +1,9 @@
-"""The simulated heap does what glibc's does: to a page against the real one, and near it in a training."""
+"""The simulated heap does what glibc's does: to a page against the real one, and near it in a training.
 
+It does just what the plain simulation of ``plain_heap`` does.
+"""
+
+import itertools
 import json
 import platform
 import random
@@ -10,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.memory.allocator.glibc import TENSOR_OBJECTS_BYTES, GlibcHeap, replay
+import plain_heap
+from plimsoll.memory.allocator.glibc import HeapReplay, replay
+from plimsoll.memory.allocator.heap_calls import TENSOR_OBJECTS_BYTES, heap_calls
 from plimsoll.memory.lowering.cpu_scratch import kept_by_libraries
-from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, FRESH_HEAP, TIGHT_HEAP, HeapRules
+from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, FRESH_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
 from processes import environment, run_program
 
 pytestmark = pytest.mark.cold  # heaps as a process begins with
@@ -113,17 +119,8 @@ SETTINGS: dict[str, tuple[HeapRules, list[int]]] = {
 }
 
 
-def simulated(events: list[Event], heap: GlibcHeap) -> list[int]:
-    handles, resident = {}, []
-    for index, num_bytes in events:
-        if num_bytes > 0:
-            handles[index] = heap.allocate(num_bytes)
-        elif num_bytes < 0:
-            heap.free(handles.pop(index))
-        else:
-            heap.trim()
-        resident.append(heap.resident_bytes)
-    return resident
+def simulated(deltas: list[Event], rules: HeapRules, start: int = 0, **asked) -> HeapReplay:
+    return replay(heap_calls(deltas, **asked), rules, start)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +146,11 @@ def test_every_event_leaves_what_the_real_heap_leaves(sequence, setting, real_he
     command = [real_heap, path, *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     start, *real = map(int, done.stdout.split())
-    errors = [a - b for a, b in zip(simulated(events, GlibcHeap(rules, start % 4096)), real, strict=True)]
+    is_delta = [event != (0, 0) for event in events]
+    deltas, real = (list(itertools.compress(column, is_delta)) for column in (events, real))
+    trims = {sum(is_delta[:turn]) for turn, one in enumerate(is_delta) if not one}
+    found = simulated(deltas, rules, start % 4096, trims_before=trims).resident_bytes.tolist()
+    errors = [a - b for a, b in zip(found, real, strict=True)]
     worst = max(range(len(errors)), key=lambda turn: abs(errors[turn]))
     print(f"peak {max(real) / MIB:.1f} MiB, worst error {errors[worst]} bytes after event {worst} of {len(errors)}")
     assert abs(errors[worst]) <= 512 << 10
@@ -171,73 +172,49 @@ def test_the_peak_of_a_training_is_predicted(model, rules, threshold_bytes, tole
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
     real = json.loads(done.stdout.splitlines()[-1])
     kept = kept_by_libraries(["aten.mkldnn_rnn_layer.default"] if model == "lstm" else [])
-    replayed = replay(real["events"], GlibcHeap(rules), beside_bytes=TENSOR_OBJECTS_BYTES)
-    peak_bytes = replayed.peak_bytes + kept.likely_bytes
+    replayed = simulated(real["events"], rules, beside_bytes=TENSOR_OBJECTS_BYTES)
+    peak_bytes = int(replayed.resident_bytes.max()) + kept.likely_bytes
     print(f"{model}: predicted {peak_bytes / MIB:.1f} MiB, measured {real['peak_bytes'] / MIB:.1f} MiB")
     assert abs(peak_bytes - real["peak_bytes"]) <= tolerance * real["peak_bytes"] + MIB
 
 
 def test_a_mapped_block_goes_back_when_it_is_freed_and_one_in_the_heap_stays_below_a_live_one():
-    heap = GlibcHeap(TIGHT_HEAP)
-    mapped = heap.allocate(MIB)
-    assert heap.resident_bytes == MIB + 4096  # the chunk's header is on a page of its own
-    heap.free(mapped)
-    assert heap.resident_bytes == 0
-    below, above = heap.allocate(100_000), heap.allocate(100_000)
-    held_bytes = heap.resident_bytes
-    heap.free(below)
-    assert heap.resident_bytes == held_bytes
-    assert heap.live_bytes == 100_000
-    heap.trim()
-    assert held_bytes - heap.resident_bytes == 92 << 10  # the whole pages inside 100,000 bytes
-    again = heap.allocate(50_000)
-    assert held_bytes - heap.resident_bytes < 48 << 10
-    heap.free(again)
-    heap.free(above)
-    assert heap.peak_resident_bytes == MIB + 4096
-    assert heap.live_bytes == 0
+    found = simulated([(1, MIB), (1, -MIB)], TIGHT_HEAP)
+    assert found.resident_bytes.tolist() == [MIB + 4096, 0]  # the chunk's header is on a page of its own
+    deltas = [(1, 100_000), (2, 100_000), (1, -100_000), (3, 50_000), (3, -50_000), (2, -100_000)]
+    kept, trimmed = (simulated(deltas, TIGHT_HEAP, trims_before=at).resident_bytes for at in ((), {3}))
+    assert (kept[1:] == kept[1]).all()
+    assert 40 <= (kept[3] - trimmed[3]) // 1024 < 48  # of 92 KiB that were given back those stay so that 3 did not use
 
 
 def test_freeing_a_mapped_block_raises_the_threshold_unless_it_was_set():
+    deltas = [(1, 4 * MIB), (1, -4 * MIB), (2, 3 * MIB), (3, 3 * MIB), (2, -3 * MIB)]
     for rules, stays_resident in ((FRESH_HEAP, True), (TIGHT_HEAP, False)):
-        heap = GlibcHeap(rules)
-        heap.free(heap.allocate(4 * MIB))
-        assert heap.resident_bytes == 0
-        below, _ = heap.allocate(3 * MIB), heap.allocate(3 * MIB)
-        heap.free(below)
-        assert (heap.resident_bytes > 5 * MIB) == stays_resident
+        resident_bytes = simulated(deltas, rules).resident_bytes
+        assert resident_bytes[1] == 0
+        assert (resident_bytes[-1] > 5 * MIB) == stays_resident
 
 
 def test_a_threshold_that_is_set_late_leaves_the_free_blocks_of_the_heap_in_use():
-    heap = GlibcHeap(HeapRules(mmap_threshold_bytes=32 * MIB))
-    below, _ = heap.allocate(8 * MIB), heap.allocate(1 * MIB)
-    heap.free(below)
-    heap.trim()
-    heap.map_blocks_from(TIGHT_HEAP.mmap_threshold_bytes)
-    heap.free(heap.allocate(4 * MIB))
-    assert heap.resident_bytes > 5 * MIB  # mapped it would have gone back
-    outside = heap.allocate(20 * MIB)
-    held_bytes = heap.resident_bytes
-    heap.free(outside)
-    assert held_bytes - heap.resident_bytes == 20 * MIB + 4096
+    deltas = [(1, 8 * MIB), (2, MIB), (1, -8 * MIB), (3, 4 * MIB), (3, -4 * MIB), (4, 20 * MIB), (4, -20 * MIB)]
+    thresholds = {3: TIGHT_HEAP.mmap_threshold_bytes}
+    rules = HeapRules(mmap_threshold_bytes=32 * MIB)
+    resident_bytes = simulated(deltas, rules, trims_before={3}, thresholds_before=thresholds).resident_bytes
+    assert resident_bytes[4] > 5 * MIB  # mapped it would have gone back
+    assert resident_bytes[5] - resident_bytes[6] == 20 * MIB + 4096
 
 
-def test_a_replay_gives_the_column_and_the_first_peak():
-    assert replay([], GlibcHeap(TIGHT_HEAP)) == ([], [], 0, -1, {})
-    found = replay([(1, MIB), (2, 2 * MIB), (1, -MIB), (1, MIB), (3, 0), (3, 0)], GlibcHeap(TIGHT_HEAP))
-    assert found.resident_bytes == [MIB + 4096, 3 * MIB + 8192, 2 * MIB + 4096] + [3 * MIB + 8192] * 3
-    assert (found.peak_bytes, found.index_of_highest) == (3 * MIB + 8192, 1)
-    heap = GlibcHeap(TIGHT_HEAP)
-    first = replay([(1, MIB), (2, MIB), (2, -MIB)], heap)
-    assert replay([(1, -MIB)], heap, first.live) == ([0], [0], MIB + 4096, -1, {})
-    with pytest.raises(KeyError):
-        replay([(1, -MIB)], GlibcHeap(TIGHT_HEAP))
+def test_a_replay_has_an_entry_for_each_delta():
+    assert simulated([], TIGHT_HEAP).resident_bytes.tolist() == []
+    found = simulated([(1, MIB), (2, 2 * MIB), (1, -MIB), (1, MIB), (3, 0), (3, 0)], TIGHT_HEAP)
+    columns = [MIB + 4096, 3 * MIB + 8192, 2 * MIB + 4096] + [3 * MIB + 8192] * 3
+    assert found.resident_bytes.tolist() == found.address_bytes.tolist() == columns
 
 
 def test_a_replay_trims_before_the_deltas_it_is_told():
     events = [(1, MIB), (2, 1000), (1, -MIB), (3, 2000), (3, -2000)]  # a hole of 1 MiB below a live block
-    kept, trimmed = (replay(events, GlibcHeap(FAST_HEAP), trims_before=at) for at in ((), {3}))
-    assert trimmed.resident_bytes[:3] == kept.resident_bytes[:3]
+    kept, trimmed = (simulated(events, FAST_HEAP, trims_before=at) for at in ((), {3}))
+    assert (trimmed.resident_bytes[:3] == kept.resident_bytes[:3]).all()
     pages = (kept.resident_bytes[4] - trimmed.resident_bytes[4]) // 4096
     assert pages in (254, 255)  # its whole pages but the one in which 3 was
     assert trimmed.address_bytes[4] > 2 * trimmed.resident_bytes[4]  # the hole is still the heap's
@@ -273,37 +250,132 @@ def test_with_small_mapped_blocks_it_holds_inside_a_python_process(sequence, tmp
     path.write_text(json.dumps(events))
     done = run_program(_PYTHON_HEAP, path)
     real = json.loads(done.stdout)
-    found = replay(events, GlibcHeap(TIGHT_HEAP)).resident_bytes
+    found = simulated(events, TIGHT_HEAP).resident_bytes.tolist()
     assert max(abs(a - b) for a, b in zip(found, real, strict=True)) <= 0.03 * max(real)
 
 
-def test_a_small_block_takes_what_was_cut_off_and_keeps_the_heap_from_shrinking():
-    heap = GlibcHeap(DEFAULT_HEAP)
-    below, small, above = heap.allocate(8 * 100_000), heap.allocate_small(176), heap.allocate(8 * 100_000)
-    held_bytes = heap.resident_bytes
-    heap.free(small)
-    heap.allocate_small(176)  # from the thread's cache
-    assert heap.resident_bytes == held_bytes
-    heap.free(above)
-    heap.free(below)
-    assert heap.live_bytes == 176
-    heap.trim()
-    assert 0 < heap.resident_bytes <= 3 * 4096
-
-
-def test_small_blocks_come_and_go_with_their_tensor():
-    heap = GlibcHeap(TIGHT_HEAP)
-    replay([(1, 1 << 20), (2, 1000), (1, -(1 << 20)), (2, -1000)], heap, beside_bytes=TENSOR_OBJECTS_BYTES)
-    assert heap.live_bytes == 0
+def test_small_blocks_come_from_what_was_freed_and_keep_the_heap_from_shrinking():
+    """A node has blocks of 16 to 488 bytes. The first takes the place of one that is gone, the last lies on top."""
+    deltas = [(1, 800_000), (2, 800_000), (3, 100), (2, -800_000), (1, -800_000), (3, -100), (4, 64)]
+    nodes = {1: 1, 2: -1, 3: 1, 5: 1}
+    bare, held = (simulated(deltas, DEFAULT_HEAP, nodes_before=at, trims_before={6}) for at in ({}, nodes))
+    assert bare.resident_bytes[-1] <= 3 * 4096
+    assert held.resident_bytes[2] == held.resident_bytes[1]
+    assert held.address_bytes[-1] > 800_000  # below the first node's place
+    assert held.resident_bytes[-1] < 10 * 4096
 
 
 def test_a_threshold_holds_from_its_delta_on():
     """Of three blocks of 1 MiB the second is asked for while blocks are mapped from 128 KiB on."""
-    heap = GlibcHeap(FAST_HEAP)
-    deltas = [(name, 1 << 20) for name in (1, 2, 3)]
-    replayed = replay(deltas, heap, thresholds_before={1: 128 << 10, 2: 4 << 20})
-    before_bytes = heap.resident_bytes
-    heap.free(replayed.live[2][0])
-    assert before_bytes - heap.resident_bytes == pytest.approx(1 << 20, abs=4096)  # it was a mapping, and is gone
-    heap.free(replayed.live[1][0])
-    assert before_bytes - heap.resident_bytes == pytest.approx(1 << 20, abs=4096)  # a hole below the third
+    deltas = [(1, MIB), (2, MIB), (3, MIB), (2, -MIB), (1, -MIB)]
+    found = simulated(deltas, FAST_HEAP, thresholds_before={1: 128 << 10, 2: 4 << 20}).resident_bytes
+    assert found[2] - found[3] == MIB + 4096  # it was a mapping, and is gone
+    assert found[3] == found[4]  # a hole below the third
+
+
+# -- against the plain simulation --------------------------------------------------------------------------------------
+
+
+def rules_at_random(draw: random.Random) -> HeapRules:
+    return HeapRules(
+        mmap_threshold_bytes=draw.choice((0, 700, 128 << 10, MIB, 4 * MIB, 1 << 62)),
+        is_dynamic=draw.random() < 0.4,
+        trim_threshold_bytes=draw.choice((0, 128 << 10, MIB, 4 * MIB, 1 << 62)),
+        top_pad_bytes=draw.choice((0, 128 << 10)),
+        num_cached_per_size=draw.choice((0, 1, 7, 7)),
+        page_bytes=draw.choice((4096, 65536)),
+        alignment_bytes=draw.choice((32, 64, 64, 128)),
+    )
+
+
+def asked_at_random(draw: random.Random, num_deltas: int) -> dict:
+    """Deltas of tensors small and large, some of no bytes, with nodes, trims and thresholds between them."""
+    live: dict[int, int] = {}
+    deltas, changes, num_nodes, most_bytes = [], {}, 0, draw.choice((2000, 60_000, 300_000, 5 * MIB))
+    for index in range(num_deltas):
+        if live and draw.random() < 0.5:
+            storage = draw.choice(list(live)) if draw.random() < 0.3 else next(reversed(live))
+            deltas.append((storage, -live.pop(storage)))
+        else:
+            sizes = (1, 200), (1, 1100), (1, most_bytes), (most_bytes, most_bytes), (64, 64), (0, 8)
+            storage = draw.randrange(1000) if draw.random() < 0.2 else index
+            if storage not in live:
+                live[storage] = draw.randint(*draw.choice(sizes))
+                deltas.append((storage, live[storage]))
+        if draw.random() < 0.2:
+            changes[index] = draw.randint(-min(num_nodes, 9), 9)
+            num_nodes += changes[index]
+    thresholds = {draw.randrange(num_deltas): draw.choice((512, 128 << 10, MIB, 1 << 62)) for _ in range(2)}
+    return {
+        "deltas": deltas,
+        "beside_bytes": draw.choice(((), (96,), TENSOR_OBJECTS_BYTES)),
+        "trims_before": {index for index in range(num_deltas) if draw.random() < draw.choice((0, 0.02))},
+        "nodes_before": {index: change for index, change in changes.items() if index < len(deltas)},
+        "thresholds_before": thresholds if draw.random() < 0.3 else {},
+    }
+
+
+def plainly(rules: HeapRules, start: int = 0, *, deltas: list[Event], **asked) -> list[list[int]]:
+    found = plain_heap.replay(deltas, plain_heap.GlibcHeap(rules, start), **asked)
+    return [found.resident_bytes, found.address_bytes]
+
+
+def columns(replayed: HeapReplay) -> list[list[int]]:
+    return [replayed.resident_bytes.tolist(), replayed.address_bytes.tolist()]
+
+
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 3000), marks=pytest.mark.slow)], ids=str)
+def test_it_leaves_what_the_plain_simulation_leaves_after_every_delta(seeds):
+    for seed in seeds:
+        draw = random.Random(seed)
+        asked, rules, start = asked_at_random(draw, draw.choice((50, 400))), rules_at_random(draw), draw.choice((0, 16))
+        assert columns(simulated(rules=rules, start=start, **asked)) == plainly(rules, start, **asked), seed
+
+
+@pytest.mark.parametrize(
+    "rules", [FRESH_HEAP, FAST_HEAP, TIGHT_HEAP, KEPT_HEAP], ids=["fresh", "fast", "tight", "kept"]
+)
+def test_so_it_does_in_a_training(rules):
+    deltas = steps_of_a_training()
+    nodes = dict.fromkeys(range(5, 60, 5), 3) | dict.fromkeys(range(65, 120, 5), -3)
+    asked = {"deltas": deltas, "beside_bytes": TENSOR_OBJECTS_BYTES, "nodes_before": nodes, "trims_before": {200}}
+    assert columns(simulated(rules=rules, **asked)) == plainly(rules, **asked)
+
+
+def test_what_holds_for_other_rules_is_what_they_give():
+    """Whether it does is known without a replay: over many, each time, and it is often so and often not."""
+    num_alike = num_others = 0
+    for seed in range(25):
+        draw = random.Random(seed)
+        calls = heap_calls(**asked_at_random(draw, 100))
+        rules = rules_at_random(draw)
+        found = replay(calls, rules)
+        for _ in range(12):
+            thresholds = {
+                name: getattr(rules_at_random(draw), name) for name in ("mmap_threshold_bytes", "trim_threshold_bytes")
+            }
+            others = rules.model_copy(update=thresholds)
+            if found.is_as_with(others):
+                assert columns(replay(calls, others)) == columns(found)
+                num_alike += others != rules
+            else:
+                num_others += columns(replay(calls, others)) != columns(found)
+    assert min(num_alike, num_others) > 20
+    assert not found.is_as_with(rules.model_copy(update={"num_cached_per_size": rules.num_cached_per_size + 1}))
+
+
+def test_what_holds_for_others_ends_where_a_block_would_be_mapped_or_the_top_would_go_back():
+    sizes = (300_000, 3 * MIB // 2, 6 * MIB)
+    deltas = [(0, 2 * MIB), *((size, sign * size) for size in sizes for sign in (1, -1))]
+    changed = {"trim_threshold_bytes": MIB, "top_pad_bytes": 0, "num_cached_per_size": 0}
+    calls, rules = heap_calls(deltas), FAST_HEAP.model_copy(update=changed)
+    found = replay(calls, rules)
+    for name, (most, least) in {
+        "mmap_threshold_bytes": found.map_range,
+        "trim_threshold_bytes": found.trim_range,
+    }.items():
+        assert most < getattr(rules, name) <= least
+        for threshold_bytes, is_alike in ((most, False), (most + 1, True), (least, True), (least + 1, False)):
+            others = rules.model_copy(update={name: threshold_bytes})
+            assert found.is_as_with(others) == is_alike
+            assert (columns(replay(calls, others)) == columns(found)) == is_alike, (name, threshold_bytes)

@@ -1,0 +1,115 @@
+"""Which other programs keep this machine busy.
+
+    others = OtherPrograms()
+    ...
+    print(others.sentence())  # "This machine is busy: python3 (process 4711) uses 1.0 of 2 cores. ..."
+
+Does NOT see processes outside of this container by name, nor GPUs. Source: proc_stat(5). Needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+import psutil
+
+_LEAST_CORES = 0.3  # less than that is what any desktop does
+_SAMPLE_SECONDS = 0.1
+
+
+class Program(NamedTuple):
+    """A process, and how many cores it uses."""
+
+    pid: int
+    name: str
+    cores: float
+
+
+class OtherPrograms:
+    """What programs that are not ours use of the cores of this process, from when this is made.
+
+    Args:
+        ours: the process that has started all of ours; this one by default.
+    """
+
+    def __init__(self, ours: int | None = None) -> None:
+        self._ours = os.getpid() if ours is None else ours
+        self._since, self._busy_before, self._own_before = _now(), _busy_seconds(), time.process_time()
+
+    def sentence(self, num_threads: int | None = None) -> str:
+        """Say who keeps cores busy that this process's threads need; ``""`` if nobody does.
+
+        Takes a tenth of a second where the cores were busy, and else almost no time.
+
+        Args:
+            num_threads: of this process; one for each core by default.
+        """
+        num_cores = _num_cores()
+        seconds = max(_now() - self._since, 1e-3)
+        own_seconds = time.process_time() - self._own_before
+        free = num_cores - (num_cores if num_threads is None else num_threads)
+        enough = free + _LEAST_CORES
+        if (_busy_seconds() - self._busy_before - own_seconds) / seconds < enough:
+            return ""
+        programs, others = self._sampled()
+        if others < enough:
+            return ""
+        named = [program for program in programs if program.cores >= _LEAST_CORES / 2][:3]
+        who = ", ".join(f"{one.name} (process {one.pid}) uses {one.cores:.1f}" for one in named)
+        if not named:
+            who = f"programs that cannot be seen from here use {others:.1f}"
+        cores = f"{num_cores} core{'' if num_cores == 1 else 's'}"
+        return f"This machine is busy: {who} of {cores}. Steps will take longer than planned."
+
+    def _sampled(self) -> tuple[list[Program], float]:
+        """The others by how much they use, and how much that is in all, also of those that cannot be seen."""
+        started, busy, before = _now(), _busy_seconds(), _seconds_of_processes()
+        time.sleep(_SAMPLE_SECONDS)
+        after, busy = _seconds_of_processes(), _busy_seconds() - busy
+        seconds = _now() - started
+        programs, own_seconds = [], 0.0
+        for pid, (name, used, parent) in after.items():
+            gained = used - before[pid][1] if pid in before else 0.0
+            if self._is_ours(pid, parent, after):
+                own_seconds += gained
+            else:
+                programs.append(Program(pid, name, gained / seconds))
+        programs.sort(key=lambda program: -program.cores)
+        return programs, max(busy - own_seconds, 0.0) / seconds
+
+    def _is_ours(self, pid: int, parent: int, known: dict[int, tuple[str, float, int]]) -> bool:
+        while pid != self._ours:
+            if parent not in known:
+                return False
+            pid, parent = parent, known[parent][2]
+        return True
+
+
+def _now() -> float:
+    return time.perf_counter()
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _busy_seconds() -> float:
+    """Seconds that the cores of this process have run anything, since the machine was started."""
+    cores = psutil.cpu_times(percpu=True)
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
+    times = [cores[place] for place in usable if place < len(cores)]
+    # "steal": what a virtual machine's host gave to others
+    return sum(getattr(one, kind, 0.0) for one in times for kind in ("user", "nice", "system", "steal"))
+
+
+def _seconds_of_processes() -> dict[int, tuple[str, float, int]]:
+    """Of each process its name, the seconds it has run, and the number of its parent."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error), process.oneshot():
+            used = process.cpu_times()
+            found[process.pid] = (process.name(), used.user + used.system, process.ppid())
+    return found
