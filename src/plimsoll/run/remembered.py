@@ -47,6 +47,8 @@ def trace_of(
     is_short: bool = False,
 ) -> tuple[Trace, bool]:  # fmt: skip
     """Return `plimsoll.run.rehearse.rehearse_job` of the same arguments, and whether that was known before."""
+    import torch
+
     from plimsoll.records.trace import Trace
     from plimsoll.run.rehearse import rehearse_job
 
@@ -55,7 +57,7 @@ def trace_of(
 
     asked = {
         "lowering": [lowering.name, getattr(lowering, "num_sms", None)], "choices": list(map(str, choices)),
-        "lengths": lengths, "is_short": is_short,
+        "lengths": lengths, "is_short": is_short, "threads": torch.get_num_threads(),
     }  # fmt: skip
     return kept_or_made("traces", Trace, facts_of(job.model_copy(update=NOT_OF_A_TRACE), texts, asked), make)
 

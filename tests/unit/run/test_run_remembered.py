@@ -3,6 +3,8 @@
 What else an answer for a job depends on is tested with whole answers (`test_run_asked_again`).
 """
 
+import torch
+
 from plimsoll.data.sketch import TextSketch
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.records.job import Job
@@ -46,3 +48,13 @@ def test_a_trace_depends_on_the_training_and_not_on_its_limit_or_its_length(monk
     ]  # fmt: skip
     assert [other()[1] for other in others] == [False] * len(others)
     assert [other()[1] for other in others] == [True] * len(others)
+
+
+def test_scratch_of_more_threads_is_in_another_trace():
+    before = torch.get_num_threads()
+    assert [traced(job())[1] for _ in range(2)] == [False, True]
+    torch.set_num_threads(before + 1)
+    try:
+        assert not traced(job())[1]
+    finally:
+        torch.set_num_threads(before)
