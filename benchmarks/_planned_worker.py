@@ -30,9 +30,12 @@ def main() -> None:
         return
     import plimsoll.run.train  # noqa: F401  -- as a training process imports
     from plimsoll import assemble  # noqa: F401
+    from plimsoll.run.imports import leave_out_unused
     from plimsoll.run.worker import _warm
 
-    _warm(Job.from_json(json.loads(first)["job"]))
+    job = Job.from_json(json.loads(first)["job"])
+    leave_out_unused(job, is_own=True)
+    _warm(job)
     line = first
     while line:
         run = json.loads(line)

@@ -82,6 +82,7 @@ def main() -> None:
     from plimsoll.optimizers import build_optimizer
     from plimsoll.ranks import joined
     from plimsoll.run import train  # noqa: F401
+    from plimsoll.run.imports import leave_out_unused
     from plimsoll.run.job_step import step_of
     from plimsoll.run.worker import _warm
     from plimsoll.techniques.heap import set_up_as_with, set_up_for_steps
@@ -89,6 +90,7 @@ def main() -> None:
     choices = tuple(Choice(**choice) for choice in run["choices"])
     with ExitStack() as stack:
         ranks = stack.enter_context(joined())  # alone, where torchrun's environment says nothing else
+        leave_out_unused(job, is_own=True)
         _warm(job)
         build_model(job, run["vocab_size"], run["num_labels"], 0, device="meta")  # imports all it is made of
         backend = backend_for("cpu")

@@ -132,12 +132,14 @@ def _train_planned(run: dict[str, Any], ids: Any) -> None:
     from plimsoll.optimizers import build_optimizer
     from plimsoll.records.plan import Choice
     from plimsoll.run import train  # noqa: F401
+    from plimsoll.run.imports import leave_out_unused
     from plimsoll.run.job_step import step_of
     from plimsoll.run.worker import _warm
     from plimsoll.techniques.heap import set_up_as_with, set_up_for_steps
     from plimsoll.techniques.parameter_offload import builds_in_files
 
     job = job_of(run["samples"])
+    leave_out_unused(job, is_own=True)
     _warm(job)
     _model(job, device="meta")  # imports what it needs
     choices = [Choice(**one) for one in run["choices"]]

@@ -23,7 +23,7 @@ LAYERS = (
     {"records"},
     {"addresses"},
     {"copies", "checksums"},
-    {"dtypes", "identity", "store", "cached", "forked", "outside", "ranks"},
+    {"dtypes", "identity", "store", "cached", "forked", "outside", "ranks", "named"},
     {"mapped"},
     {"device", "data", "workload", "optimizers", "report"},
     {"embeddings", "weights"},

@@ -30,13 +30,14 @@ from plimsoll.data.prepare import Prepared, open_datasets
 from plimsoll.data.taught import Taught, open_taught
 from plimsoll.data.tokens import open_tokens
 from plimsoll.device.base import backend_for
+from plimsoll.embeddings.opening import dimension_of
 from plimsoll.embeddings.subsets import open_rows, take_subset
 from plimsoll.embeddings.vocabulary import of_tokenizer
 from plimsoll.errors import BudgetError, JobError
 from plimsoll.mapped import MappedPool
 from plimsoll.models.build import build_model, loss_of, name_labels, sketch_model
 from plimsoll.models.teacher import digest_of
-from plimsoll.models.vectors import dimension_of, fill_embedding, require_fitting, word_embedding
+from plimsoll.models.vectors import fill_embedding, require_fitting, word_embedding
 from plimsoll.optimizers import build_optimizer, build_schedule
 from plimsoll.ranks import Ranks
 from plimsoll.records.embeddings import SubsetFacts

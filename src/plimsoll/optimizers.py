@@ -7,7 +7,6 @@ that are not in ``torch.optim``: build them yourself and give a `Workload`.
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -20,13 +19,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from plimsoll.errors import JobError
-from plimsoll.records.job import OptimizerChoice, near
-
-_REFUSED = {
-    "lbfgs": "it computes the loss several times in one step, and a step here is one pass over its samples",
-    "sparseadam": "it takes sparse gradients only, and these models have dense ones",
-    "muon": "it takes matrices only, and every model here has vectors (biases, normalisations) as well",
-}
+from plimsoll.named import optimizer_arguments, require_optimizer
+from plimsoll.records.job import OptimizerChoice
 
 
 def build_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -39,26 +33,17 @@ def build_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter])
     Raises:
         JobError: if the name or an argument is unknown, the class refuses a value, or it cannot be used here.
     """
+    require_optimizer(choice)
     name = choice.name.lower()
-    classes = _optimizer_classes()
-    if name in _REFUSED:
-        raise JobError(f"optimizer: `{name}` cannot be used: {_REFUSED[name]}; use for example `adamw`")
-    if name not in classes:
-        raise JobError(f"optimizer: there is no `{choice.name}` in torch.optim; {near(name, classes)}")
-    accepted = [
-        argument for argument in inspect.signature(classes[name]).parameters if argument not in ("params", "lr")
-    ]
-    for argument in choice.arguments:
-        if argument not in accepted:
-            raise JobError(f"optimizer: `{name}` has no argument `{argument}`; {near(argument, accepted)}")
-    build = partial(classes[name], lr=choice.lr, **choice.arguments)
+    build = partial(_class_of(name), lr=choice.lr, **choice.arguments)
     try:
         # On one number first: there a RuntimeError is about the arguments and cannot be for want of memory.
         build([nn.Parameter(torch.zeros(()))])
     except (TypeError, ValueError, RuntimeError) as error:
         given = {"lr": choice.lr, **choice.arguments}
         raise JobError(
-            f"optimizer: `{name}` refuses {given} ({error}): change it; it takes lr, {', '.join(accepted)}"
+            f"optimizer: `{name}` refuses {given} ({error}): change it; it takes lr, "
+            f"{', '.join(optimizer_arguments()[name])}"
         ) from None
     return build(parameters)
 
@@ -75,11 +60,7 @@ def build_schedule(choice: OptimizerChoice, optimizer: torch.optim.Optimizer, st
     Raises:
         JobError: if the warm-up is longer than the training.
     """
-    if choice.warmup_steps > steps:
-        raise JobError(
-            f"optimizer: a warm-up of {choice.warmup_steps} steps does not end in {steps} steps: "
-            f"set optimizer.warmup_steps to {steps} or less"
-        )
+    require_optimizer(choice, steps)
     if choice.schedule == "constant" and choice.warmup_steps == 0:
         return None
     decay = _DECAYS[choice.schedule]
@@ -145,12 +126,7 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
     return not (own or of_all)
 
 
-def _optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """The classes of ``torch.optim`` by lower-case name, without those that cannot be used here."""
-    members = vars(torch.optim).items()
-    classes = {
-        name.lower(): member
-        for name, member in members
-        if isinstance(member, type) and issubclass(member, torch.optim.Optimizer)
-    }
-    return {name: member for name, member in classes.items() if name not in {"optimizer", *_REFUSED}}
+def _class_of(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """Return a class of ``torch.optim`` by its name in lower case."""
+    classes = {member.__name__.lower(): member for member in vars(torch.optim).values() if isinstance(member, type)}
+    return classes[name]

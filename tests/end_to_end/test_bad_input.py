@@ -131,11 +131,18 @@ def test_an_out_without_permission(golden, tmp_path):
 
 
 def test_a_budget_below_what_exists_before_the_first_step(golden, tmp_path):
-    message = refused(tiny_job(tmp_path), "--out", tmp_path / "run", "--budget", "1MiB", "--no-plan")
+    """140 MiB: more than every process takes, and less than one that trains."""
+    message = refused(tiny_job(tmp_path), "--out", tmp_path / "run", "--budget", "140MiB", "--no-plan")
     golden("errors/budget.txt", without_machine(message, tmp_path))
     needed = re.search(r"([\d.]+) MiB are needed", message)
     assert needed is not None
-    assert float(needed[1]) > 50  # no interpreter with torch is smaller
+    assert float(needed[1]) > 100  # no interpreter with torch is smaller
+
+
+def test_a_budget_that_no_process_keeps(golden, tmp_path):
+    message = refused(tiny_job(tmp_path), "--out", tmp_path / "run", "--budget", "1MiB")
+    golden("errors/budget-of-no-process.txt", without_machine(message, tmp_path))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from plain_streams import PlainLanguageModel, plain_streams
 from plimsoll.data.lanes import Lanes
 from plimsoll.data.loader import Loader
 from plimsoll.data.streams import StreamDataset
-from plimsoll.models.recurrent import RECURRENT, RecurrentLanguageModel, build_recurrent
+from plimsoll.models.recurrent import RecurrentLanguageModel, build_recurrent
+from plimsoll.named import RECURRENT
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import armed

@@ -98,6 +98,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
     """
     from plimsoll.cli.answer import answering, check_output, hand_over, limit_bytes_of
     from plimsoll.records.job import Job
+    from plimsoll.run.refusals import require_sound
 
     with answering("the planning", as_json):
         # Everything that can be refused is refused before the work.
@@ -117,6 +118,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
             found, sentence = _plan_inference(subject, task, tokens, dtype, (device, limit_bytes), quiet or as_json)
         else:
             job, wishes = Job.from_yaml(subject, tuple(changes or ())), _wishes(pins or (), forbids or ())
+            require_sound(job, device, limit_bytes, *wishes)
             make = _compare if compare else _plan_training
             found, sentence = make(job, wishes, calibration, (device, limit_bytes), quiet or as_json)
         if export is not None:
@@ -173,8 +175,10 @@ def _plan_training(
     from plimsoll.records.comparison import Calibration
     from plimsoll.report.plan_sheets import headline
     from plimsoll.report.progress import spinner
+    from plimsoll.run.imports import leave_out_unused
 
     learned = None if calibration is None else Calibration.load(calibration)
+    leave_out_unused(job)
     from plimsoll.run.asked_again import KEPT_SENTENCE, plan_of
     from plimsoll.run.learning import known_calibration
 

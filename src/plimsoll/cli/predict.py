@@ -69,6 +69,8 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
     from plimsoll.records.job import Job
     from plimsoll.report.prediction_sheets import verdict_sentence
     from plimsoll.report.progress import spinner
+    from plimsoll.run.imports import leave_out_unused
+    from plimsoll.run.refusals import require_sound
 
     with answering("the prediction", as_json):
         # Everything that can be refused is refused before the work.
@@ -78,6 +80,8 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
         check_output(output, force)
         num_tokens = _read_lengths(lengths)
         learned = None if calibration is None else Calibration.load(calibration)
+        require_sound(job, device, limit_bytes)
+        leave_out_unused(job)
         from plimsoll.run.asked_again import KEPT_SENTENCE, prediction_of
 
         with spinner(quiet=quiet or as_json) as progress:

@@ -75,9 +75,11 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     """
     from plimsoll.cli.output import show
     from plimsoll.errors import InputError
+    from plimsoll.records.plan import parse_pin
     from plimsoll.records.run import RunRecord
     from plimsoll.report.render import render
     from plimsoll.run.orphans import is_rank
+    from plimsoll.run.refusals import require_sound
     from plimsoll.run.supervise import supervise
 
     is_silent, is_quiet = is_rank() and os.environ["RANK"] != "0", quiet or as_json
@@ -101,6 +103,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
                 with directory.claimed():  # nothing is changed under a process that trains here
                     return _gone_on(directory, _job(directory.job, budget, changes), from_step, is_quiet, then)
             job, trial = _job(_given(job_file, out), budget, changes), ("--no-trial",) if no_trial else ()
+            require_sound(job, pins=map(parse_pin, pins or ()), forbids=forbids or ())
             return _begun(out, job, planning, cache, force, is_quiet, then, trial)
 
         code = _as_a_rank(out, run, resume, from_step, is_quiet, trial=not no_trial) if is_rank() else run(supervise)

@@ -92,11 +92,34 @@ def sketch_texts(job: Job) -> TextSketch:
     if not job.is_labelled:
         return TextSketch(vocab_size, None, end_id, pad_id, tokenizer_bytes=tokenizer_bytes, guessed=guessed)
     if job.data.label is not None or job.task == "token-classification":
-        num_labels, guessed = len(_labels_of_heads(job)), guessed | {"labels"}
-    else:  # as `labels_from_folders` names them
-        num_labels = len({Path(file.path).parent.name for file in _found(job.data.sources, reading_of(job))})
-    num_labels = max(num_labels, 2)
+        guessed |= {"labels"}
+    num_labels = max(labels_seen(job), 2)
     return TextSketch(vocab_size, num_labels, end_id, pad_id, tokenizer_bytes=tokenizer_bytes, guessed=guessed)
+
+
+def labels_seen(job: Job) -> int:
+    """Count the labels of the texts of a job, as far as the names of the files or their heads show them.
+
+    Raises:
+        DataError: if there are no files, or their heads cannot be read as the job says.
+    """
+    if not job.is_labelled:
+        return 0
+    if job.data.label is not None or job.task == "token-classification":
+        return len(_labels_of_heads(job))
+    # as `labels_from_folders` names them
+    return len({Path(file.path).parent.name for file in _found(job.data.sources, reading_of(job))})
+
+
+def require_files(job: Job) -> None:
+    """Check that the data of a job name files, where they are on this machine.
+
+    Raises:
+        DataError: if a source means no file.
+    """
+    validation = job.data.validation
+    for sources in (job.data.sources, (validation,) if isinstance(validation, str) else ()):
+        _found(tuple(source for source in sources if not _is_elsewhere(source)), reading_of(job))
 
 
 class _Trained(NamedTuple):

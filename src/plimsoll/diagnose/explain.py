@@ -20,6 +20,8 @@ from plimsoll.records.job import Job
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import parse_bytes
 from plimsoll.records.watch import WatchRecord, is_recording
+from plimsoll.run.imports import leave_out_unused
+from plimsoll.run.refusals import require_sound
 
 if TYPE_CHECKING:
     from plimsoll.run.step import TrainStep
@@ -59,7 +61,7 @@ def explain(
         if path.is_file():
             return _of_file(path)
         if is_not_begun(path):
-            return _of_job(path / "job.yaml", device, budget, progress)
+            return _of_job(path / "job.yaml", device, budget, progress, has_data=False)
         return _of_run(RunRecord.from_directory(path), path, device, budget, progress)
     if isinstance(source, RunRecord):
         return diagnosed(evidence_of_run(source), _survived(source))
@@ -80,11 +82,15 @@ def is_not_begun(path: Path) -> bool:
     return (path / "job.yaml").is_file() and (path / "plan.json").is_file() and not (path / "run.json").exists()
 
 
-def _of_job(path: Path, device: str | None, budget: str | int | None, progress: Progress | None) -> Diagnosis:
+def _of_job(
+    path: Path, device: str | None, budget: str | int | None, progress: Progress | None, has_data: bool = True
+) -> Diagnosis:
+    job, limit_bytes = Job.from_yaml(path), _bytes(budget)
+    require_sound(job, device, limit_bytes, has_data=has_data)
+    leave_out_unused(job)
     from plimsoll.diagnose.of_job import diagnosis_of_job
 
-    job = Job.from_yaml(path)
-    return diagnosis_of_job(job, path.name, device=device, limit_bytes=_bytes(budget), progress=progress)
+    return diagnosis_of_job(job, path.name, device=device, limit_bytes=limit_bytes, progress=progress)
 
 
 def _of_run(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -32,8 +33,9 @@ from plimsoll.embeddings.formats import (
     word2vec_text,
 )
 from plimsoll.embeddings.formats._sources import Source
-from plimsoll.errors import EmbeddingError
+from plimsoll.errors import EmbeddingError, JobError
 from plimsoll.forked import forked_pool
+from plimsoll.records.embeddings import VectorSource
 
 FORMATS: dict[str, ModuleType] = {
     "table": table,
@@ -171,3 +173,21 @@ def _of_threads(
 
 def _forgotten(indexes: NDArray[np.int64]) -> Rows:
     raise AssertionError("the bytes of a part are gone once it has been read")
+
+
+def dimension_of(source: VectorSource) -> int:
+    """Return how many numbers a vector has.
+
+    Raises:
+        JobError: if the file cannot be used.
+    """
+    path = Path(source.path)
+    try:
+        return _dimension(path, path.stat().st_mtime_ns if path.exists() else 0)
+    except EmbeddingError as error:
+        raise JobError(f"embeddings: {error}") from None
+
+
+@lru_cache(maxsize=8)
+def _dimension(path: Path, mtime_ns: int) -> int:
+    return open_file(path).vectors.dimension

@@ -29,7 +29,6 @@ from plimsoll.errors import JobError, OutputError
 from plimsoll.mapped import MappedPool
 from plimsoll.models.hugging_face import (
     TextShape,
-    architectures,
     build_hugging_face,
     is_hugging_face,
     load_hugging_face,
@@ -39,7 +38,6 @@ from plimsoll.models.imported import build_imported, find_imported
 from plimsoll.models.in_files import made_in
 from plimsoll.models.quantization_aware import train_for_integers
 from plimsoll.models.recurrent import (
-    RECURRENT,
     RecurrentLanguageModel,
     RecurrentModel,
     build_recurrent,
@@ -48,8 +46,9 @@ from plimsoll.models.recurrent import (
 )
 from plimsoll.models.recurrent_tagger import build_tagger
 from plimsoll.models.vectors import prepare_embedding, with_dimension
+from plimsoll.named import RECURRENT, require_labels, require_model_name
 from plimsoll.records.embeddings import VectorSource
-from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task, near
+from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task
 from plimsoll.weights.saving import save_weights
 from plimsoll.workload import LossFunction, Units, model_loss
 
@@ -77,11 +76,8 @@ def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as
     Raises:
         JobError: if the model cannot be named, built, loaded or used so; the message says which field and why.
     """
-    if job.is_labelled and (num_labels is None or num_labels < 2):
-        raise JobError(
-            f"model: a {job.task} needs at least 2 labels, but the data have {num_labels or 0}: "
-            "add texts of another label"
-        )
+    if job.is_labelled:
+        require_labels(job.task, num_labels or 0)
     labels, is_tagger = (num_labels if job.is_labelled else None), job.task == "token-classification"
     shape = TextShape(vocab_size, labels, end_id, job.sequence_length, is_tagger, pad_id)
     with nullcontext() if files is None else made_in(files):
@@ -101,6 +97,7 @@ def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as
 
 
 def _model(job: Job, shape: TextShape, device: str, files: MappedPool | None) -> nn.Module:
+    require_model_name(job.model, job.task)
     if isinstance(job.model, dict):
         return _new_model(job.model, shape, device, job.embeddings)
     if job.model in RECURRENT:
@@ -112,7 +109,7 @@ def _model(job: Job, shape: TextShape, device: str, files: MappedPool | None) ->
             return build_imported(
                 job.model, vocab_size=shape.vocab_size, num_labels=shape.num_labels, end_id=shape.end_id
             )
-    raise _no_such_model(job.model, shape)
+    raise AssertionError(f"{job.model} is one of these, or has been refused")
 
 
 def sketch_model(job: Job) -> nn.Module | None:
@@ -138,6 +135,13 @@ def sketch_model(job: Job) -> nn.Module | None:
     if isinstance(given, int):  # it may be as small as the tokenizer, which is not known yet
         vocab_size = SMALLEST_VOCAB_SIZES[job.tokenizer.train] if job.tokenizer.path is None else given
     return build_model(job, vocab_size, num_labels, 0, device="meta")
+
+
+def import_library_of(job: Job) -> None:
+    """Import transformers where the model of a job may need it, and not in the midst of what is traced or counted."""
+    architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
+    if architecture not in RECURRENT or job.distill is not None:  # which may have a teacher of theirs
+        import transformers  # noqa: F401
 
 
 def save_model(model: nn.Module, folder: Path) -> None:
@@ -185,21 +189,11 @@ def name_labels(model: nn.Module, names: tuple[str, ...]) -> None:
 
 
 def _new_model(fields: dict[str, Any], shape: TextShape, device: str, vectors: VectorSource | None) -> nn.Module:
-    architecture = fields.get("architecture")
-    if architecture is None:
-        raise JobError(
-            f"model: there is {', '.join(fields) or 'nothing'} and no architecture; add one, for example "
-            "`architecture: gpt2`"
-        )
+    architecture = fields["architecture"]
     if architecture in RECURRENT:
         fields = with_dimension(fields, vectors)
         with torch.device(device):
             return _build(shape)({**fields, "vocab_size": shape.vocab_size, "num_labels": shape.num_labels})
-    known = [*architectures(shape.num_labels, shape.is_tagger), *RECURRENT]
-    if architecture not in known:
-        raise JobError(
-            f"model: there is no {shape.head} of architecture `{architecture}`; {near(str(architecture), known)}"
-        )
     own_fields = {name: value for name, value in fields.items() if name != "architecture"}
     return build_hugging_face(architecture, own_fields, shape, device)
 
@@ -229,13 +223,3 @@ def _loaded_model(folder: Path, shape: TextShape, device: str, files: MappedPool
 
 def _build(shape: TextShape) -> Callable[[dict[str, Any]], RecurrentModel]:
     return build_tagger if shape.is_tagger else build_recurrent
-
-
-def _no_such_model(name: str, shape: TextShape) -> JobError:
-    known = [*architectures(shape.num_labels, shape.is_tagger), *RECURRENT]
-    if name in known:
-        return JobError(f"model: there is no folder {name}; for a new model write `model: {{architecture: {name}}}`")
-    return JobError(
-        f"model: there is no folder {name}: download a model first (hf download {name} --local-dir {Path(name).name}), "
-        f"or name an architecture; {near(name, known)}"
-    )

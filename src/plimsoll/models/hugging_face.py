@@ -21,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.errors import JobError, WeightsError
 from plimsoll.mapped import MappedPool
-from plimsoll.models.loading import Head, load_model, read_config
+from plimsoll.models.loading import load_model, read_config
 from plimsoll.models.skeleton import quiet
-from plimsoll.records.job import near
+from plimsoll.named import HEADS, architectures, require_fields
+from plimsoll.records.job import Task
 from plimsoll.weights.shrink._structure import FIELD, class_for
 
 if TYPE_CHECKING:
@@ -36,10 +37,6 @@ OTHER_LOSS = {
     "xlnet": "learns by permutation",
 }
 """Architectures whose loss is not that of next tokens (read in transformers 5.23), encoder-decoders aside."""
-
-_SET_BY_JOB = frozenset(
-    {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "num_labels", "dtype", "problem_type", "is_decoder"}
-)
 
 _ONE_LABEL: Literal["single_label_classification"] = "single_label_classification"
 
@@ -96,27 +93,14 @@ class TextShape(NamedTuple):
     @property
     def head(self) -> str:
         """The kind of model, in words."""
-        if self.num_labels is None:
-            return "language model"
-        return "token classifier" if self.is_tagger else "sequence classifier"
-
-
-def architectures(num_labels: int | None, is_tagger: bool = False) -> list[str]:
-    """List the architecture names transformers has a language model (or, with labels, a classifier) for."""
-    from transformers.models.auto import modeling_auto
-
-    if num_labels is None:
-        return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    if is_tagger:
-        return sorted(modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES)
-    return sorted(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+        return HEADS[_head_of(self)]
 
 
 def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextShape, device: str) -> PreTrainedModel:
     """Build a model with new weights on ``device`` (``"cpu"`` or ``"meta"``, which allocates nothing).
 
     Args:
-        architecture: one of `architectures`.
+        architecture: one of `plimsoll.named.architectures`.
         fields: fields of its configuration class.
         shape: what the text asks of it; the position table grows to ``sequence_length`` where ``fields`` do not say.
         device: where the weights are.
@@ -243,14 +227,7 @@ def _check_fields(architecture: str, config_class: type[PreTrainedConfig], field
     from transformers import PreTrainedConfig
 
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    known = (_names_of(config_class) | config_class.attribute_map.keys()) - common - _SET_BY_JOB
-    for name in fields:
-        if name in _SET_BY_JOB:
-            raise JobError(f"model: `{name}` of `{architecture}` is set from the job and its tokenizer: leave it out")
-        if name not in known:
-            raise JobError(f"model: `{architecture}` has no field `{name}`; {near(name, sorted(known))}")
-    if "vocab_size" not in known:
-        raise JobError(f"model: `{architecture}` holds several models: give the architecture of its text model")
+    require_fields(architecture, fields, (_names_of(config_class) | config_class.attribute_map.keys()) - common)
 
 
 def _names_of(config_class: type[PreTrainedConfig]) -> set[str]:
@@ -317,7 +294,7 @@ def _check_checkpoint(config: PreTrainedConfig, folder: Path, shape: TextShape) 
             "cannot learn: train the model it was made of, for example with `quantization_aware: int8`, and quantize "
             "what comes out"
         )
-    if config.model_type not in architectures(shape.num_labels, shape.is_tagger):
+    if config.model_type not in architectures(_head_of(shape)):
         raise JobError(
             f"model: {folder} is of architecture `{config.model_type}`, and transformers has no {shape.head} of it"
         )
@@ -410,7 +387,7 @@ def _auto_class(shape: TextShape) -> Any:
     return AutoModelForTokenClassification if shape.is_tagger else AutoModelForSequenceClassification
 
 
-def _head_of(shape: TextShape) -> Head:
+def _head_of(shape: TextShape) -> Task:
     if shape.num_labels is None:
         return "language-modeling"
     return "token-classification" if shape.is_tagger else "classification"

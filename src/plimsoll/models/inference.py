@@ -27,8 +27,8 @@ from plimsoll.errors import JobError
 from plimsoll.models.hugging_face import OTHER_LOSS, read_hugging_face_config
 from plimsoll.models.loading import Head as Head  # noqa: PLC0414 -- part of this contract
 from plimsoll.models.pooling import MODULES_FILE, Pooling, pool, pooling_of
-from plimsoll.models.recurrent import RECURRENT
 from plimsoll.models.token_scores import token_log_probabilities
+from plimsoll.named import RECURRENT
 from plimsoll.weights.shrink._structure import unmarked
 
 Batch = Mapping[str, Tensor]

@@ -33,14 +33,13 @@ from plimsoll.errors import InputError, JobError
 from plimsoll.models.adaptive import DIV_VALUE, adaptive_head, adaptive_loss, cutoffs_fault, log_probabilities, widened
 from plimsoll.models.carried import CarriedState, run_with_resets
 from plimsoll.models.in_segments import Passed, State, Unroll, as_hidden, as_state
+from plimsoll.named import RECURRENT
 from plimsoll.records.base import Frozen
 from plimsoll.records.job import near
 from plimsoll.weights.saving import save_weights
 from plimsoll.workload import IGNORED_LABEL
 
-_LAYERS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
-
-RECURRENT = tuple(_LAYERS)
+_LAYERS: dict[str, Callable[..., nn.RNNBase]] = {name: getattr(nn, name.upper()) for name in RECURRENT}
 
 MODEL_TYPE = "recurrent of Plimsoll: load it with plimsoll.load_model(folder)"
 """What the ``config.json`` of a recurrent model has for transformers, whose Auto classes show it as they refuse it."""

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from plimsoll.errors import JobError, WeightsError
-from plimsoll.models.recurrent import MODEL_TYPE, RECURRENT, build_recurrent
+from plimsoll.models.recurrent import MODEL_TYPE, build_recurrent
 from plimsoll.models.recurrent_tagger import build_tagger
 from plimsoll.models.skeleton import Skeleton, Slot, Weight, slots_of
+from plimsoll.named import RECURRENT
 from plimsoll.weights.loading import Checkpoint
 
 

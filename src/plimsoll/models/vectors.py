@@ -7,16 +7,14 @@ embedding is of another class.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from plimsoll.embeddings.opening import open_file
+from plimsoll.embeddings.opening import dimension_of
 from plimsoll.embeddings.table import Table
-from plimsoll.errors import EmbeddingError, JobError
+from plimsoll.errors import JobError
 from plimsoll.records.embeddings import VectorSource
 
 
@@ -29,24 +27,6 @@ def with_dimension(fields: dict[str, Any], source: VectorSource | None) -> dict[
     if source is None or "embedding_size" in fields:
         return fields
     return {**fields, "embedding_size": dimension_of(source)}
-
-
-def dimension_of(source: VectorSource) -> int:
-    """Return how many numbers a vector has.
-
-    Raises:
-        JobError: if the file cannot be used.
-    """
-    path = Path(source.path)
-    try:
-        return _dimension(path, path.stat().st_mtime_ns if path.exists() else 0)
-    except EmbeddingError as error:
-        raise JobError(f"embeddings: {error}") from None
-
-
-@lru_cache(maxsize=8)
-def _dimension(path: Path, mtime_ns: int) -> int:
-    return open_file(path).vectors.dimension
 
 
 def prepare_embedding(model: nn.Module, source: VectorSource, num_rows: int) -> nn.Embedding:

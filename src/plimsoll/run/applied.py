@@ -20,7 +20,7 @@ from plimsoll.errors import InputError
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.models.inference import InferenceTask, inference_task, read_config
 from plimsoll.models.loading import sketch_checkpoint
-from plimsoll.models.recurrent import RECURRENT
+from plimsoll.named import RECURRENT
 from plimsoll.records.trace import Trace
 from plimsoll.run.inference_model import require_head
 from plimsoll.run.rehearse_inference import rehearse_inference

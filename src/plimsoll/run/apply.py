@@ -32,7 +32,7 @@ from plimsoll.errors import DataError, InputError, Interrupted, PlimsollError
 from plimsoll.models.hugging_face import MODEL_FAULTS
 from plimsoll.models.inference import InferenceTask, default_task, inference_task, read_config
 from plimsoll.models.quantized import Quantize
-from plimsoll.models.recurrent import RECURRENT
+from plimsoll.named import RECURRENT
 from plimsoll.records.apply import ApplyFacts, Dtype
 from plimsoll.records.placement import InferencePlan
 from plimsoll.run.apply_output import PartFile, check_output, part_file

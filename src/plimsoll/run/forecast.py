@@ -28,6 +28,7 @@ from plimsoll.records.trace import Trace
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.kept_baseline import kept_baseline
 from plimsoll.run.recover import samples_of_rank
+from plimsoll.run.refusals import require_sound
 from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.remembered import trace_of
 from plimsoll.run.targets import StartedBaseline, Target, find_target, gpu_target
@@ -75,6 +76,7 @@ def predict_job(
         DeviceError: if there is no such device.
         InputError: if the model cannot be traced.
     """
+    require_sound(job, device, limit_bytes, has_data=False)
     with threads_of_rank(job.ranks):
         forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), progress or (lambda text: None), texts)
         forecast.target.calibration = calibration

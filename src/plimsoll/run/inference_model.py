@@ -24,8 +24,9 @@ from plimsoll.models.hugging_face import longest_text
 from plimsoll.models.inference import read_config
 from plimsoll.models.loading import Head, load_model, sketch_checkpoint
 from plimsoll.models.quantized import Quantize
-from plimsoll.models.recurrent import RECURRENT, build_recurrent, load_recurrent
+from plimsoll.models.recurrent import build_recurrent, load_recurrent
 from plimsoll.models.recurrent_tagger import build_tagger
+from plimsoll.named import RECURRENT
 from plimsoll.records.apply import Dtype
 from plimsoll.records.job import Job
 from plimsoll.store import Progress, silent

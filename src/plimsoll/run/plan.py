@@ -57,12 +57,13 @@ from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.kept_baseline import Baseline, kept_baseline
+from plimsoll.run.refusals import require_sound
 from plimsoll.run.rehearse import rehearsed_samples
 from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.subjects import JobSubject, StepSubject, Subject
 from plimsoll.run.targets import StartedBaseline, Target, find_target
-from plimsoll.run.wishes import decided_of, require_known, setting_of, wished
+from plimsoll.run.wishes import decided_of, setting_of, wished
 from plimsoll.techniques import TECHNIQUES, UNTRACED, Choices, in_order
 from plimsoll.workload import LossFunction, Reason, Units, model_loss
 
@@ -125,8 +126,9 @@ def planner_of(  # noqa: PLR0917 -- called twice
     """Be ready to look at mixes of a job; arguments and what is raised are those of `plan_job`."""
     budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
     budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
-    name, (pins, forbids) = device_of_job(job, device), wishes
-    require_known(pins, forbids)
+    pins, forbids = wishes
+    require_sound(job, device, limit_bytes, pins, forbids, has_data=False)
+    name = device_of_job(job, device)
     with ExitStack() as stack:
         stack.enter_context(threads_of_rank(job.ranks))
         if name == "cpu" and started is None:

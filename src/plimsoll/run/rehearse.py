@@ -28,7 +28,7 @@ from plimsoll.device.host_random import copy_host_state
 from plimsoll.mapped import MappedPool
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with_unknown_lengths
-from plimsoll.models.build import build_model
+from plimsoll.models.build import build_model, import_library_of
 from plimsoll.models.distillation import Distillation
 from plimsoll.optimizers import build_optimizer
 from plimsoll.ranks import Ranks
@@ -132,6 +132,7 @@ def rehearse_job(
         JobError: if the model or the optimizer cannot be built.
         InputError: if the model cannot be traced.
     """
+    import_library_of(job)  # of which the rehearsal changes what it asks of tensors
     num_samples = rehearsed_samples(samples_of_rank(job), samples_of(choices))
     longest = texts.longest or job.sequence_length
     batches = [_batch(job, texts, num_samples, length) for length in lengths or (longest,) * 3]

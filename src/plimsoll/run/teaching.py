@@ -30,6 +30,7 @@ from plimsoll.models.hugging_face import TextShape, is_hugging_face
 from plimsoll.models.teacher import load_teacher, require_same_tokens, sketch_teacher
 from plimsoll.outside import outside_the_device
 from plimsoll.records.job import Job
+from plimsoll.run.refusals import require_teacher_folder
 from plimsoll.techniques._codes import CODECS
 from plimsoll.techniques._frozen_base import CodedLinear
 from plimsoll.workload import LossFunction
@@ -133,11 +134,7 @@ def require_folder(job: Job) -> None:
     if job.distill is None:
         return
     form_of(job)
-    if not (Path(job.distill.teacher) / "config.json").is_file():
-        raise JobError(
-            f"distill.teacher: there is no model in {job.distill.teacher}: give the folder of one that was trained, or "
-            "download it first"
-        )
+    require_teacher_folder(job)
 
 
 def require_teacher(job: Job, texts: Texts, label_names: tuple[str, ...] = ()) -> nn.Module:

@@ -17,6 +17,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.records.units import format_bytes
 from plimsoll.run.directory import RunDirectory
+from plimsoll.run.imports import leave_out_unused
 from plimsoll.run.leftovers import remove_leftovers, share_a_folder_with_children
 from plimsoll.run.orphans import begin_supervised
 
@@ -57,7 +58,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     from plimsoll.report.progress import stages
 
     directory = RunDirectory(path)
-    job, peak, made_bytes = Job.from_yaml(directory.job), PeakCounter(), 0
+    job, peak, made_bytes = _job_of(directory), PeakCounter(), 0
     if tokenizer_budget_bytes is not None:
         peak.reset()
         with stages(quiet) as progress:
@@ -105,6 +106,12 @@ def prepare_run(  # noqa: PLR0917 -- of a command
         print(
             data_sentence(prepared, budget_bytes), *([vectors.sentence] if vectors else []), sep="\n", file=sys.stderr
         )
+
+
+def _job_of(directory: RunDirectory) -> Job:
+    job = Job.from_yaml(directory.job)
+    leave_out_unused(job)
+    return job
 
 
 def _require_same(digest: str, directory: RunDirectory, again: bool) -> None:
@@ -204,7 +211,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
 
     _begin_supervised()
     directory = RunDirectory(path)
-    job = Job.from_yaml(directory.job)
+    job = _job_of(directory)
     if goes_on:
         _require_checkpoint(directory, job, from_step)
         if keep and _is_still_good(directory, job, quiet):
@@ -480,13 +487,12 @@ def _begin_supervised() -> None:
 
 def _warm(job: Job) -> None:
     """Import what the job needs before memory is limited and counted."""
+    leave_out_unused(job)
     import torch._dynamo  # noqa: F401  -- torch.optim imports it at the first step otherwise
 
-    from plimsoll.models.recurrent import RECURRENT
+    from plimsoll.models.build import import_library_of
 
     if job.data.on_the_fly:  # what reads the texts, in evaluations and where no worker is left
         import pyarrow  # noqa: F401
         import tokenizers  # noqa: F401
-    architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
-    if architecture not in RECURRENT or job.distill is not None:  # which may have a teacher of theirs
-        import transformers  # noqa: F401
+    import_library_of(job)

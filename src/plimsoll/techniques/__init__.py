@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from plimsoll.errors import InputError
-from plimsoll.records.job import near
+from plimsoll.named import require_technique
 from plimsoll.records.plan import Choice, Value
 from plimsoll.techniques._base import Choices, Setting, Technique
 from plimsoll.techniques.activation_offload import ActivationOffload
@@ -100,8 +99,7 @@ def technique_of(name: str) -> Technique:
     Raises:
         InputError: if there is none; it names the nearest.
     """
-    if name not in TECHNIQUES:
-        raise InputError(f"there is no technique `{name}`; {near(name, TECHNIQUES)}")
+    require_technique(name, TECHNIQUES)
     return TECHNIQUES[name]
 
 

@@ -55,8 +55,9 @@ def refused(call: Callable[..., Called]) -> Callable[..., str]:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A job whose text is not there."""
+    """A job with an empty text, for commands whose work is done by something else."""
     path = tmp_path / "job.yaml"
+    (tmp_path / "text.txt").touch()
     path.write_text(yaml.safe_dump({"model": "lstm", "data": {"train": "text.txt"}, "batch_size": 16}))
     return path
 

@@ -122,7 +122,7 @@ def test_a_log_without_lack_of_memory_ends_with_0(call, tmp_path):
 
 JOB = """# a job for a GPU that is not here: its logits are most of what it needs
 model: {architecture: lstm, embedding_size: 256, hidden_size: 256}
-data: nowhere.txt
+data: text.txt
 tokenizer: {vocab_size: 8000}
 sequence_length: 64   # tokens
 batch_size: 16
@@ -134,6 +134,7 @@ ON_CARD = ("--device", "rtx3060")
 def job_file(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(JOB, encoding="utf-8")
+    (tmp_path / "text.txt").write_text("too much to train its tokenizer for a look " * 30_000, encoding="utf-8")
     return path
 
 

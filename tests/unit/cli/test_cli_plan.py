@@ -91,7 +91,16 @@ def test_every_option_arrives(call, job, planning, tmp_path):
     asked = planning(fitting_plan())
     Calibration().save(tmp_path / "calibration.json")
     options = ["--device", "rtx3060", "--budget", "8GiB", "--set", "batch_size=64", "--set", "precision=auto"]
-    options += ["--pin", "checkpointing=all", "--pin", "micro_batch=4", "--forbid", "offload", "--forbid", "lora"]
+    options += [
+        "--pin",
+        "checkpointing=all",
+        "--pin",
+        "micro_batch=4",
+        "--forbid",
+        "activation_offload",
+        "--forbid",
+        "lora",
+    ]
     call("plan", job, *options, "--calibration", tmp_path / "calibration.json")
     assert asked == [
         {
@@ -100,7 +109,7 @@ def test_every_option_arrives(call, job, planning, tmp_path):
             "device": "rtx3060",
             "limit_bytes": 8192 * MIB,
             "pins": (Pin(technique="checkpointing", value="all"), Pin(technique="micro_batch", value=4)),
-            "forbids": ("offload", "lora"),
+            "forbids": ("activation_offload", "lora"),
             "calibration": Calibration(),
         }
     ]

@@ -19,7 +19,7 @@ from plimsoll.records.run import OomEvent
 
 FIELDS = {
     "model": {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256},
-    "data": "nowhere.txt", "tokenizer": {"vocab_size": 8000}, "sequence_length": 64, "batch_size": 16,
+    "data": "text.txt", "tokenizer": {"vocab_size": 8000}, "sequence_length": 64, "batch_size": 16,
 }  # fmt: skip
 
 
@@ -27,6 +27,7 @@ FIELDS = {
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("run")
     (path / "job.yaml").write_text(yaml.safe_dump(FIELDS), encoding="utf-8")
+    (path / "text.txt").write_text("too much to train its tokenizer for a look " * 30_000, encoding="utf-8")
     return path
 
 

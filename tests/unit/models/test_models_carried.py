@@ -8,7 +8,8 @@ from torch import nn
 
 from plimsoll.errors import InputError
 from plimsoll.models.carried import CarriedState, run_with_resets
-from plimsoll.models.recurrent import RECURRENT, RecurrentLanguageModel, build_recurrent, load_recurrent, save_recurrent
+from plimsoll.models.recurrent import RecurrentLanguageModel, build_recurrent, load_recurrent, save_recurrent
+from plimsoll.named import RECURRENT
 
 NUM_LANES, NUM_TOKENS, VOCABULARY = 3, 13, 11
 CUTS = (0, 4, 8, 12)  # windows share their edges; 12 tokens are read

@@ -6,8 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 from plimsoll.errors import JobError
-from plimsoll.models.recurrent import RECURRENT, build_recurrent, load_recurrent, save_recurrent
+from plimsoll.models.recurrent import build_recurrent, load_recurrent, save_recurrent
 from plimsoll.models.recurrent_tagger import build_tagger
+from plimsoll.named import RECURRENT
 
 SMALL = {"vocab_size": 11, "num_labels": 3, "embedding_size": 4, "hidden_size": 5}
 

@@ -1,0 +1,292 @@
+"""What a job names of torch and transformers, checked without importing them: their sources say what there is.
+
+Importing them takes seconds, which a typo should not cost. Where a source is not laid out as expected, they are
+imported and asked. Does NOT check values: a class refuses those itself when something is built with them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+from plimsoll.errors import InputError, JobError
+from plimsoll.records.job import OptimizerChoice, Task, near
+
+_CONFIG_BASE = "PreTrainedConfig"
+
+RECURRENT = ("lstm", "gru", "rnn")
+"""Architectures of Plimsoll's own."""
+
+HEADS: dict[Task, str] = {
+    "language-modeling": "language model",
+    "classification": "sequence classifier",
+    "token-classification": "token classifier",
+}
+"""The kind of model that a task takes, in words."""
+
+_MAPPINGS: dict[Task, str] = {
+    "language-modeling": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+}
+
+_SET_BY_JOB = frozenset(
+    {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "num_labels", "dtype", "problem_type", "is_decoder"}
+)
+
+_REFUSED_OPTIMIZERS = {
+    "lbfgs": "it computes the loss several times in one step, and a step here is one pass over its samples",
+    "sparseadam": "it takes sparse gradients only, and these models have dense ones",
+    "muon": "it takes matrices only, and every model here has vectors (biases, normalisations) as well",
+}
+
+
+def require_model_name(model: str | dict[str, Any], task: Task) -> None:
+    """Refuse a model that names no architecture, no folder and no function.
+
+    Args:
+        model: as a job has it; only its ``architecture`` is looked at.
+        task: of the job.
+
+    Raises:
+        JobError: it names the nearest architecture.
+    """
+    if isinstance(model, str):
+        if not (model in RECURRENT or Path(model).is_dir() or ":" in model):
+            raise _no_such_model(model, task)
+        return
+    architecture = model.get("architecture")
+    if architecture is None:
+        raise JobError(
+            f"model: there is {', '.join(model) or 'nothing'} and no architecture; add one, for example "
+            "`architecture: gpt2`"
+        )
+    if architecture in RECURRENT:
+        return
+    known = [*architectures(task), *RECURRENT]
+    if architecture not in known:
+        raise JobError(
+            f"model: there is no {HEADS[task]} of architecture `{architecture}`; {near(str(architecture), known)}"
+        )
+
+
+def require_model_fields(model: str | dict[str, Any]) -> None:
+    """Refuse fields that the configuration of an architecture of transformers has not; see `require_fields`.
+
+    Args:
+        model: as a job has it. What the sources do not tell is left to who builds it.
+    """
+    known = _config_fields(str(model.get("architecture"))) if isinstance(model, dict) else None
+    if known is not None and isinstance(model, dict):
+        require_fields(str(model["architecture"]), set(model) - {"architecture"}, known)
+
+
+def require_fields(architecture: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse fields of a model that its configuration has not, or that a job decides.
+
+    Args:
+        architecture: of the model.
+        given: the names of the fields.
+        known: those that its configuration has beyond what all have.
+
+    Raises:
+        JobError: it names the nearest field.
+    """
+    for name in given:
+        if name in _SET_BY_JOB:
+            raise JobError(f"model: `{name}` of `{architecture}` is set from the job and its tokenizer: leave it out")
+        if name not in known:
+            raise JobError(
+                f"model: `{architecture}` has no field `{name}`; {near(name, sorted(set(known) - _SET_BY_JOB))}"
+            )
+    if "vocab_size" not in known:
+        raise JobError(f"model: `{architecture}` holds several models: give the architecture of its text model")
+
+
+def _no_such_model(name: str, task: Task) -> JobError:
+    known = [*architectures(task), *RECURRENT]
+    if name in known:
+        return JobError(f"model: there is no folder {name}; for a new model write `model: {{architecture: {name}}}`")
+    return JobError(
+        f"model: there is no folder {name}: download a model first (hf download {name} --local-dir {Path(name).name}), "
+        f"or name an architecture; {near(name, known)}"
+    )
+
+
+def require_labels(task: Task, num_labels: int) -> None:
+    """Refuse data whose texts all have one label.
+
+    Raises:
+        JobError: it says how many there are.
+    """
+    if num_labels < 2:
+        raise JobError(
+            f"model: a {task} needs at least 2 labels, but the data have {num_labels}: add texts of another label"
+        )
+
+
+def require_technique(name: str, known: Collection[str] | None = None) -> None:
+    """Refuse a technique that there is not.
+
+    Args:
+        name: of the technique.
+        known: those that there are; by default those of Plimsoll's own, of which each is a module of that name.
+
+    Raises:
+        InputError: it names the nearest.
+    """
+    if known is None:
+        spec = find_spec("plimsoll.techniques")
+        assert spec is not None
+        modules = [module.name for module in iter_modules(spec.submodule_search_locations)]
+        known = [module for module in modules if not module.startswith("_")]
+    if name not in known:
+        raise InputError(f"there is no technique `{name}`; {near(name, known)}")
+
+
+@cache
+def architectures(task: Task) -> tuple[str, ...]:
+    """List the architectures of which transformers has a model for a task."""
+    found = dict(_pairs("models/auto/modeling_auto.py", _MAPPINGS[task]))
+    if found:
+        return tuple(sorted(found))
+    from transformers.models.auto import modeling_auto
+
+    return tuple(sorted(getattr(modeling_auto, _MAPPINGS[task])))
+
+
+def require_optimizer(choice: OptimizerChoice, steps: int | None = None) -> None:
+    """Refuse an optimizer that is not in ``torch.optim``, or cannot be used here, and arguments that it does not take.
+
+    Args:
+        choice: of a job.
+        steps: of the training, in which its warm-up must end; ``None`` where that does not matter.
+
+    Raises:
+        JobError: it names the nearest optimizer or argument.
+    """
+    name, known = choice.name.lower(), optimizer_arguments()
+    if name in _REFUSED_OPTIMIZERS:
+        raise JobError(f"optimizer: `{name}` cannot be used: {_REFUSED_OPTIMIZERS[name]}; use for example `adamw`")
+    if name not in known:
+        raise JobError(f"optimizer: there is no `{choice.name}` in torch.optim; {near(name, known)}")
+    for argument in choice.arguments:
+        if argument not in known[name]:
+            raise JobError(f"optimizer: `{name}` has no argument `{argument}`; {near(argument, known[name])}")
+    if steps is not None and choice.warmup_steps > steps:
+        raise JobError(
+            f"optimizer: a warm-up of {choice.warmup_steps} steps does not end in {steps} steps: "
+            f"set optimizer.warmup_steps to {steps} or less"
+        )
+
+
+@cache
+def optimizer_arguments() -> dict[str, tuple[str, ...]]:
+    """Return the optimizers of ``torch.optim`` that can be used here, and the arguments of each beside ``lr``."""
+    found = dict(_optimizers_of_sources())
+    if not found:
+        import inspect
+
+        import torch
+
+        classes = [one for one in vars(torch.optim).values() if isinstance(one, type)]
+        optimizers = [
+            one for one in classes if issubclass(one, torch.optim.Optimizer) and one is not torch.optim.Optimizer
+        ]
+        found = {one.__name__.lower(): tuple(inspect.signature(one).parameters) for one in optimizers}
+    return {
+        name: tuple(argument for argument in arguments if argument not in {"params", "lr"})
+        for name, arguments in found.items()
+        if name not in _REFUSED_OPTIMIZERS
+    }
+
+
+def _optimizers_of_sources() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Find the classes that ``torch.optim`` imports; none at all, where one has no arguments of its own."""
+    found = []
+    for statement in _statements("torch", "optim/__init__.py"):
+        match statement:
+            case ast.ImportFrom(module=str(module), names=[ast.alias(name=name)]) if module.startswith("torch.optim."):
+                arguments = _arguments_of(f"{module.removeprefix('torch.').replace('.', '/')}.py", name)
+                if name != "Optimizer" and name[:1].isupper():
+                    if arguments is None:
+                        return
+                    found.append((name.lower(), arguments))
+    yield from found
+
+
+def _arguments_of(file: str, class_name: str) -> tuple[str, ...] | None:
+    for statement in _statements("torch", file):
+        if isinstance(statement, ast.ClassDef) and statement.name == class_name:
+            for inner in statement.body:
+                if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+                    given = inner.args
+                    return tuple(one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs))[1:]
+    return None
+
+
+def _config_fields(architecture: str) -> set[str] | None:
+    """Return the fields of a configuration beyond those of all; ``None`` where the sources do not tell."""
+    class_name = dict(_pairs("models/auto/auto_mappings.py", "CONFIG_MAPPING_NAMES")).get(architecture)
+    special = dict(_pairs("models/auto/auto_mappings.py", "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"))
+    module = special.get(architecture, architecture.replace("-", "_"))
+    common = _fields_of_class("configuration_utils.py", _CONFIG_BASE, is_base=True)
+    known = class_name and _fields_of_class(f"models/{module}/configuration_{module}.py", class_name)
+    return None if not known or common is None else known - common
+
+
+def _fields_of_class(file: str, name: str, is_base: bool = False) -> set[str] | None:
+    """Return the fields of a configuration class and of those that it is made of, and its other names of them."""
+    statements = _statements("transformers", file)
+    found = next((one for one in statements if isinstance(one, ast.ClassDef) and one.name == name), None)
+    if found is None:
+        return None
+    fields = set()
+    for statement in found.body:
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=field), annotation=annotation):
+                if not ast.unparse(annotation).startswith("ClassVar"):
+                    fields.add(field)
+            case ast.Assign(targets=[ast.Name(id="attribute_map")], value=ast.Dict() as names):
+                fields |= set(ast.literal_eval(names))
+    for base in [] if is_base else map(ast.unparse, found.bases):
+        if base != _CONFIG_BASE:
+            inherited = _fields_of_class(_home_of(base, statements, file), base)
+            if inherited is None:
+                return None
+            fields |= inherited
+    return fields
+
+
+def _home_of(name: str, statements: list[ast.stmt], file: str) -> str:
+    """Return the file that a class is from: another configuration, imported from beside this one, or this very file."""
+    for statement in statements:
+        match statement:
+            case ast.ImportFrom(module=str(module), level=2, names=names) if name in [one.name for one in names]:
+                return f"models/{module.replace('.', '/')}.py"
+    return file
+
+
+def _pairs(file: str, name: str) -> Iterator[tuple[str, str]]:
+    """The pairs of a name and another in a mapping of transformers."""
+    for statement in _statements("transformers", file):
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=found)], value=ast.Call(args=[pairs])) if found == name:
+                yield from ast.literal_eval(pairs)
+
+
+@cache
+def _statements(package: str, file: str) -> list[ast.stmt]:
+    """The statements of a source file of a package; none where there is no such file."""
+    spec = find_spec(package)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    for folder in folders:
+        path = Path(folder, file)
+        if path.is_file():
+            return ast.parse(path.read_text(encoding="utf-8")).body
+    return []
