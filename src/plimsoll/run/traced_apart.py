@@ -12,6 +12,7 @@ is no fault: the trace is made here, which says what is wrong.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -44,7 +45,8 @@ class Tracers:
         """Fork the processes, which end with the block."""
         num_processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
         with ExitStack() as stack:
-            pool = forked_pool(stack, num_processes, _begin) if num_processes > 1 and can_fork() else None
+            with _uninterrupted():
+                pool = forked_pool(stack, num_processes, _begin) if num_processes > 1 and can_fork() else None
             yield cls(job, texts, pool)
 
     def expect(self, lowering: Lowering, choices: Choices, is_short: bool) -> None:
@@ -59,6 +61,16 @@ class Tracers:
         """Wait for a trace; returns it, and whether it was known before. ``None``: it has to be made here."""
         future = self._expected.pop((lowering.name, choices, is_short), None)
         return None if future is None or future.exception() is not None else future.result()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Have Ctrl-C wait for the block: what Python calls at a fork would raise it and ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin() -> None:

@@ -67,3 +67,17 @@ def test_a_process_that_has_begun_threads_is_not_forked(monkeypatch):
     with Tracers.started(JOB, TEXTS) as started:
         started.expect(CpuLowering(), (micro_batch_choice(2),), is_short=True)
         assert started.take(CpuLowering(), (micro_batch_choice(2),), is_short=True) is None
+
+
+def test_ctrl_c_while_processes_are_forked_is_raised_afterwards(monkeypatch):
+    """What Python calls at a fork would ignore it."""
+
+    def interrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        return False
+
+    monkeypatch.setattr(module, "can_fork", interrupted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda number: {0, 1})
+    with pytest.raises(KeyboardInterrupt), Tracers.started(JOB, TEXTS):
+        pass
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
