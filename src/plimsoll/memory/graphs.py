@@ -11,12 +11,22 @@ Not covered: graphs kept for a second backward pass, or that no backward pass fo
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.autograd.function import BackwardCFunction
 
 _OUTSIDE = -1  # of any backward pass
+_AGAIN = -2  # a pass that was noted again
 
 _Place = tuple[int, int]  # a backward pass and the node of it that runs, both -1 outside
+
+
+class NotedNodes(NamedTuple):
+    """What was noted since some place, as of now; ``is_running`` says that a backward pass is."""
+
+    nodes: list[tuple[int, int, int]]
+    is_running: bool
 
 
 class Graphs:
@@ -40,6 +50,28 @@ class Graphs:
             self._open.setdefault(place, []).append(len(self._nodes))
             self._nodes.append([op_row, -1, num_made - self._num_made])
         self._pass, self._num_made = current, num_made
+
+    @property
+    def num_noted(self) -> int:
+        """How often nodes were noted."""
+        return len(self._nodes)
+
+    def noted(self, begin: int) -> NotedNodes:
+        """Return what was noted since so many were."""
+        return NotedNodes([(made, gone, num) for made, gone, num in self._nodes[begin:]], self._pass != _OUTSIDE)
+
+    def note_again(self, noted: NotedNodes, begin: int, shift: int) -> None:
+        """Note nodes once more, so many rows later; the first op is in row ``begin``, outside of any backward pass."""
+        if self._pass != _OUTSIDE:
+            self._end(begin, list(self._open))
+        last = max((gone for _, gone, _ in noted.nodes), default=-1)
+        if not noted.is_running and last >= 0:  # the end of a backward pass is that of all older nodes
+            self._end(last + shift, list(self._open))
+        still = [row for row, (_, gone, _) in enumerate(noted.nodes, start=len(self._nodes)) if gone < 0]
+        self._nodes += [[made + shift, gone + shift if gone >= 0 else gone, num] for made, gone, num in noted.nodes]
+        if still:
+            self._open.setdefault((_OUTSIDE, _OUTSIDE), []).extend(still)
+        self._pass = _AGAIN if noted.is_running else _OUTSIDE
 
     def nodes(self) -> tuple[tuple[int, int, int], ...]:
         """``(op row, op row, number)``: where nodes were made and from where on they are gone, -1 if never."""

@@ -1,9 +1,9 @@
 """Which size fits: found with a handful of traces, and verified by one at the answer.
 
 Memory grows nearly in proportion to a batch, and with the square of a sequence at worst, in pieces (an allocator takes
-segments, a kernel changes at some size). So two traces give a line, the line gives the next size to try, and every
-trace narrows the bracket between a size that fits and one that does not, until the two are neighbours or as near as was
-asked. Where lines narrow it too slowly, it is halved.
+segments, a kernel changes at some size). So two traces give a line, or one of which it is known what grows in it, the
+line gives the next size to try, and every trace narrows the bracket between a size that fits and one that does not,
+until the two are neighbours or as near as was asked. Where lines narrow it too slowly, it is halved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ class Found(Generic[T]):
 
 
 def largest_that_fits(
-    try_size: Callable[[int], tuple[int, bool, T]], start: int, most: int, precision: float = 0.005
+    try_size: Callable[[int], tuple[int, bool, T]],
+    start: int,
+    most: int,
+    precision: float = 0.005,
+    growing_bytes: Callable[[T], int] = lambda said: 0,
 ) -> Found[T]:
     """Find the largest size from 1 to ``most`` that fits.
 
@@ -39,6 +43,7 @@ def largest_that_fits(
         start: where to begin.
         most: the largest size to try.
         precision: how near, as a share of the size, the answer may be below the first size that does not fit.
+        growing_bytes: what of the first size's bytes grows with the size, 0 where that is not known.
     """
     beyond_bytes: dict[int, int] = {}
     best: T | None = None
@@ -56,7 +61,12 @@ def largest_that_fits(
         if high - low <= step:
             break
         num_slow = num_slow + 1 if 2 * (high - low) > between else 0
-        size = min(max(_next_to_try(beyond_bytes, low, high, num_slow), low + step), high - 1)
+        growing = growing_bytes(said) if len(beyond_bytes) == 1 else 0
+        if growing > 0:
+            size, num_slow = round(size * (1 - beyond_bytes[size] / growing)), -1  # the first line goes through this
+        else:
+            size = _next_to_try(beyond_bytes, low, high, num_slow)
+        size = min(max(size, low + step), high - 1)
     return Found(low or None, best, high > most, len(beyond_bytes))
 
 
@@ -80,4 +90,4 @@ def _crossing(beyond_bytes: dict[int, int], first: int, second: int | None = Non
     if second is None or beyond_bytes[second] <= beyond_bytes[first]:
         return None
     bytes_per_size = (beyond_bytes[second] - beyond_bytes[first]) / (second - first)
-    return int(first - beyond_bytes[first] / bytes_per_size)
+    return round(first - beyond_bytes[first] / bytes_per_size)

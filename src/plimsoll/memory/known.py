@@ -37,7 +37,7 @@ def values_of(tensor: Tensor) -> list[int]:
     Raises:
         InputError: if it is fake and they are not known.
     """
-    known = getattr(tensor, _ATTRIBUTE, None) if isinstance(tensor, FakeTensor) else tensor
+    known = known_of(tensor)
     if known is None:
         raise InputError(
             f"the values of a tensor of shape {list(tensor.shape)} decide how much memory is needed, and they are not "
@@ -46,6 +46,12 @@ def values_of(tensor: Tensor) -> list[int]:
     with _disable_current_modes():
         values: list[int] = known.tolist()
     return values
+
+
+def known_of(tensor: Tensor) -> Tensor | None:
+    """Return a real tensor with the values of one that may be fake, ``None`` if they are not known."""
+    known: Tensor | None = getattr(tensor, _ATTRIBUTE, None) if isinstance(tensor, FakeTensor) else tensor
+    return known
 
 
 aten = torch.ops.aten

@@ -33,7 +33,7 @@ _FREE_LAYOUT = {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}  # follo
 
 
 class _Kind(NamedTuple):
-    """Of an op; ``place`` and ``argument`` are those of the tensor that it writes to."""
+    """Of an op; ``place`` and ``argument`` are those of the tensor that it writes to and gives back."""
 
     name: Literal["view", "new", "writes", "other"]
     place: int = -1
@@ -56,6 +56,11 @@ class _Given(NamedTuple):
     result: Any
 
 
+# What torch has said in this process, by the op and its arguments.
+_GIVEN: dict[Hashable, _Given] = {}
+_ONLY_WRITE: set[Hashable] = set()
+
+
 class Layouts:
     """Runs ops on the fake tensors of a mode.
 
@@ -66,8 +71,6 @@ class Layouts:
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._kind_of: dict[Any, _Kind] = {}
-        self._given: dict[Hashable, _Given] = {}  # by the op and its arguments
-        self._only_writes: set[Hashable] = set()  # the op and its arguments
         self._state_of: dict[torch.device, dict[str, Any]] = {}
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
@@ -82,8 +85,7 @@ class Layouts:
         if kind.name == "new":
             return self._new(op, args, kwargs, tensors)
         if kind.name == "writes":
-            written = args[kind.place] if kind.place < len(args) else kwargs[kind.argument]
-            return self._written(op, args, kwargs, written)
+            return self._written(op, args, kwargs, kind)
         return op(*args, **kwargs)
 
     def _are_plain(self, tensors: list[Any]) -> bool:
@@ -103,8 +105,8 @@ class Layouts:
         return _mapped(lambda view: self._fake(view, device), result)
 
     def _new(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
-        asked = op, _signature(args), _signature((*kwargs.items(),))
-        given = self._given.get(asked)
+        asked = _asked(op, args, kwargs)
+        given = _GIVEN.get(asked)
         if given is not None:
             with torch._C._DisableTorchDispatch():
                 made = [self._made(layout) for layout in given.layouts]
@@ -115,17 +117,19 @@ class Layouts:
         if _are_alone([*found.values()], tensors):
             numbers = {identity: number for number, identity in enumerate(found)}
             layouts = tuple(map(_layout_of, found.values()))
-            self._given[asked] = _Given(layouts, _mapped(lambda one: numbers[id(one)], result))
+            _GIVEN[asked] = _Given(layouts, _mapped(lambda one: numbers[id(one)], result))
         return result
 
-    def _written(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Any) -> Any:
-        asked = op, _signature(args), _signature((*kwargs.items(),))
-        if asked in self._only_writes:
-            return written
-        before = _signature(written)
+    def _written(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: _Kind) -> Any:
+        returned = None
+        if kind.argument:
+            returned = args[kind.place] if kind.place < len(args) else kwargs[kind.argument]
+        asked = _asked(op, args, kwargs)
+        if asked in _ONLY_WRITE:
+            return returned
         result = op(*args, **kwargs)
-        if result is written and _signature(written) == before:  # else it was made larger, say
-            self._only_writes.add(asked)
+        if result is returned and asked == _asked(op, args, kwargs):
+            _ONLY_WRITE.add(asked)  # else one was made larger, say
         return result
 
     def _made(self, layout: _Layout) -> Tensor:
@@ -147,7 +151,7 @@ def _kind_of(op: Any) -> _Kind:
     """What an op of torch's says of itself.
 
     "new" if it gives tensors, in no memory of its arguments, of a size that follows; "writes" if it writes to one
-    tensor and gives that.
+    tensor and gives that, or to lists of tensors and gives nothing, as the ops of optimizers do.
     """
     arguments, returns = op._schema.arguments, op._schema.returns
     shared = [one for one in (*arguments, *returns) if one.alias_info is not None]
@@ -157,6 +161,8 @@ def _kind_of(op: Any) -> _Kind:
         return _Kind("other")
     if not shared and all("Tensor" in str(one.type) for one in returns):
         return _Kind("new")
+    if not returns and shared and all(one.alias_info.is_write for one in shared):
+        return _Kind("writes")
     if len(shared) == 2 and shared[1:] == returns and all(_is_written(one) for one in shared):
         place = arguments.index(shared[0])
         return _Kind("writes", place, arguments[place].name)
@@ -165,6 +171,11 @@ def _kind_of(op: Any) -> _Kind:
 
 def _is_written(one: Any) -> bool:
     return str(one.type) == "Tensor" and one.alias_info.is_write
+
+
+def _asked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """What decides what an op gives; a number of Python's may be of the type that is the default."""
+    return op, torch.get_default_dtype(), _signature(args), _signature((*kwargs.items(),))
 
 
 def _signature(value: Any) -> Hashable:

@@ -384,9 +384,13 @@ class _Storages:
         num_bytes = storage.nbytes()
         if num_bytes == 0:
             return
-        row = self._add(num_bytes, None, _shape_text(tensor), self._recorder.on_host(tensor))
-        self._row_of[address] = row
-        self._watch[weakref.ref(storage, self._dies)] = (address, row)
+        self.take(tensor, self._add(num_bytes, None, _shape_text(tensor), self._recorder.on_host(tensor)))
+
+    def take(self, tensor: Tensor, row: int) -> None:
+        """Let a row be the one of a tensor's storage, until that dies."""
+        storage = tensor.untyped_storage()
+        self._row_of[storage._cdata] = row
+        self._watch[weakref.ref(storage, self._dies)] = (storage._cdata, row)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """End a storage that is resized in place, and begin another of the new size in its stead."""

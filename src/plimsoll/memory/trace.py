@@ -14,6 +14,7 @@ several devices, and tensors made by libraries that do not go through torch.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
 import threading
@@ -189,7 +190,14 @@ def rehearsal(
     with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         place = Rehearsal(lowering, phase, keeps_all)
         try:
-            with _quiet(), untraced(), lowering.active(place.known.assume), place.mode, place.recorder:
+            with (
+                _quiet(),
+                _few_collections(),
+                untraced(),
+                lowering.active(place.known.assume),
+                place.mode,
+                place.recorder,
+            ):
                 yield place
         except _CANNOT_TRACE as error:
             raise InputError(_cannot_trace(error, place.recorder.describe_place())) from error
@@ -245,6 +253,17 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         log.disabled = was_disabled
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Let Python look for garbage among young objects only: to look at all that libraries have made takes 0.3 s."""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, 1 << 30)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
 
 
 class failures_explained:

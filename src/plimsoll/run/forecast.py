@@ -24,7 +24,7 @@ from plimsoll.records.comparison import Calibration
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
-from plimsoll.records.trace import Trace
+from plimsoll.records.trace import Category, Trace
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.kept_baseline import kept_baseline
 from plimsoll.run.recover import samples_of_rank
@@ -41,6 +41,7 @@ Progress = Callable[[str], None]
 _LONGEST_SEQUENCE = 1 << 17
 _LARGEST_BATCH = 1 << 14
 _FACTORS = (0.5, 1, 2)
+_GROWING: tuple[Category, ...] = ("activations", "temporaries", "inputs")
 
 
 def predict_job(
@@ -147,13 +148,15 @@ class _Forecast:
     def largest_micro_batch(self, start: int) -> Answer:
         """Find the largest micro-batch that fits; beyond the batch of the job, the batch is as large."""
         found = self._largest(partial(self._at, sequence_length=self.job.sequence_length), start, _LARGEST_BATCH)
-        return Answer(question="largest micro-batch", value=found.value, peak=found.said, is_bound=found.is_bound)
+        peak = found.said.peak if found.said else None
+        return Answer(question="largest micro-batch", value=found.value, peak=peak, is_bound=found.is_bound)
 
     def longest_sequence(self, micro_batch: int) -> Answer:
         """Find the longest sequence that fits, as far as the model can be built for it."""
         most = self._longest_that_can_be_built()
         found = self._largest(lambda length: self._at(micro_batch, length), self.job.sequence_length, most)
-        return Answer(question="longest sequence", value=found.value, peak=found.said, is_bound=found.is_bound)
+        peak = found.said.peak if found.said else None
+        return Answer(question="longest sequence", value=found.value, peak=peak, is_bound=found.is_bound)
 
     def smallest_device(self, micro_batch: int) -> Answer:
         """Find the GPU of the table with the least memory on which the job fits."""
@@ -183,12 +186,12 @@ class _Forecast:
                     )
         return tuple(found)
 
-    def _largest(self, try_size: Callable[[int], Counted], start: int, most: int) -> Found[Estimate]:
-        def asked(value: int) -> tuple[int, bool, Estimate]:
+    def _largest(self, try_size: Callable[[int], Counted], start: int, most: int) -> Found[Counted]:
+        def asked(value: int) -> tuple[int, bool, Counted]:
             counted = try_size(value)
-            return counted.peak.likely_bytes - self.target.limit_bytes, self.target.fits(counted), counted.peak
+            return counted.peak.likely_bytes - self.target.limit_bytes, self.target.fits(counted), counted
 
-        return largest_that_fits(asked, start, most)
+        return largest_that_fits(asked, start, most, growing_bytes=_growing_bytes)
 
     def _at(self, micro_batch: int, sequence_length: int) -> Counted:
         return self._count(micro_batch, sequence_length, self.target)
@@ -221,6 +224,13 @@ class _Forecast:
                     require_teacher(longer, self.texts)
                 length *= 2
         return length
+
+
+def _growing_bytes(counted: Counted) -> int:
+    """What of the peak is the more the larger the batch, or the longer the sequence, with the holes between it."""
+    live = counted.live.by_category.items()
+    standing_bytes = sum(int(column[counted.peak_row]) for name, column in live if name not in _GROWING)
+    return counted.peak.likely_bytes - counted.fixed_part.likely_bytes - standing_bytes
 
 
 def batch_lengths(lengths: Sequence[int], job: Job) -> tuple[int, ...]:

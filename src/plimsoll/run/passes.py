@@ -13,6 +13,7 @@ from plimsoll.run.boundary import Position
 from plimsoll.run.captured import Scaler
 from plimsoll.run.checks import refuse_non_finite
 from plimsoll.run.failpoints import failpoint
+from plimsoll.run.folded import Folded
 from plimsoll.run.graphs import GraphWatch
 from plimsoll.run.outcome import at_least_fp32
 from plimsoll.run.pieces import mean_loss
@@ -35,6 +36,7 @@ class Passes:
     Attributes:
         graphs: watches what stays of the graphs of passes.
         replays: replays passes where the workload asks for it.
+        folded: in a dry run whose passes repeat, notes again those that are like one that was run.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Passes:
     ) -> None:  # fmt: skip
         self.graphs = GraphWatch(workload, backend)
         self.replays = Replays(workload, retry, backend, position, parameters, rehearses=rehearses)
+        self.folded: Folded | None = None
         self._workload, self._position = workload, position
 
     def add(self, piece: Any, share: float, scaler: Scaler, *, is_early: bool = False) -> Tensor:
@@ -62,6 +65,10 @@ class Passes:
         eager = partial(self._eagerly, share=share, scaler=scaler, is_early=is_early)
         if self._workload.captured is not None:
             return self.replays.run(piece, share, scaler, eager)
+        if self.folded is not None:
+            loss = self.folded.run(piece, share != 1, lambda: eager(move_batch(piece, self._workload.device)))
+            self._position.phase = "backward"  # in which a pass ends
+            return loss
         return eager(move_batch(piece, self._workload.device))
 
     def _eagerly(self, piece: Any, *, share: float, scaler: Scaler, is_early: bool) -> Tensor:

@@ -4,7 +4,8 @@ What is traced is `TrainStep` itself, with its copies for the undo, its micro-ba
 prediction and a run cannot drift apart. Three steps are rehearsed: the first makes the optimizer's states, the second
 has them, the third comes after an evaluation; a fourth would be like the third. A batch of many micro-batches is
 rehearsed with two of them and a smaller last one: the first meets no gradients, those after it do. Of a batch
-that is given, and whose samples are of different lengths, these are the two that need most.
+that is given, and whose samples are of different lengths, these are the two that need most. Passes that do what one
+before did are noted again (`plimsoll.run.folded`).
 
 Does NOT read the data: every sample is as long as the longest there can be, unless the lengths of batches are given.
 That is ``sequence_length`` where the texts are not prepared yet.
@@ -36,6 +37,7 @@ from plimsoll.records.device import Device, MemoryUse
 from plimsoll.records.job import Job
 from plimsoll.records.trace import Phase, Trace
 from plimsoll.run.boundary import Position
+from plimsoll.run.folded import Folded, passes_repeat
 from plimsoll.run.job_step import step_of
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearsed_ranks import rehearsed_ranks
@@ -176,7 +178,7 @@ def _train_job(  # noqa: PLR0917 -- one call
     )  # fmt: skip
     stage.recorder.know_model(step.workload.model)  # a technique may have exchanged it
     with failures_explained("the model of this job", stage):
-        _rehearse(stage, step, batches, held_out, has_states=bool(job.evaluate_every))
+        _rehearse(stage, step, choices, batches, held_out, has_states=bool(job.evaluate_every))
     return step
 
 
@@ -237,7 +239,7 @@ def rehearse_step(
                 ranks=alone,
             )
             with failures_explained(f"the model {type(model).__name__}", stage):
-                _rehearse(stage, step, batches, None, has_states=False)
+                _rehearse(stage, step, choices, batches, None, has_states=False)
             trace = stage.trace()
             step.close()
         return trace
@@ -251,8 +253,12 @@ def _stage(lowering: Lowering, position: Position, keeps_all: bool) -> Iterator[
         yield stage
 
 
-def _rehearse(stage: Rehearsal, step: TrainStep, batches: list[Any], held_out: Any | None, has_states: bool) -> None:
+def _rehearse(  # noqa: PLR0917 -- one call
+    stage: Rehearsal, step: TrainStep, choices: Choices, batches: list[Any], held_out: Any | None, has_states: bool
+) -> None:
     """A step on each batch; an evaluation where the training has one: after two, or when the states are dropped."""
+    if passes_repeat(step.workload, choices):
+        step._passes.folded = Folded(stage.recorder, step.workload, step._all_parameters)
     if held_out is not None:
         num_samples = _evaluated_samples(batch_size_of(held_out), step.evaluated_at_once)
         with _disable_current_modes():  # to cut it is no part of the training

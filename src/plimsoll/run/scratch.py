@@ -32,7 +32,8 @@ class Layout:
         self._tensors = tensors
         plain = [t for t in tensors if type(t) in ADDRESS_OF and t.is_contiguous()]
         self._plain, self._places = plain, _places(plain)
-        self.others = [tensor for tensor in tensors if not any(tensor is one for one in plain)]
+        are_plain = set(map(id, plain))
+        self.others = [tensor for tensor in tensors if id(tensor) not in are_plain]
         self.alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in plain:
             self.alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().view(-1))

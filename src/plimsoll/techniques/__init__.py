@@ -45,8 +45,8 @@ from plimsoll.techniques.truncated_bptt import TruncatedBptt
 from plimsoll.workload import Workload
 
 __all__ = [
-    "TECHNIQUES", "UNOFFERED", "UNTRACED", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed",
-    "technique_of",
+    "FORGETFUL", "TECHNIQUES", "UNOFFERED", "UNTRACED", "Choices", "Setting", "Technique", "conflict_among", "in_order",
+    "installed", "technique_of",
 ]  # fmt: skip
 
 TECHNIQUES: dict[str, Technique] = {
@@ -83,6 +83,12 @@ TECHNIQUES: dict[str, Technique] = {
 
 UNTRACED = (Heap.name, Allocator.name)
 """How memory is handed out: these change no op, so that any of them can be counted on a trace that is there."""
+
+FORGETFUL = frozenset({
+    "micro_batch", "autocast", "lora", "adaptive_softmax", "adafactor", "low_bit_optimizer", "optimizer_kernel",
+    "attention", "chunked_loss", "checkpointing", "evaluation", "heap", "allocator", "cache",
+})  # fmt: skip
+"""Those that keep nothing from one forward and backward pass to the next: passes on the same values do the same."""
 
 UNOFFERED: dict[str, dict[str, Value]] = {
     "fully_shard": {"dtype": "kept", "offload": "none"},

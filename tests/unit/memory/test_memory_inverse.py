@@ -56,6 +56,27 @@ def test_a_line_takes_five_traces_at_most(start: int):
     assert (found.value, len(tried) <= 5) == (128, True)
 
 
+@pytest.mark.parametrize("start", [8, 64, 500])
+@pytest.mark.parametrize("slope", [3, 7, 90])
+def test_where_it_is_known_what_grows_a_line_takes_three_traces(start: int, slope: int):
+    def try_size(size: int) -> tuple[int, bool, int]:
+        return 100 + slope * size - LIMIT_BYTES, 100 + slope * size <= LIMIT_BYTES, slope * size
+
+    found = largest_that_fits(try_size, start, most=100_000, precision=0.0, growing_bytes=lambda grows: grows)
+    assert (found.value, found.num_traces) == (900 // slope, 3)
+    without = largest_that_fits(try_size, start, most=100_000, precision=0.0)
+    assert (without.value, without.num_traces) >= (found.value, found.num_traces)
+
+
+def test_what_is_said_to_grow_wrongly_costs_traces_and_no_answer():
+    for grows in (-5, 1, 10**9):
+        found = largest_that_fits(
+            lambda size: (100 + 7 * size - LIMIT_BYTES, 100 + 7 * size <= LIMIT_BYTES, None),
+            64, 500, 0.0, lambda _, grows=grows: grows,
+        )  # fmt: skip
+        assert found.value == 128
+
+
 def test_a_precision_spares_traces_where_it_is_more_than_one_size():
     def memory(size: int) -> int:
         return 100 + size * size // 2_000_000

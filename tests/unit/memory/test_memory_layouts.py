@@ -59,6 +59,40 @@ def test_what_was_asked_once_is_not_asked_again():
             first.mul_(torch.empty(5))
 
 
+def test_an_op_on_lists_that_an_optimizer_does_is_asked_once_also_of_a_later_rehearsal():
+    aten = torch.ops.aten
+
+    def update():
+        lists = [[torch.empty(size, 3) for size in (2, 5, 7)] for _ in range(3)]
+        before = num_asked()
+        assert aten._foreach_addcdiv_.Scalar(lists[0], lists[1], lists[2]) is None
+        roots = aten._foreach_sqrt(lists[0])
+        assert [root.shape for root in roots] == [one.shape for one in lists[0]]
+        return num_asked() - before
+
+    counts = []
+    for _ in range(2):
+        with rehearsal(CpuLowering()):
+            counts.append(update())
+    assert counts[0] > counts[1] == 0
+    with rehearsal(CpuLowering()), pytest.raises(RuntimeError):
+        aten._foreach_addcdiv_.Scalar([torch.empty(2)], [torch.empty(3)], [torch.empty(2)])
+
+
+def test_the_type_of_a_number_follows_the_default_of_its_time():
+    before = torch.get_default_dtype()
+    with rehearsal(CpuLowering()):
+        whole = torch.empty(3, dtype=torch.int32)
+        try:
+            types = []
+            for default in (torch.float32, torch.float64, torch.float32):
+                torch.set_default_dtype(default)
+                types.append((whole * 0.5).dtype)
+        finally:
+            torch.set_default_dtype(before)
+    assert types == [torch.float32, torch.float64, torch.float32]
+
+
 def test_numbers_that_are_equal_and_of_other_types_are_told_apart():
     with rehearsal(CpuLowering()):
         numbers = torch.empty(3, dtype=torch.int32)

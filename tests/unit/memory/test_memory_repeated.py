@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 
 from plimsoll.memory.live import live_bytes
+from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
-from plimsoll.memory.repeated import stands_for
+from plimsoll.memory.repeated import Stretch, place_of, stands_for
+from plimsoll.memory.trace import rehearsal
+
+SIDE = 128  # more values than a dry run computes with
 
 
 def recorded(num_passes):
@@ -32,3 +36,56 @@ def test_ops_are_noted_as_often_as_they_stand_for():
 def test_without_a_recorder_it_does_nothing():
     with stands_for(3):
         assert torch.ones(2).sum() == 2
+
+
+def trained(work, num_times, is_noted_again):
+    """The record of so many times the same work on one weight, which is run each time or once."""
+    with rehearsal(CpuLowering(), lambda: "forward", keeps_all=True) as stage:
+        stage.recorder.step = 1
+        weight = torch.ones(SIDE, SIDE, requires_grad=True)
+        stage.recorder.know([("weight", weight)], "parameters")
+        begin = place_of(stage.recorder)
+        made = work(weight)
+        stretch = Stretch(stage.recorder, begin, made)
+        for _ in range(num_times - 1):
+            made = None  # what the time before has made goes first
+            made = stretch.again() if is_noted_again else work(weight)
+        sum(one.sum() for one in made).item()
+        del made
+        return stage.trace(), stretch.is_closed
+
+
+def forward_and_backward(weight):
+    hidden = torch.tanh(weight @ weight)
+    (gradient,) = torch.autograd.grad((hidden @ weight).sum(), weight)
+    return [gradient]
+
+
+def test_a_stretch_that_is_noted_again_is_as_if_it_had_run():
+    """Ops, events, storages and the nodes of autograd; what comes after meets its tensors."""
+    run, is_closed = trained(forward_and_backward, 3, is_noted_again=False)
+    noted, _ = trained(forward_and_backward, 3, is_noted_again=True)
+    assert is_closed
+    assert noted == run
+    assert live_bytes(noted).peak_bytes >= 4 * SIDE**2 * 4
+
+
+def test_a_stretch_that_leaves_or_ends_something_else_is_not_closed():
+    kept = []
+
+    def leaves(weight):
+        kept.append(weight.detach() + 1)
+        return [weight.detach() + 2]
+
+    def ends(weight):
+        weight.data = weight.detach() + 1
+        return [weight.detach() + 2]
+
+    def gives_a_view(weight):
+        return [(weight.detach() + 2)[1:]]
+
+    def has_a_graph(weight):
+        return [weight + 2]
+
+    for work in (leaves, ends, gives_a_view, has_a_graph):
+        assert not trained(work, 1, is_noted_again=False)[1], work

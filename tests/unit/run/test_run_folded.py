@@ -1,0 +1,167 @@
+"""Passes that are noted again: the trace is that of running each of them, and what may differ is run."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from plimsoll.data.sketch import TextSketch
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.lowering.cuda import CudaLowering
+from plimsoll.memory.repeated import Stretch
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run import rehearse
+from plimsoll.run.folded import passes_repeat
+from plimsoll.run.rehearse import rehearse_job, rehearse_step
+from plimsoll.techniques import FORGETFUL, TECHNIQUES, in_order
+from plimsoll.workload import model_loss
+from technique_trainings import choices_of, setup_for
+
+LOWERINGS = {"cpu": CpuLowering(), "cuda": CudaLowering((8, 6))}
+TRAININGS = ["gpt2", "bert", "t5", "recurrent", "tagger"]  # of code that is transformers' or ours
+TEXTS = TextSketch(vocab_size=300, num_labels=None, end_id=0)
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+FEW_KEYS = SMALL | {"intermediate_size": 32, "num_key_value_heads": 1}
+ARCHITECTURES = {
+    "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 2},
+    "llama": FEW_KEYS,
+    "qwen2": FEW_KEYS,
+    "gemma2": FEW_KEYS | {"head_dim": 8},
+    "opt": SMALL | {"ffn_dim": 32, "word_embed_proj_dim": 16},
+    "gpt_neox": SMALL | {"intermediate_size": 32},
+    "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},
+    "mixtral": FEW_KEYS | {"num_local_experts": 2},
+    "lstm": {"embedding_size": 16, "hidden_size": 16},
+}
+
+
+@pytest.fixture
+def folds(monkeypatch):
+    """How many passes were noted again; without one if they are all to be run."""
+    noted, again = [], Stretch.again
+
+    def counted(self):
+        noted.append(self)
+        return again(self)
+
+    monkeypatch.setattr(Stretch, "again", counted)
+    return noted
+
+
+def all_run(monkeypatch, trace):
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearse, "passes_repeat", lambda workload, choices: False)
+        return trace()
+
+
+def job(**changes):
+    fields = {"data": {"train": "nowhere.txt"}, "sequence_length": 16, "batch_size": 14, "optimizer": {"clip_norm": 1}}
+    return Job.from_fields(fields | changes)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("target", LOWERINGS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_trace_of_a_job_is_that_of_all_its_passes(architecture, target, folds, monkeypatch):
+    """Three steps of two micro-batches and a smaller last one, an evaluation between: three passes are run.
+
+    In half precision four: the scaler of the loss makes its scale in the first.
+    """
+    precision = "fp16" if architecture in ("gpt2", "lstm") else "fp32"
+    one = job(
+        model={"architecture": architecture, **ARCHITECTURES[architecture]}, precision=precision,
+        data={"train": "nowhere.txt", "validation": 0.1}, evaluate_every=2,
+    )  # fmt: skip
+    trace = partial(rehearse_job, one, TEXTS, LOWERINGS[target], (micro_batch_choice(4),))
+    all_run(monkeypatch, trace)  # which imports, and asks torch for what it then remembers
+    folded = trace()
+    assert len(folds) == (5 if precision == "fp16" else 6)
+    assert folded == all_run(monkeypatch, trace)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("training", TRAININGS)
+@pytest.mark.parametrize("name", sorted(FORGETFUL))
+def test_the_trace_with_any_technique_is_that_of_all_its_passes(name, training, folds, monkeypatch):
+    setup = setup_for(training, [name])
+    case = setup.case
+    model, optimizer = setup.fresh()
+    micro_batch = micro_batch_choice(4)
+    for choice in choices_of(name, training)[-1:]:
+        choices = in_order({one.technique: one for one in (micro_batch, choice)}.values())
+        options = {"units": case.units, "choices": choices, "clip_norm": 1.0, "precision": "fp32"}
+        trace = partial(rehearse_step, model, optimizer, case.batches()[0], model_loss, LOWERINGS["cuda"], **options)
+        all_run(monkeypatch, trace)  # the first in a process may import, and asks torch for what it then remembers
+        folded = trace()
+        assert folds
+        assert folded == all_run(monkeypatch, trace)
+
+
+@pytest.mark.parametrize("name", sorted(set(TECHNIQUES) - FORGETFUL))
+def test_what_a_technique_may_keep_is_run_each_time(name):
+    workload = setup_for("gpt2", ["micro_batch"]).workload()
+    assert passes_repeat(workload, (micro_batch_choice(4),))
+    assert not passes_repeat(workload, (micro_batch_choice(4), Choice(technique=name)))
+
+
+def gpt2_traced(model_loss=model_loss, prepare=lambda model: None):
+    setup = setup_for("gpt2", ["micro_batch"])
+    model, optimizer = setup.fresh()
+    prepare(model)
+    options = {"units": setup.case.units, "choices": (micro_batch_choice(8),), "clip_norm": None, "precision": "fp32"}
+    return rehearse_step(model, optimizer, setup.case.batches()[0], model_loss, CpuLowering(), **options)
+
+
+def test_a_model_that_changes_from_pass_to_pass_is_run_each_time(folds):
+    """An attribute of any module that is another after a pass: the next may do something else."""
+
+    def count(model, args, output):
+        model.num_passes += 1
+        return output + torch.zeros_like(output) if model.num_passes == 3 else output
+
+    def prepare(model):
+        model.lm_head.num_passes = 0
+        model.lm_head.register_forward_hook(count)
+
+    traces = [gpt2_traced(prepare=one) for one in (prepare, lambda model: None)]
+    num_zeros = [sum(trace.texts[name] == "aten.zeros_like.default" for name in trace.ops.name) for trace in traces]
+    assert num_zeros[0] > num_zeros[1]
+    assert len(folds) == 2  # of the model that does not count
+
+
+def test_a_list_that_a_model_fills_is_seen(folds):
+    def prepare(model):
+        model.lm_head.seen = []
+        model.lm_head.register_forward_hook(lambda module, args, output: module.seen.append(len(module.seen)))
+
+    gpt2_traced(prepare=prepare)
+    assert folds == []
+
+
+def test_code_that_is_not_known_is_run_each_time(folds):
+    class Own(torch.nn.Identity):
+        pass
+
+    def prepare(model):
+        model.transformer.drop = Own()
+
+    gpt2_traced(prepare=prepare)
+    gpt2_traced(lambda model, batch: model_loss(model, batch))
+    assert folds == []
+
+
+def test_values_that_are_others_are_run(folds):
+    """Masks and lengths decide what is run, so two batches of one shape may need different passes."""
+    setup = setup_for("gpt2", ["micro_batch"])
+    model, optimizer = setup.fresh()
+    batch = setup.case.batches()[0]
+    batch["labels"] = batch["labels"].float()  # whose values no dry run knows
+    options = {"units": "samples", "choices": (micro_batch_choice(8),), "clip_norm": None, "precision": "fp32"}
+    model.forward = partial(_without_labels, model.forward)
+    rehearse_step(model, optimizer, batch, model_loss, CpuLowering(), **options)
+    assert folds == []
+
+
+def _without_labels(forward, input_ids, labels):
+    return forward(input_ids=input_ids, labels=input_ids)
