@@ -26,8 +26,9 @@ UNKNOWN = Choice(technique="no such technique")
 
 @pytest.fixture
 def tracers(monkeypatch):
-    """Two processes, whatever this machine has and this process has done."""
-    monkeypatch.setattr(module, "can_fork", lambda: True)
+    """Two processes, whatever this machine has; none are forked from one whose earlier tests have begun threads."""
+    if not module.can_fork():
+        pytest.skip("this process has begun threads")
     monkeypatch.setattr(os, "sched_getaffinity", lambda number: {0, 1})
     with Tracers.started(JOB, TEXTS) as started:
         yield started
