@@ -130,7 +130,9 @@ class Place:
         metrics = self._folder / "run" / "metrics.jsonl"
         metrics.unlink(missing_ok=True)
         started = time.perf_counter()
-        process = subprocess.Popen(self._command(arguments), cwd=self._folder, env=self._environment, stderr=-1)
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        command, where = self._command(arguments), {"cwd": self._folder, "env": self._environment}
+        process = subprocess.Popen(command, stdout=nothing, stderr=pipe, **where)
         while not self._has_step(metrics):
             if process.poll() is not None:
                 sys.exit(f"plimsoll {' '.join(arguments)} ended before its first step: {process.communicate()[1]!r}")
@@ -142,7 +144,7 @@ class Place:
     @staticmethod
     def _has_step(metrics: Path) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            return '"kind":"step"' in metrics.read_text(encoding="utf-8").replace(" ", "")
+            return '"event":"step"' in metrics.read_text(encoding="utf-8")
         return False
 
     @staticmethod

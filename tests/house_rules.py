@@ -23,7 +23,7 @@ LAYERS = (
     {"records"},
     {"addresses"},
     {"copies", "checksums"},
-    {"dtypes", "identity", "store", "forked", "outside", "ranks", "named", "timings"},
+    {"dtypes", "identity", "store", "cached", "forked", "outside", "ranks", "named", "timings"},
     {"mapped"},
     {"device", "data", "workload", "optimizers", "report"},
     {"embeddings", "weights"},

@@ -16,6 +16,7 @@ import typer
 from plimsoll import timings
 from plimsoll.cli import (
     apply,
+    cache,
     data,
     embeddings,
     explain,
@@ -70,6 +71,7 @@ def _of_every_command(
       plimsoll report runs/a -o a.html
       plimsoll watch runs/a
       plimsoll data inspect job.yaml
+      plimsoll cache
       plimsoll embeddings subset glove.6B.zip/glove.6B.300d.txt --vocabulary words.txt
     """
 
@@ -84,6 +86,7 @@ app.command("explain")(explain.explain)
 app.command("lint")(lint.lint)
 app.command("report")(report.report)
 app.command("watch")(watch.watch)
+app.add_typer(cache.app, name="cache")
 app.add_typer(data.app, name="data")
 app.add_typer(embeddings.app, name="embeddings")
 app.command("train-worker", hidden=True)(workers.train_worker)

@@ -180,14 +180,12 @@ def _plan_training(
 
     learned = None if calibration is None else Calibration.load(calibration)
     leave_out_unused(job)
-    from plimsoll.run.baseline import baseline_for
+    from plimsoll.run.asked_again import KEPT_SENTENCE, plan_of
+    from plimsoll.run.learning import known_calibration
 
     (pins, forbids), (device, limit_bytes) = wishes, where
-    with spinner(quiet=quiet) as progress, baseline_for(job, device) as started:
-        from plimsoll.run.learning import known_calibration
-        from plimsoll.run.plan import plan_job
-
-        found = plan_job(
+    with spinner(quiet=quiet) as progress:
+        found, is_kept = plan_of(
             job,
             device=device,
             limit_bytes=limit_bytes,
@@ -195,8 +193,9 @@ def _plan_training(
             forbids=forbids,
             calibration=learned or known_calibration(),
             progress=progress,
-            started=started,
         )
+    if is_kept and not quiet:
+        typer.echo(KEPT_SENTENCE, err=True)
     return found, headline(found)
 
 

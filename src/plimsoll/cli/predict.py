@@ -83,12 +83,10 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
         learned = None if calibration is None else Calibration.load(calibration)
         require_sound(job, device, limit_bytes)
         leave_out_unused(job)
-        from plimsoll.run.baseline import baseline_for
+        from plimsoll.run.asked_again import KEPT_SENTENCE, prediction_of
 
-        with spinner(quiet=quiet or as_json) as progress, baseline_for(job, device) as started:
-            from plimsoll.run.forecast import predict_job
-
-            prediction = predict_job(
+        with spinner(quiet=quiet or as_json) as progress:
+            prediction, is_kept = prediction_of(
                 job,
                 device=device,
                 limit_bytes=limit_bytes,
@@ -98,8 +96,9 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
                 lengths=num_tokens,
                 calibration=learned,
                 progress=progress,
-                started=started,
             )
+        if is_kept and not quiet:
+            typer.echo(KEPT_SENTENCE, err=True)
         hand_over(prediction, verdict_sentence(prediction), output, as_json)
     if not prediction.fits:
         sys.exit(_DOES_NOT_FIT)

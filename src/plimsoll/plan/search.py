@@ -13,10 +13,9 @@ The same problem always has the same plan: nothing is drawn, and nothing depends
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain, product
+from itertools import chain
 from math import isqrt
 
 import numpy as np
@@ -26,13 +25,12 @@ from plimsoll.plan.blocks import some_blocks
 from plimsoll.plan.candidates import FALLS_SHARE, can_follow, candidates_beside
 from plimsoll.plan.look import Look, LookAt, heap_of, in_heap
 from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of, openings_of
+from plimsoll.plan.mixes import LEAST_PART, SAME_BYTES, Mix, about, all_on_top, least_of, mixes_of, whole
 from plimsoll.plan.reasons import SAME_SECONDS, rejected
 from plimsoll.plan.surrogate import Column, Surrogate
 from plimsoll.records.plan import Choice, Rejected, micro_batch_choice
 from plimsoll.techniques import UNTRACED, Choices, in_order, technique_of
 
-_SAME_BYTES = 0.01  # of a need: not worth another technique
-_LEAST_PART = 0.02  # of a peak: what is less is not worth a trace
 _MOST_LOOKS = 8  # at mixes, for the plan ...
 _MOST_FALLBACK_LOOKS = 1  # ... and for each fallback, which need not be the fastest
 _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
@@ -43,6 +41,9 @@ _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with tec
 # Of what the plan needs: close by where it needs most of the limit, since most that runs out lacked a little. A peak
 # that is higher still is for the leanest.
 _FALLBACK_SHARES = (0.85, 0.72, 0.6)
+
+
+Expect = Callable[[Sequence[Choices]], None]
 
 
 @dataclass(frozen=True)
@@ -61,38 +62,26 @@ class Found:
     candidates: tuple[Look, ...] = ()
 
 
-def search(problem: Problem, look_at: LookAt) -> Found:
+def search(problem: Problem, look_at: LookAt, expect: Expect = lambda mixes: None) -> Found:
     """Find the fastest mix that fits.
 
     Args:
         problem: the training, the limit, and what is decided already.
         look_at: traces a mix.
+        expect: told of several mixes that will be traced whatever each of them says, so that they can be side by side.
 
     Raises:
         InputError: if the pinned choices contradict each other, or the training.
     """
-    return _Search(problem, look_at).found()
-
-
-@dataclass(frozen=True)
-class _Mix:
-    """Choices but for the micro-batch, and the sizes (samples) it can have with them."""
-
-    choices: Choices
-    sizes: Column
-
-    @cached_property
-    def with_sizes(self) -> list[Choices]:
-        """The whole choices, one for each size."""
-        return [(micro_batch_choice(size), *self.choices) for size in self.sizes.tolist()]
+    return _Search(problem, look_at, expect).found()
 
 
 class _Search:
-    def __init__(self, problem: Problem, look_at: LookAt) -> None:
+    def __init__(self, problem: Problem, look_at: LookAt, expect: Expect) -> None:
         self._problem = problem
         self._menu: Menu = menu_of(problem)
         self._compatibility = Compatibility(problem)
-        self._look_at = look_at
+        self._look_at, self._expect = look_at, expect
         self._looks: dict[Choices, Look] = {}
         self._surrogates: dict[Choice | None, Surrogate] = {}  # one for each heap
         self._usual_heap = heap_of(self._menu.base)
@@ -102,7 +91,7 @@ class _Search:
         self._further: dict[str, Choices] = {}  # options of what may be faster, not traced yet
         self._only_guessed: set[Choice] = set()
         self._mixes_of: dict[str, list[Choice]] | None = None
-        self._known_mixes: list[_Mix] = []
+        self._known_mixes: list[Mix] = []
 
     def found(self) -> Found:
         """Search."""
@@ -137,7 +126,7 @@ class _Search:
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def _look(self, mix: Choices, micro_batch: int) -> Look:
-        return self._look_at_choices((micro_batch_choice(micro_batch), *in_order(mix)))
+        return self._look_at_choices(whole(mix, micro_batch))
 
     def _look_at_choices(self, choices: Choices) -> Look:
         if choices not in self._looks:
@@ -151,12 +140,13 @@ class _Search:
         growing_bytes = large.largest_phase.growing_bytes
         room = (limit_bytes - large.need_bytes + growing_bytes) / max(growing_bytes, 1)  # of the whole batch
         wanted = max(1, min(int(0.9 * room * sizes[0]), sizes[0] // 2))
-        small = self._look(base, max(size for size in sizes if size <= max(wanted, sizes[-1])))
-        looks = {small.micro_batch: small, large.micro_batch: large}
-        middle = isqrt(small.micro_batch * large.micro_batch)
-        if middle > 2 * small.micro_batch:
-            size = max(size for size in sizes if size <= middle)
-            looks[size] = self._look(base, size)
+        smaller = [max(size for size in sizes if size <= max(wanted, sizes[-1]))]
+        middle = isqrt(smaller[0] * sizes[0])
+        if middle > 2 * smaller[0]:
+            smaller.append(max(size for size in sizes if size <= middle))
+        self._expect([whole(base, size) for size in smaller])
+        looks = {size: self._look(base, size) for size in (smaller[0], sizes[0], *smaller[1:])}
+        small = looks[smaller[0]]
         self._reference, self._plain_looks = small, tuple(looks.values())
         # What techniques take is told where they would be used, should larger micro-batches be worth their room.
         between = [look for size, look in looks.items() if small.micro_batch < size < large.micro_batch]
@@ -175,7 +165,7 @@ class _Search:
 
     def _judge_plain(self, limit_bytes: int) -> tuple[bool, bool]:
         """Whether the base fits, and whether more room could make it faster by more than can be told."""
-        needs, seconds, _ = self._guessed(_Mix(self._menu.base, np.asarray(self._menu.sizes)))
+        needs, seconds, _ = self._guessed(Mix(self._menu.base, np.asarray(self._menu.sizes)))
         fits = needs <= limit_bytes
         if not fits.any():
             return False, True
@@ -185,10 +175,11 @@ class _Search:
         """Trace techniques that can reach what the reference's peak is made of, or may be faster."""
         wanted = [name for name in self._menu.options if self._may_be_of_use(name, only_faster)]
         self._asked.update(wanted)
+        useful = self._learn_each([self._menu.options[name][-1] for name in wanted])
         for name in wanted:
             technique, options = technique_of(name), self._menu.options[name]
             *others, strongest = options
-            learned = [strongest] if self._learn(strongest) else []
+            learned = [strongest] if strongest in useful else []
             if name == "checkpointing":
                 learned += self._some_blocks(strongest) if learned else []
             elif technique.may_be_faster:
@@ -216,8 +207,9 @@ class _Search:
             if not self._learn(choice):
                 self._learned[choice.technique] = [one for one in self._learned[choice.technique] if one != choice]
         further, self._further = self._further, {}
+        useful = self._learn_each([choice for options in further.values() for choice in options])
         for name, options in further.items():
-            found = list(filter(self._learn, options))
+            found = [choice for choice in options if choice in useful]
             if found:
                 self._learned[name] = [*self._learned.get(name, ()), *found]
         return bool(guessed or further)
@@ -228,7 +220,7 @@ class _Search:
         reached_shares = (
             sum(look.parts.get(part, 0) for part in technique.reaches) / look.need_bytes for look in looks
         )
-        may_help = not only_faster and max(reached_shares) >= _LEAST_PART
+        may_help = not only_faster and max(reached_shares) >= LEAST_PART
         is_wanted = may_help or technique.may_be_faster or name in self._problem.decided.required
         return is_wanted and name not in self._asked
 
@@ -236,8 +228,19 @@ class _Search:
         """Whether larger micro-batches than the reference would be worth a technique that gives them room."""
         return look.seconds * (1 + SAME_SECONDS) < self._reference.seconds
 
+    def _learn_each(self, choices: Sequence[Choice]) -> list[Choice]:
+        """Trace several choices, each on top of the base; returns those that are of use."""
+        sizes = [(choice, self._samples_to_learn(choice)) for choice in choices]
+        self._expect([whole((*self._menu.base, choice), size) for choice, size in sizes if size is not None])
+        return list(filter(self._learn, choices))
+
     def _learn(self, choice: Choice) -> bool:
         """Trace one choice on top of the base; returns whether it is of use."""
+        size = self._samples_to_learn(choice)
+        return size is not None and (self._learn_at(choice, size) or choice.technique in self._problem.decided.required)
+
+    def _samples_to_learn(self, choice: Choice) -> int | None:
+        """The micro-batch at which a choice is traced on top of the base; ``None``: there is none."""
         base, reaches = self._menu.base, technique_of(choice.technique).reaches
         nearer = (self._learned_at, self._reference.micro_batch)
         for size in dict.fromkeys((*nearer, self._menu.sizes[0])):
@@ -245,9 +248,9 @@ class _Search:
             left_bytes = without.need_bytes - sum(without.parts.get(category, 0) for category in reaches)
             if size not in nearer and left_bytes > self._problem.limit_bytes:
                 continue  # with all it reaches gone the whole batch would not fit
-            if self._compatibility.allows((micro_batch_choice(size), *in_order((*base, choice)))):
-                return self._learn_at(choice, size) or choice.technique in self._problem.decided.required
-        return False
+            if self._compatibility.allows(whole((*base, choice), size)):
+                return size
+        return None
 
     def _learn_at(self, choice: Choice, micro_batch: int) -> bool:
         base, is_useful, reaches = self._menu.base, False, technique_of(choice.technique).reaches
@@ -278,7 +281,7 @@ class _Search:
         """
         strongest = {name: options[-1] for name, options in self._menu.options.items()}
         for size in dict.fromkeys((self._reference.micro_batch, self._menu.sizes[0])):
-            mixes = [_Mix(mix.choices, np.asarray([size])) for mix in self._learned_mixes() if size in mix.sizes]
+            mixes = [Mix(mix.choices, np.asarray([size])) for mix in self._learned_mixes() if size in mix.sizes]
             if not mixes:
                 continue
             least = min(mixes, key=lambda mix: (self._guessed(mix)[0][0], len(mix.choices), str(mix.choices)))
@@ -294,7 +297,7 @@ class _Search:
     def _next_down(self, look: Look, rest: dict[str, Choice]) -> Look | None:
         """A look at one more technique that needs less, those first that reach most; what does not is taken out."""
         reached = {name: sum(look.parts.get(part, 0) for part in technique_of(name).reaches) for name in rest}
-        least_bytes = _SAME_BYTES * look.need_bytes
+        least_bytes = SAME_BYTES * look.need_bytes
         for name in sorted(rest, key=lambda name: -reached[name]):
             if reached[name] < least_bytes:
                 break
@@ -308,36 +311,20 @@ class _Search:
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
-    def _mixes(self) -> list[_Mix]:
+    def _mixes(self) -> list[Mix]:
         """Every mix of what was learned or guessed, with the sizes it can have."""
         if self._mixes_of != self._learned:
-            self._mixes_of, self._known_mixes = dict(self._learned), self._all_mixes()
+            required = self._problem.decided.required
+            self._mixes_of = dict(self._learned)
+            self._known_mixes = mixes_of(self._menu, self._learned, required, self._compatibility.allows)
         return self._known_mixes
 
-    def _learned_mixes(self, after: Choices | None = None) -> list[_Mix]:
+    def _learned_mixes(self, after: Choices | None = None) -> list[Mix]:
         """Those of what was learned, and where a mix is given that can come after it in a run."""
         learned = (mix for mix in self._mixes() if self._only_guessed.isdisjoint(mix.choices))
         return [mix for mix in learned if after is None or can_follow(after, mix.choices)]
 
-    def _all_mixes(self) -> list[_Mix]:
-        base, required = self._menu.base, self._problem.decided.required
-        menus = [choices if name in required else [None, *choices] for name, choices in self._learned.items()]
-        found = []
-        for picked in product(*menus):
-            mix = in_order((*base, *(choice for choice in picked if choice is not None)))
-            if not self._compatibility.allows(mix):
-                continue
-            allows = self._compatibility.allows
-            sizes = [
-                size
-                for size in self._menu.sizes
-                if all(allows((micro_batch_choice(size), choice)) for choice in mix or base)
-            ]
-            if sizes:
-                found.append(_Mix(mix, np.asarray(sizes)))
-        return found
-
-    def _guessed(self, mix: _Mix) -> tuple[Column, Column, Column]:
+    def _guessed(self, mix: Mix) -> tuple[Column, Column, Column]:
         """Of each size of a mix, the need and the seconds as guessed or traced, and whether it is possible."""
         surrogate = self._surrogates[heap_of(mix.choices)]
         needs, seconds = surrogate.need_bytes(mix.choices, mix.sizes), surrogate.seconds(mix.choices, mix.sizes)
@@ -370,6 +357,9 @@ class _Search:
                     return self._looks[best]
                 best = simpler
             self._correct(best)
+        return self._traced_within(limit_bytes, after)
+
+    def _traced_within(self, limit_bytes: int, after: Choices | None) -> Look | None:
         looks = [look for look in self._looks.values() if look.fits and look.need_bytes <= limit_bytes]
         return min((look for look in looks if self._can_be(look, after)), key=lambda look: look.seconds, default=None)
 
@@ -377,7 +367,7 @@ class _Search:
         """The choices less one, not traced yet, if they may be as fast after all: a guess said that they are not."""
         for mix in self._mixes():
             if len(mix.choices) == len(look.mix) - 1 and set(mix.choices) < set(look.mix):
-                same = _Mix(mix.choices, mix.sizes[mix.sizes == look.micro_batch])
+                same = Mix(mix.choices, mix.sizes[mix.sizes == look.micro_batch])
                 needs, seconds, _ = self._guessed(same)
                 for row in np.flatnonzero((needs <= limit_bytes) & (seconds <= _MAY_BE_AS_FAST * look.seconds)):
                     if same.with_sizes[row] not in self._looks:
@@ -398,9 +388,9 @@ class _Search:
         has_all = set(self._menu.base) <= set(look.mix) and self._problem.decided.required <= names
         return has_size and has_all and (after is None or can_follow(after, look.mix))
 
-    def _best_guess(self, mixes: list[_Mix], limit_bytes: int) -> Choices | None:
+    def _best_guess(self, mixes: list[Mix], limit_bytes: int) -> Choices | None:
         """The choices to take: of those about as fast as the fastest, the fewest techniques, then the largest size."""
-        fitting: list[tuple[float, _Mix, int]] = []
+        fitting: list[tuple[float, Mix, int]] = []
         for mix in mixes:
             needs, seconds, possible = self._guessed(mix)
             fits = np.flatnonzero((needs <= limit_bytes) & possible)
@@ -434,18 +424,21 @@ class _Search:
     # -- what is behind the plan ---------------------------------------------------------------------------------------
 
     def _fallbacks(self, chosen: Look) -> Iterator[Look]:
-        """Smaller plans: the fastest within shares of what the chosen one needs, and what needs least."""
+        """Smaller plans: the fastest that is known within shares of what the chosen one needs, and what needs least.
+
+        None of them need be the fastest there is: what was traced for the plan does, and what techniques that the plan
+        had no use for do for it is seen in one trace, with all of them on top of each other.
+        """
         last, is_near = chosen, chosen.need_bytes > _NEAR_SHARE * self._problem.limit_bytes
         for share in _FALLBACK_SHARES if is_near else _FALLBACK_SHARES[-1:]:
             limit_bytes = int(share * chosen.need_bytes)
-            following = last if last.need_bytes <= limit_bytes else self._best_within(limit_bytes, last.mix)
-            if following is None and is_near:
-                self._learn_techniques()
-                following = self._best_within(limit_bytes, last.mix)
+            following = last if last.need_bytes <= limit_bytes else self._fallback_within(limit_bytes, last.mix)
             if following is not None and following is not last:
                 yield following
                 last = following
-        leanest = self._leanest(last.mix)
+        leanest = self._least_after(
+            last, all_on_top(last, self._menu, self._compatibility.allows) if is_near else last.mix
+        )
         if leanest.need_bytes < FALLS_SHARE * last.need_bytes:
             yield leanest
             last = leanest
@@ -455,28 +448,36 @@ class _Search:
             if look.need_bytes < last.need_bytes:
                 yield look
 
-    def _leanest(self, after: Choices | None = None) -> Look:
+    def _fallback_within(self, limit_bytes: int, after: Choices) -> Look | None:
+        """The fastest that was traced and fits after another mix; if there is none, one guess is traced."""
+        return self._traced_within(limit_bytes, after) or self._best_within(limit_bytes, after)
+
+    def _least_after(self, look: Look, mix: Choices) -> Look:
+        """What needs least after a look, of what was traced and, with the smallest micro-batch, of one mix."""
+        if mix != look.mix:
+            self._look(mix, self._menu.sizes[-1])
+        return least_of(one for one in self._looks.values() if one.fits and self._can_be(one, look.mix))
+
+    def _leanest(self) -> Look:
         """The mix that needs least, traced; of those that need about as little, the one of the fewest techniques."""
-        mixes, most_looks = self._learned_mixes(after), _MOST_LEANEST_LOOKS if after is None else _MOST_FALLBACK_LOOKS
-        for _ in range(most_looks if mixes else 0):
+        mixes = self._learned_mixes()
+        for _ in range(_MOST_LEANEST_LOOKS if mixes else 0):
             needs = [
                 (need, len(mix.choices), second, mix.with_sizes[row])
                 for mix in mixes
                 for row, (need, second) in enumerate(zip(*self._guessed(mix)[:2], strict=True))
             ]
-            bound = _about(min(need for need, *_ in needs))
+            bound = about(min(need for need, *_ in needs))
             best = min((one for one in needs if one[0] <= bound), key=lambda one: (*one[1:3], str(one[3])))[3]
             if best in self._looks:
                 break
             self._correct(best)
-        looks = [look for look in self._looks.values() if self._can_be(look, after)]
-        bound = _about(min(look.need_bytes for look in looks))
-        return min((look for look in looks if look.need_bytes <= bound), key=lambda look: (len(look.mix), look.seconds))
+        return least_of(look for look in self._looks.values() if self._can_be(look, None))
 
     def _openings(self, leanest: Look) -> tuple[Look, ...]:
         """What lossy techniques would need, with what of the leanest mix goes with them, where that is less."""
         looks = map(self._look_at, openings_of(self._problem, self._menu, leanest.choices))
-        return tuple(look for look in looks if look.need_bytes < (1 - _SAME_BYTES) * leanest.need_bytes)
+        return tuple(look for look in looks if look.need_bytes < (1 - SAME_BYTES) * leanest.need_bytes)
 
     def _result(
         self, chosen: Look, fallbacks: tuple[Look, ...], plain: Look, *, fits: bool, openings: tuple[Look, ...]
@@ -493,8 +494,3 @@ class _Search:
         candidates = candidates_beside(chosen, fallbacks, possible, self._problem.limit_bytes) if fits else ()
         reasons += self._menu.rejected
         return Found(chosen, fallbacks, plain, fits, tuple(reasons), openings, candidates)
-
-
-def _about(need_bytes: float) -> float:
-    """What is taken for as little as a need, of which a guess may be below 0."""
-    return need_bytes + _SAME_BYTES * abs(need_bytes)

@@ -16,6 +16,7 @@ from rich.console import RenderableType
 from plimsoll.errors import InputError, RecordError
 from plimsoll.records.apply import ApplyFacts
 from plimsoll.records.base import Record
+from plimsoll.records.cache import CacheContents
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine
 from plimsoll.records.diagnosis import Diagnosis
@@ -29,7 +30,7 @@ from plimsoll.records.run_comparison import RunComparison
 from plimsoll.records.shrink import ShrinkRecord
 from plimsoll.records.watch import WatchRecord, is_recording
 from plimsoll.records.ways import Ways
-from plimsoll.report import apply_sheets, as_html, as_text, embedding_sheets, lint_formats, ways_sheets
+from plimsoll.report import apply_sheets, as_html, as_text, cache_sheets, embedding_sheets, lint_formats, ways_sheets
 from plimsoll.report.sheets import Sheet
 
 Format = Literal["text", "json", "html"]
@@ -72,6 +73,7 @@ _SCREENS: dict[type[Record], Screen] = {
     ShrinkRecord: (as_text.shrink_report, as_html.shrink_page),
     WatchRecord: (as_text.watch_report, as_html.watch_page),
     ApplyFacts: _of_sheets("Results", apply_sheets.apply_sheets),
+    CacheContents: _of_sheets("Cache", cache_sheets.cache_sheets),
     LintReport: _of_sheets("Lint", lint_formats.lint_sheets),
 }
 

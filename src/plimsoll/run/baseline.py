@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol, Self, final
+from typing import Self, final
 
 from plimsoll.errors import DataError, DeviceError, InputError, JobError
 from plimsoll.forked import end_with
@@ -27,6 +27,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 from plimsoll.run.fork_server import can_fork
 from plimsoll.run.imports import leave_out_unused
+from plimsoll.run.kept_baseline import Baseline, kept_baseline
 from plimsoll.run.orphans import SUPERVISOR, begin_worker
 
 _BASELINE_SPREAD = 0.03  # of the process before there is a model: libraries load and start threads as they are used
@@ -38,29 +39,8 @@ def job_baseline(job: Job) -> Estimate:
     Raises:
         DeviceError: if it cannot be started.
     """
-    with StartedBaseline(job) as started:
+    with kept_baseline(job, lambda: StartedBaseline(job)) as started:
         return started.wait()
-
-
-class Baseline(Protocol):
-    """What reads a baseline while something else is done; its process ends with the block at the latest."""
-
-    def __enter__(self) -> Self:
-        """Have it at work."""
-        ...
-
-    def __exit__(self, *_: object) -> None:
-        """End it."""
-        ...
-
-    def wait(self) -> Estimate:
-        """Wait for its answer, which is the same each time.
-
-        Raises:
-            InputError: if it refused what it was given.
-            DeviceError: if it could not be started.
-        """
-        ...
 
 
 @contextmanager
@@ -68,7 +48,7 @@ def baseline_for(job: Job, device: str | None) -> Iterator[Baseline | None]:
     """Load what the training needs, and have a fork of this process say what that takes, while the block runs.
 
     Call it before anything else is loaded: what this process is now is what the training process will be. Where it
-    cannot be forked, another one is started.
+    cannot be forked, another one is started; where the answer is known, nothing is loaded.
 
     Args:
         job: of the training.
@@ -80,9 +60,13 @@ def baseline_for(job: Job, device: str | None) -> Iterator[Baseline | None]:
     if not _is_cpu(job, device):
         yield None
         return
-    load_training(job)
-    with ForkedBaseline(job) if can_fork() else StartedBaseline(job) as started:
+    with kept_baseline(job, lambda: _begun(job)) as started:
         yield started
+
+
+def _begun(job: Job) -> ForkedBaseline | StartedBaseline:
+    load_training(job)
+    return ForkedBaseline(job) if can_fork() else StartedBaseline(job)
 
 
 def _is_cpu(job: Job, device: str | None) -> bool:

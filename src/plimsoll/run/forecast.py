@@ -15,7 +15,7 @@ from functools import partial
 from random import Random
 
 from plimsoll.assemble import choose_device, require_vectors
-from plimsoll.data.sketch import sketch_texts
+from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.device.gpus import all_gpus
 from plimsoll.errors import InputError, JobError
 from plimsoll.memory.inverse import Found, largest_that_fits
@@ -27,12 +27,13 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
 from plimsoll.records.trace import Category, Trace
-from plimsoll.run.baseline import Baseline, job_baseline, load_model_code
+from plimsoll.run.baseline import job_baseline, load_model_code
 from plimsoll.run.job_step import subject_of
+from plimsoll.run.kept_baseline import Baseline
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.refusals import require_sound
-from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.rehearsed_ranks import threads_of_rank
+from plimsoll.run.remembered import trace_of
 from plimsoll.run.targets import Target, find_target, gpu_target
 from plimsoll.run.teaching import require_teacher
 from plimsoll.run.wishes import pinned_choices
@@ -58,6 +59,7 @@ def predict_job(
     calibration: Calibration | None = None,
     progress: Progress | None = None,
     started: Baseline | None = None,
+    texts: TextSketch | None = None,
 ) -> Prediction:
     """Predict the peak memory of a job.
 
@@ -73,6 +75,7 @@ def predict_job(
         calibration: what measured runs have taught, which widens the range (`plimsoll.memory.compare.calibrate`).
         progress: told what is being done.
         started: what reads the baseline, where this processor is predicted; ``None`` starts it.
+        texts: what is known of its texts; ``None`` sketches them.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
@@ -85,7 +88,7 @@ def predict_job(
         size = micro_batch or most
         if not 1 <= size <= most:
             raise InputError(f"a micro-batch of {size} is not a part of a batch of {most}: give 1 to that many")
-        forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), said, size, started)
+        forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), said, size, started, texts)
         forecast.target.calibration = calibration
         return _predicted(forecast, size, search, what_if)
 
@@ -116,12 +119,13 @@ class _Forecast:
     progress: Progress
     micro_batch: int
     started: Baseline | None = None
+    known_texts: TextSketch | None = None
     _traced: dict[tuple[int, int, str], Trace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_vectors(self.job)
         load_model_code(self.job)  # first: what a library is told in a rehearsal, it is told if it is there
-        self.texts = sketch_texts(self.job)
+        self.texts = self.known_texts or sketch_texts(self.job)
         if self.job.distill is not None:
             require_teacher(self.job, self.texts)
         budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes
@@ -223,7 +227,7 @@ class _Forecast:
             job = self.job.model_copy(update=changes)
             lengths = batch_lengths(self.lengths, job) if self.lengths else ()
             choices = (*self.pinned, micro_batch_choice(micro_batch))
-            self._traced[key] = rehearse_job(job, self.texts, lowering, choices, lengths)
+            self._traced[key], _ = trace_of(job, self.texts, lowering, choices, lengths)
             self.progress("counting")
         return self._traced[key]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import median
 
 from plimsoll.errors import OutputError, RecordError
-from plimsoll.plan.cost import learn_peak, learn_time
 from plimsoll.records.base import cache_folder
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.plan import Plan
@@ -45,6 +44,8 @@ def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine]
         begun_at: the steps that were done when its last process began. They may have had another plan, and what they
             teach was learned.
     """
+    from plimsoll.plan.cost import learn_peak, learn_time
+
     rung, target = plan.rungs[0], plan.made_for.get("target")
     counted = [step for step in steps if step.rung == 0 and step.step >= begun_at + _FIRST_STEP]
     if not counted or target is None or rung.peak is None or rung.step_time is None:
@@ -62,6 +63,8 @@ def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine]
 
 def learned_from_trial(calibration: Calibration, plan: Plan) -> Calibration:
     """Return what is known after a trial: the time of each candidate that was measured."""
+    from plimsoll.plan.cost import learn_time
+
     target = plan.made_for.get("target")
     for one in plan.trial.tried if plan.trial is not None and target is not None else ():
         if one.measured_seconds is None or one.predicted_seconds is None or target is None:

@@ -56,7 +56,8 @@ from plimsoll.records.plan import (
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import parse_bytes
-from plimsoll.run.baseline import Baseline, StartedBaseline
+from plimsoll.run.baseline import StartedBaseline
+from plimsoll.run.kept_baseline import Baseline, kept_baseline
 from plimsoll.run.refusals import require_sound
 from plimsoll.run.rehearse import rehearsed_samples
 from plimsoll.run.rehearsed_ranks import threads_of_rank
@@ -132,8 +133,9 @@ def planner_of(  # noqa: PLR0917 -- called twice
     with ExitStack() as stack:
         stack.enter_context(threads_of_rank(job.ranks))
         if name == "cpu" and started is None:
-            started = stack.enter_context(StartedBaseline(job))  # it takes seconds
+            started = stack.enter_context(kept_baseline(job, lambda: StartedBaseline(job)))  # it takes seconds
         subject = JobSubject(job, started, texts)
+        stack.enter_context(subject.traced_apart())
         yield Planner(subject, name, budget, pins, forbids, calibration, progress or (lambda text: None))
 
 
@@ -278,7 +280,7 @@ class Planner:
         """Search, check at full length, search again with less room where that does not hold, or take a fallback."""
         limit_bytes = int(self._target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
         for _ in range(_MOST_ROUNDS):
-            found = search(self.problem(limit_bytes), lambda choices: self.look(choices, is_short=True))
+            found = search(self.problem(limit_bytes), lambda choices: self.look(choices, is_short=True), self._expect)
             chosen = self.look_at_length(found.chosen.choices)
             over_bytes = chosen.need_bytes - self._target.limit_bytes
             if not found.fits or over_bytes <= 0:
@@ -362,8 +364,15 @@ class Planner:
         names = [choice.technique for choice in choices]
         return learned_ratio(self._calibration, self._target.lowering().name, names)
 
+    def _expect(self, mixes: Sequence[Choices]) -> None:
+        """Begin short traces that will be looked at, where they can be made side by side."""
+        for choices in mixes:
+            seen = _seen_in_trace(choices)
+            if (seen, True) not in self._traced:
+                self.subject.expect(self._target.lowering(), seen, is_short=True)
+
     def _trace(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
-        seen = tuple(choice for choice in choices if choice.technique not in UNTRACED)
+        seen = _seen_in_trace(choices)
         if (seen, is_short) not in self._traced:
             self._progress(f"tracing: {' '.join(map(str, choices))}")
             self._traced[seen, is_short] = self.subject.rehearse(lowering, seen, is_short)
@@ -408,7 +417,7 @@ class Planner:
             loss_check=self.loss_check,
             tokenizer_bytes=self.subject.tokenizer_bytes,
             made_for=self.subject.facts(self._target.lowering().name),
-            num_traces=len(self._traced),
+            num_traces=self.subject.num_traces,
             plan_seconds=time.perf_counter() - self._started_seconds,
         )
 
@@ -456,6 +465,10 @@ class Planner:
             subject.batch_size,
             subject.num_ranks,
         )
+
+
+def _seen_in_trace(choices: Choices) -> Choices:
+    return tuple(choice for choice in choices if choice.technique not in UNTRACED)
 
 
 def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:

@@ -35,7 +35,8 @@ from plimsoll.records.speed import Speed, rate_at
 from plimsoll.records.trace import Assumption
 from plimsoll.records.units import format_bytes
 from plimsoll.run.applied import Applied
-from plimsoll.run.baseline import Baseline, StartedBaseline
+from plimsoll.run.baseline import StartedBaseline
+from plimsoll.run.kept_baseline import Baseline
 from plimsoll.run.targets import CUDA_HOST_BYTES, Target, find_target
 from plimsoll.techniques._parts import ModelPart
 

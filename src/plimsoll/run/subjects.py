@@ -6,6 +6,8 @@ at, what its process takes without it, and the facts a plan of it depends on.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Protocol
@@ -27,15 +29,17 @@ from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import format_bytes
 from plimsoll.run.additive import loss_check_of
-from plimsoll.run.baseline import Baseline
 from plimsoll.run.boundary import without_fail
 from plimsoll.run.job_step import subject_of
+from plimsoll.run.kept_baseline import Baseline
 from plimsoll.run.predict import model_bytes
 from plimsoll.run.recover import samples_of_rank
-from plimsoll.run.rehearse import rehearse_job, rehearse_step, uneven_batch
+from plimsoll.run.rehearse import rehearse_step, uneven_batch
+from plimsoll.run.remembered import trace_of
 from plimsoll.run.sliced import why_not_in_slices
 from plimsoll.run.targets import own_baseline
 from plimsoll.run.teaching import loss_for, sketched_loss
+from plimsoll.run.traced_apart import Tracers
 from plimsoll.techniques import Choices
 from plimsoll.workload import LossFunction, Precision, Units, Workload, batch_size_of
 
@@ -47,6 +51,7 @@ class Subject(Protocol):
 
     ``evaluates_between_steps``: a step that comes after an evaluation may need more than one that does not.
     ``tokenizer_bytes``: what training its tokenizer takes at most; ``None``: it has none, or one that is there.
+    ``num_traces``: how many were made, and not known before.
     """
 
     batch_size: int
@@ -57,7 +62,12 @@ class Subject(Protocol):
     lengths_vary: bool
     evaluates_between_steps: bool
     tokenizer_bytes: int | None
+    num_traces: int
     workload: Workload
+
+    def expect(self, lowering: Lowering, choices: Choices, is_short: bool) -> None:
+        """Begin what `rehearse` will be asked for, where it can be done beside other work."""
+        ...
 
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""
@@ -94,7 +104,8 @@ class JobSubject:
     """
 
     def __init__(self, job: Job, started: Baseline | None = None, texts: TextSketch | None = None) -> None:
-        self._job, self._started = job, started
+        self._job, self._started, self.num_traces = job, started, 0
+        self._tracers: Tracers | None = None
         require_vectors(job)
         texts = sketch_texts(job) if texts is None else texts
         self._texts = texts
@@ -116,9 +127,24 @@ class JobSubject:
             device=torch.device("meta"),
         )
 
+    @contextmanager
+    def traced_apart(self) -> Iterator[None]:
+        """Have processes for what `expect` begins, while the block runs."""
+        with Tracers.started(self._job, self._texts) as self._tracers:
+            yield
+        self._tracers = None
+
+    def expect(self, lowering: Lowering, choices: Choices, is_short: bool) -> None:
+        """Begin what `rehearse` will be asked for, where there are processes for it."""
+        if self._tracers is not None:
+            self._tracers.expect(lowering, choices, is_short)
+
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""
-        return rehearse_job(self._job, self._texts, lowering, choices, is_short=is_short)
+        expected = self._tracers and self._tracers.take(lowering, choices, is_short)
+        trace, is_kept = expected or trace_of(self._job, self._texts, lowering, choices, is_short=is_short)
+        self.num_traces += not is_kept
+        return trace
 
     def loss_check(self) -> LossCheck:
         """Find out whether its batches may be cut, of a model that is built for it where that is not known."""
@@ -186,6 +212,7 @@ class StepSubject:
     evaluates_between_steps: bool = field(init=False, default=False)
     tokenizer_bytes: int | None = field(init=False, default=None)
     num_ranks: int = field(init=False, default=1)
+    num_traces: int = field(init=False, default=0)
     batch_size: int = field(init=False)
     sequence_length: int | None = field(init=False)
     lengths_vary: bool = field(init=False)
@@ -207,8 +234,12 @@ class StepSubject:
     def _own_precision(self) -> Precision:
         return "fp32" if self.precision == "auto" else self.precision  # type: ignore[return-value]
 
+    def expect(self, lowering: Lowering, choices: Choices, is_short: bool) -> None:
+        """Begin nothing: a program of one's own may have threads, and is not forked."""
+
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""
+        self.num_traces += 1
         return rehearse_step(
             self.model, self.optimizer, self.batch, self.loss, lowering, units=self.units, choices=choices,
             clip_norm=self.clip_norm, precision=self._own_precision, is_short=is_short,

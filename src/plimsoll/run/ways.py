@@ -18,7 +18,8 @@ from plimsoll.records.comparison import Calibration
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan
 from plimsoll.records.ways import Way, Ways
-from plimsoll.run.baseline import Baseline, StartedBaseline
+from plimsoll.run.baseline import StartedBaseline
+from plimsoll.run.kept_baseline import Baseline, kept_baseline
 from plimsoll.run.plan import device_of_job, plan_job
 
 Progress = Callable[[str], None]
@@ -73,7 +74,7 @@ def compare_ways(
     with ExitStack() as stack:
         # A training process without a model is the same for all; how fast the device is, is kept in a file anyway.
         if kind == "cpu" and started is None:
-            started = stack.enter_context(StartedBaseline(job))
+            started = stack.enter_context(kept_baseline(job, lambda: StartedBaseline(job)))
         for wanted in _wanted(kind):
             try:
                 plan = plan_job(

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from plimsoll.device.base import Backend
     from plimsoll.ranks import Ranks
     from plimsoll.records.run import GradientReach
-    from plimsoll.run.baseline import Baseline
 
 P = ParamSpec("P")
 
@@ -214,20 +213,16 @@ def plan_run(  # noqa: PLR0917 -- of a command
     """
     from plimsoll.report.plan_sheets import headline
     from plimsoll.report.progress import spinner
-    from plimsoll.run.baseline import baseline_for
 
     begin_worker()
     directory = RunDirectory(path)
     job = _job_of(directory)
-    with spinner(quiet) as progress, ExitStack() as stack:
-        started = None if given is not None else stack.enter_context(baseline_for(job, None))
-        if goes_on:
-            _require_checkpoint(directory, job, from_step)
-            if keep and _is_still_good(directory, job, quiet):
-                return
-        plan = (
-            _made(directory, job, pins, forbids, progress, started) if given is None else _given(directory, job, given)
-        )
+    if goes_on:
+        _require_checkpoint(directory, job, from_step)
+        if keep and _is_still_good(directory, job, quiet):
+            return
+    with spinner(quiet) as progress:
+        plan = _made(directory, job, pins, forbids, progress) if given is None else _given(directory, job, given)
     plan.save(directory.plan)
     for pin, reason in plan.left_out.items():
         print(f"what is pinned is left out: {pin}: {reason}", file=sys.stderr)
@@ -235,24 +230,22 @@ def plan_run(  # noqa: PLR0917 -- of a command
         print(f"plan: {' + '.join(map(str, plan.rungs[0].choices))}. {headline(plan)}", file=sys.stderr)
 
 
-def _made(  # noqa: PLR0917 -- one call
-    directory: RunDirectory, job: Job, pins: tuple[str, ...], forbids: tuple[str, ...], progress: Callable[[str], None],
-    started: Baseline | None,
-) -> Plan:  # fmt: skip
+def _made(
+    directory: RunDirectory, job: Job, pins: tuple[str, ...], forbids: tuple[str, ...], progress: Callable[[str], None]
+) -> Plan:
     from plimsoll.data.prepare import Prepared
     from plimsoll.data.sketch import texts_of
     from plimsoll.records.plan import parse_pin
+    from plimsoll.run.asked_again import plan_of
     from plimsoll.run.given_plan import require_that_fits
     from plimsoll.run.learning import known_calibration
-    from plimsoll.run.plan import plan_job
 
-    plan = plan_job(
+    plan, _ = plan_of(
         job,
         pins=[parse_pin(pin) for pin in pins],
         forbids=forbids,
         calibration=known_calibration(),
         progress=progress,
-        started=started,
         texts=texts_of(Prepared.load(directory.prepared)),
     )
     require_that_fits(plan)

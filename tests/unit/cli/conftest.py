@@ -71,12 +71,16 @@ def job(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def standing_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
-    """Return ``standing_in(module, function, answer or error)``: the list it returns has what the function is asked."""
+    """Return ``standing_in(module, function, answer or error)``: the list it returns has what the function is asked.
+
+    What is known of the texts is left out.
+    """
 
     def become(module_name: str, function_name: str, answer: Any) -> list[dict[str, Any]]:
         asked: list[dict[str, Any]] = []
 
         def function(job: Any, *, progress: Callable[[str], None], **options: Any) -> Any:
+            options.pop("texts", None)
             asked.append({"batch_size": job.batch_size, "precision": job.precision, **options})
             progress("tracing")
             if isinstance(answer, BaseException):

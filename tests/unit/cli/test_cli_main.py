@@ -55,6 +55,8 @@ FLAGS = {
     "lint": {"--format", "--fix", "--select", "--ignore", "--json", "--quiet", "-q"},
     "report": {"--output", "-o", "--json", "--force"},
     "watch": {"--pid", "--every", "--samples", "--record", "--json"},
+    "cache list": {"--json"},
+    "cache clear": {"--json"},
     **{
         f"data {verb}": {"--set", "--cache", "--output", "-o", "--force", "--quiet", "-q", "--json"}
         for verb in ("index", "tokenize", "inspect", "bench")
@@ -115,6 +117,8 @@ def test_the_processes_that_a_run_starts_are_not_shown_to_people():
         "lint",
         "report",
         "watch",
+        "cache list",
+        "cache clear",
         *data,
         *vectors,
     ]

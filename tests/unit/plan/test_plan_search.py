@@ -17,8 +17,16 @@ from plimsoll.techniques.micro_batch import sizes_of
 
 
 def searched(world, limit_bytes, decided=Decided((), frozenset(), frozenset()), allow=()):
-    problem = world.problem(limit_bytes, decided, allow)
-    return search(problem, world.look_at), problem
+    """Search; what was expected to be traced was traced in the end, and no sooner."""
+    problem, expected = world.problem(limit_bytes, decided, allow), []
+
+    def expect(mixes):
+        assert not set(mixes) & set(expected)
+        expected.extend(choices for choices in mixes if choices not in world.asked)
+
+    found = search(problem, world.look_at, expect)
+    assert set(expected) <= set(world.asked)
+    return found, problem
 
 
 def without_heap(choices):
@@ -85,6 +93,27 @@ def test_a_technique_that_was_only_guessed_to_save_time_beside_another_is_not_in
     found, _ = searched(inhabited(ToldByATraceOnly(techniques, pass_seconds=1)), 250)
     assert [choice.technique for choice in found.chosen.mix] == ["recompute"]
     assert found.chosen.micro_batch == BATCH_SIZE
+
+
+def test_what_does_not_depend_on_one_another_is_expected_together(inhabited):
+    """Smaller sizes of the plain training, then each technique that may be of use."""
+    world, expected = inhabited(World([MadeUp(name, (4,), seconds=(0.1,)) for name in "abc"])), []
+    search(world.problem(155), world.look_at, expected.append)
+    plain, learned, *_ = expected
+    assert [choices[1:] for choices in plain] == [(), ()]
+    assert [choices[1].technique for choices in learned] == ["a", "b", "c"]
+
+
+def test_fallbacks_are_what_was_traced_for_the_plan_and_one_mix_of_all_that_is_left(inhabited):
+    techniques = [MadeUp("recompute", (4,), saves_fixed=40, seconds=(0.5,)), MadeUp("other", (4,), 40, (0.6,))]
+    world = inhabited(World(techniques))
+    found, _ = searched(world, 250)
+    assert found.chosen.mix == ()
+    leanest = found.fallbacks[-1]
+    assert [choice.technique for choice in leanest.mix] == ["recompute", "other"]
+    assert leanest.micro_batch == 1
+    beside = [choices for choices in world.asked if len(choices) == 2]
+    assert len(set(beside)) <= 2  # each once, for the plan
 
 
 def test_the_update_sets_the_peak_and_only_what_reaches_it_is_chosen(inhabited):

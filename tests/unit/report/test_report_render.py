@@ -8,6 +8,7 @@ import sys
 import pytest
 from report_records import cpu, empty_run, eventful_run, machine, plan
 
+import cache_records
 import comparison_records
 import corpus_records
 import evidence_records
@@ -32,6 +33,7 @@ RECORDS = {
     "feed rates": corpus_records.feed_rates(),
     "diagnosis": evidence_records.diagnosis(),
     "watch": watch_records.killed(),
+    "cache": cache_records.cache_contents(),
 }
 
 

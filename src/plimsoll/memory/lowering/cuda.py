@@ -51,7 +51,7 @@ class CudaLowering:
     device = "cuda"
 
     def __init__(self, capability: tuple[int, int], num_sms: int = 132) -> None:
-        self._num_sms = num_sms
+        self.num_sms = num_sms
         self.name = f"cuda {capability[0]}.{capability[1]}"
         self._capability = capability
         self._places = Places()
@@ -98,7 +98,7 @@ class CudaLowering:
 
     def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
         """Give the sizes of what CUDA's kernel takes while it runs, beside its results."""
-        return scratch_bytes(op, args, self._capability, self._num_sms)
+        return scratch_bytes(op, args, self._capability, self.num_sms)
 
     def made(self, op: Any, result: Any) -> Iterable[Tensor]:
         """Return what lies on the device, in order: `_MADE` names the results of kernels with an order of their own."""

@@ -1,0 +1,89 @@
+"""What a prediction or a plan made here depends on beside its job: what is installed, this machine, its environment.
+
+Two answers made in the same surroundings are the same. Covers Plimsoll's own sources by their content, every installed
+distribution by its name, version and the time it was installed, Python, the processor with its memory and the limits on
+it, the kernel, libc, and the environment variables that torch, its libraries and the allocators read. Does NOT notice
+an edit in place of an installed library, or of one that is installed to be edited. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from plimsoll import errors
+from plimsoll.device.base import backend_for
+
+_READ_BY_LIBRARIES = (
+    "ATEN_", "CUBLAS", "CUDA_", "CUDNN", "DNNL_", "GLIBC_TUNABLES", "GLOO_", "GOMP_", "HIP_", "HSA_", "KMP_", "LD_",
+    "MALLOC_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "ROC", "TORCH_",
+    "TOKENIZERS_", "TRANSFORMERS_", "USE_",
+)  # fmt: skip
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-ctrl", "/dev/nvmap")
+"""Of NVIDIA, of Windows below WSL, of AMD, of NVIDIA's boards."""
+
+
+def may_have_gpu() -> bool:
+    """Whether a driver for GPUs is here; where there is none, torch finds no GPU either."""
+    return any(map(os.path.exists, _DRIVERS))
+
+
+def surroundings() -> dict[str, str | int | None]:
+    """Return the facts of this installation and this machine, each by its name."""
+    cpu = backend_for("cpu").probe()
+    return {
+        "plimsoll": _sources(),
+        "installed": _distributions(tuple(sys.path)),
+        "python": sys.version,
+        "processor": f"{cpu.name}, {cpu.architecture}, flags {_processor_flags()}",
+        "cores": cpu.num_cores,
+        "memory": cpu.hardware_bytes,
+        "usable memory": cpu.capacity_bytes,
+        "kernel": platform.release(),
+        "libc": " ".join(platform.libc_ver()),
+        "environment": _digest(f"{name}={os.environ[name]}" for name in sorted(os.environ) if _is_read(name)),
+    }
+
+
+def _is_read(name: str) -> bool:
+    return name.startswith(_READ_BY_LIBRARIES)
+
+
+@cache
+def _sources() -> str:
+    """The content of every file of this package that is read as it runs."""
+    root = Path(errors.__file__).parent
+    paths = sorted(path for path in root.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return _digest(part for path in paths for part in (str(path.relative_to(root)), path.read_bytes()))
+
+
+@cache
+def _distributions(folders: tuple[str, ...]) -> str:
+    found = []
+    for folder in filter(os.path.isdir, folders):
+        with os.scandir(folder) as entries:
+            infos = (entry for entry in entries if entry.name.endswith((".dist-info", ".egg-info", ".egg-link")))
+            found += [f"{entry.name} {entry.stat().st_mtime_ns}" for entry in infos]
+    return _digest(sorted(found))
+
+
+@cache
+def _processor_flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return "unknown"
+    return _digest([next((line for line in lines if line.startswith(("flags", "Features"))), "")])
+
+
+def _digest(parts: Iterable[str | bytes]) -> str:
+    hasher = hashlib.sha256()
+    for part in parts:
+        content = part if isinstance(part, bytes) else part.encode()
+        hasher.update(len(content).to_bytes(8, "little") + content)
+    return hasher.hexdigest()

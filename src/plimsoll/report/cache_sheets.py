@@ -1,0 +1,26 @@
+"""The words and numbers of a cache folder, once: the terminal and the HTML page show the same sheet."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from plimsoll.records.cache import CacheContents
+from plimsoll.records.units import format_bytes
+from plimsoll.report.sheets import Column, Sheet
+
+_COLUMNS = (Column("Kind"), Column("Files", True), Column("Size", True), Column("Last used"))
+
+
+def cache_sheets(cache: CacheContents) -> tuple[Sheet, ...]:
+    """Say of each kind how many files there are, how large they are together, and when they were last used."""
+    rows = [
+        (kind.name, f"{kind.num_files:,}", format_bytes(kind.num_bytes), _moment(kind.used_seconds))
+        for kind in cache.kinds
+    ]
+    total_bytes = sum(kind.num_bytes for kind in cache.kinds)
+    rows.append(("all", f"{sum(kind.num_files for kind in cache.kinds):,}", format_bytes(total_bytes), ""))
+    return (Sheet(f"Cache {cache.folder}", _COLUMNS, tuple(rows)),)
+
+
+def _moment(seconds: float | None) -> str:
+    return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"

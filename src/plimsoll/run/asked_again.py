@@ -1,0 +1,81 @@
+"""Predictions and plans of jobs, given again as long as nothing has changed that they depend on.
+
+    plan, is_kept = plan_of(job, limit_bytes=1 << 30)
+
+They depend on the facts of `plimsoll.run.remembered`, on measured speeds and on what runs have taught. Whether there is
+an answer is found out without torch, but where a GPU may be here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.errors import PlimsollError
+from plimsoll.records.base import cache_folder
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Plan
+from plimsoll.records.prediction import Prediction
+from plimsoll.run.baseline import baseline_for
+from plimsoll.run.remembered import facts_of, kept_or_made
+
+if TYPE_CHECKING:
+    from plimsoll.records.comparison import Calibration
+
+Progress = Callable[[str], None]
+
+KEPT_SENTENCE = "Kept from an earlier command: nothing that it depends on has changed (see `plimsoll cache`)."
+
+_MEASURED = ("speed-*.json", "exchange-*.json")
+
+
+def prediction_of(
+    job: Job, *, calibration: Calibration | None = None, progress: Progress | None = None, **asked: Any
+) -> tuple[Prediction, bool]:
+    """Return `plimsoll.run.forecast.predict_job` of the same arguments, and whether that was known before."""
+    texts = _sketched(job)
+
+    def make() -> Prediction:
+        with baseline_for(job, asked.get("device")) as started:
+            from plimsoll.run.forecast import predict_job
+
+            return predict_job(job, calibration=calibration, progress=progress, texts=texts, started=started, **asked)
+
+    return kept_or_made("predictions", Prediction, _facts_of_answer(job, texts, calibration, asked), make, _measured)
+
+
+def plan_of(
+    job: Job, *, calibration: Calibration | None = None, progress: Progress | None = None,
+    texts: TextSketch | None = None, **asked: Any,
+) -> tuple[Plan, bool]:  # fmt: skip
+    """Return `plimsoll.run.plan.plan_job` of the same arguments, and whether that was known before."""
+    texts = texts or _sketched(job)
+
+    def make() -> Plan:
+        with baseline_for(job, asked.get("device")) as started:
+            from plimsoll.run.plan import plan_job
+
+            return plan_job(job, calibration=calibration, progress=progress, texts=texts, started=started, **asked)
+
+    return kept_or_made("plans", Plan, _facts_of_answer(job, texts, calibration, asked), make, _measured)
+
+
+def _sketched(job: Job) -> TextSketch | None:
+    """What is known of the texts; ``None`` if something is wrong, which is said when the answer is made."""
+    with suppress(PlimsollError):
+        return sketch_texts(job)
+    return None
+
+
+def _facts_of_answer(
+    job: Job, texts: TextSketch | None, calibration: Calibration | None, asked: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    return facts_of(job, texts, {"device": None, **asked, "calibration": calibration})
+
+
+def _measured() -> dict[str, Any]:
+    """What was measured of this machine's speed, perhaps for this very answer."""
+    files = [path for name in _MEASURED for path in cache_folder().glob(name)]
+    return {"measured": sorted([path.name, path.read_text("utf-8", "replace")] for path in files)}

@@ -1,0 +1,78 @@
+"""What a training process takes before it has a model, from an earlier command where that read it of such a process.
+
+    with kept_baseline(job, lambda: StartedBaseline(job)) as baseline:
+        baseline.wait()
+
+It depends on the surroundings and on what of the job decides what is imported; not on its data, sizes or budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from pydantic import ValidationError
+
+from plimsoll import cached
+from plimsoll.data.sketch import TextSketch
+from plimsoll.records.job import DataSource, Job
+from plimsoll.records.prediction import Estimate
+from plimsoll.run.remembered import NOT_OF_A_TRACE, facts_of
+
+_NOT_OF_A_BASELINE = NOT_OF_A_TRACE | {
+    "data": DataSource(train="any"), "batch_size": 1, "batch_tokens": None, "sequence_length": 2,
+    "evaluate_every": None,
+}  # fmt: skip
+
+
+class Baseline(Protocol):
+    """What reads a baseline while something else is done."""
+
+    def wait(self) -> Estimate:
+        """Wait for its answer, which is the same each time.
+
+        Raises:
+            InputError: if it refused what it was given.
+            DeviceError: if it could not be started.
+        """
+        ...
+
+
+@contextmanager
+def kept_baseline(job: Job, start: Callable[[], AbstractContextManager[Baseline]]) -> Iterator[Baseline]:
+    """Yield what is known, or what is started for it, which is then kept."""
+    of = job.model_copy(update=_NOT_OF_A_BASELINE)
+    facts = facts_of(of, TextSketch(job.tokenizer.vocab_size, None, 0), {})
+    known = None if facts is None else _known(facts)
+    if known is not None:
+        yield _Known(known)
+        return
+    with start() as started:
+        yield started if facts is None else _Keeping(started, facts)
+
+
+def _known(facts: cached.Facts) -> Estimate | None:
+    content = cached.read("baselines", facts)
+    try:
+        return None if content is None else Estimate.model_validate_json(content)
+    except ValidationError:
+        return None
+
+
+class _Known:
+    def __init__(self, answer: Estimate) -> None:
+        self._answer = answer
+
+    def wait(self) -> Estimate:
+        return self._answer
+
+
+class _Keeping:
+    def __init__(self, started: Baseline, facts: cached.Facts) -> None:
+        self._started, self._facts = started, facts
+
+    def wait(self) -> Estimate:
+        answer = self._started.wait()
+        cached.write("baselines", self._facts, answer.model_dump_json().encode())
+        return answer

@@ -1,0 +1,68 @@
+"""What an answer made here depends on beside its job: the same twice, and another where anything of it changes."""
+
+from pathlib import Path
+
+import pytest
+
+from plimsoll import errors
+from plimsoll.device import surroundings as module
+from plimsoll.device.surroundings import may_have_gpu, surroundings
+
+
+def changed(before):
+    after = surroundings()
+    return {name for name in before if before[name] != after[name]}
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "PYTORCH_CUDA_ALLOC_CONF", "LD_PRELOAD_X"])
+def test_what_libraries_read_of_the_environment_counts(monkeypatch, name):
+    before = surroundings()
+    monkeypatch.setenv("UNRELATED", "1")
+    assert changed(before) == set()
+    monkeypatch.setenv(name, "3")
+    assert changed(before) == {"environment"}
+
+
+@pytest.mark.parametrize("name", ["torch-9.0.dist-info", "own.egg-info"])
+def test_what_is_installed_counts_and_other_files_do_not(monkeypatch, tmp_path, name):
+    before = surroundings()
+    monkeypatch.syspath_prepend(tmp_path)
+    module._distributions.cache_clear()
+    (tmp_path / "notes.txt").touch()
+    assert changed(before) == set()
+    (tmp_path / name).mkdir()
+    module._distributions.cache_clear()
+    assert changed(before) == {"installed"}
+    module._distributions.cache_clear()
+
+
+def test_every_source_of_plimsoll_counts(monkeypatch, tmp_path):
+    """A copy of some sources, then one byte of one of them, then its name."""
+    (tmp_path / "plan").mkdir()
+    for name in ("errors.py", "plan/look.py"):
+        (tmp_path / name).write_bytes((Path(errors.__file__).parent / name).read_bytes())
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "errors.py"))
+    found = set()
+    for change in (
+        lambda: None,
+        lambda: (tmp_path / "plan/look.py").write_bytes((tmp_path / "plan/look.py").read_bytes() + b"#"),
+        lambda: (tmp_path / "plan/look.py").rename(tmp_path / "plan/looks.py"),
+    ):
+        change()
+        module._sources.cache_clear()
+        found.add(surroundings()["plimsoll"])
+    module._sources.cache_clear()
+    assert len(found) == 3
+
+
+def test_a_driver_is_told_without_torch(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_DRIVERS", (str(tmp_path / "none"),))
+    assert not may_have_gpu()
+    (tmp_path / "none").touch()
+    assert may_have_gpu()
+
+
+def test_where_there_is_no_driver_torch_has_no_gpu():
+    import torch
+
+    assert may_have_gpu() or not torch.cuda.is_available()
