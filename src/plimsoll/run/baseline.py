@@ -60,11 +60,12 @@ def baseline_for(job: Job, device: str | None) -> Iterator[Baseline | None]:
     if not _is_cpu(job, device):
         yield None
         return
-    with kept_baseline(job, lambda: _begun(job)) as started:
+    with kept_baseline(job, lambda: begin_baseline(job)) as started:
         yield started
 
 
-def _begun(job: Job) -> ForkedBaseline | StartedBaseline:
+def begin_baseline(job: Job) -> ForkedBaseline | StartedBaseline:
+    """Load what the training needs, and fork this process, or start another where that cannot be."""
     load_training(job)
     return ForkedBaseline(job) if can_fork() else StartedBaseline(job)
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ def made(monkeypatch):
 
     monkeypatch.setattr(forecast, "predict_job", standing_in(fitting()))
     monkeypatch.setattr(plan, "plan_job", standing_in(fitting_plan()))
+    monkeypatch.setattr("plimsoll.run.asked_again.baseline_for", lambda job, device: nullcontext())
     return asked
 
 

@@ -64,11 +64,11 @@ def test_a_process_that_ended_without_a_word_is_said_to_have():
 READ = """
 import plimsoll.cli.main
 from plimsoll.records.job import Job
-from plimsoll.run.baseline import ForkedBaseline, StartedBaseline, baseline_for
+from plimsoll.run.baseline import ForkedBaseline, StartedBaseline, begin_baseline
 from plimsoll.run.imports import leave_out_unused
 job = Job.from_fields({"model": "lstm", "data": "nowhere.txt"})
 leave_out_unused(job, is_own=True)  # as a command does
-with baseline_for(job, "cpu") as started:
+with begin_baseline(job) as started:
     assert type(started) is ForkedBaseline
     print(started.wait().likely_bytes, started.wait().likely_bytes)
 with StartedBaseline(job) as started:
@@ -89,8 +89,8 @@ THREADED = """
 import threading, time
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 from plimsoll.records.job import Job
-from plimsoll.run.baseline import ForkedBaseline, StartedBaseline, baseline_for
-with baseline_for(Job.from_fields({"model": "lstm", "data": "nowhere.txt"}), None) as started:
+from plimsoll.run.baseline import StartedBaseline, begin_baseline
+with begin_baseline(Job.from_fields({"model": "lstm", "data": "nowhere.txt"})) as started:
     print(type(started) is StartedBaseline, started.wait().likely_bytes > 0)
 """
 
@@ -112,7 +112,7 @@ from plimsoll.records.job import Job
 from plimsoll.run import baseline
 baseline.baseline_bytes = lambda job: os.kill(os.getpid(), signal.SIGKILL)
 job = Job.from_fields({"model": "lstm", "data": "nowhere.txt"})
-with baseline.baseline_for(job, "local") as started:
+with baseline.begin_baseline(job) as started:
     try:
         started.wait()
     except baseline.DeviceError as error:
