@@ -19,7 +19,7 @@ from plimsoll.run.baseline import load_libraries
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.imports import leave_out_unused
 from plimsoll.run.leftovers import remove_leftovers, share_a_folder_with_children
-from plimsoll.run.orphans import begin_worker
+from plimsoll.run.orphans import begin_worker, parent_that_watches
 from plimsoll.timings import timed
 
 if TYPE_CHECKING:
@@ -325,10 +325,13 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
     Raises:
         OutOfMemoryError: also where memory ran out outside of the steps, in what cannot be done again here.
     """
+    import torch
+
     from plimsoll.assemble import assemble, choose_device, fingerprint, require_room
     from plimsoll.data.prepare import Prepared
     from plimsoll.data.tokenizer import export_tokenizer
     from plimsoll.device.base import backend_for
+    from plimsoll.device.busy import OtherPrograms
     from plimsoll.device.probe import versions
     from plimsoll.models.build import build_model
     from plimsoll.ranks import Ranks
@@ -353,6 +356,7 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
     from plimsoll.techniques.parameter_offload import builds_in_files
 
     begin_worker()
+    others = OtherPrograms(parent_that_watches())
     arm_from_environment()
     remove_leftovers()
     share_a_folder_with_children()
@@ -411,6 +415,8 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
         loss = fitting(lambda: loss_for(job, prepared, device), backend, "loading the teacher")
         if saved is None:  # before a technique shares the parameters out
             ranks.broadcast([*parts.model.parameters(), *parts.model.buffers()])
+        if is_first and (said := others.sentence(torch.get_num_threads())):
+            view.say(said)
         step = step_of(
             job, parts.model, parts.optimizer, plan.rungs, loss=loss, schedule=parts.schedule,
             full_length=prepared.longest_row, files=parts.files, ranks=ranks,
