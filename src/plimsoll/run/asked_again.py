@@ -8,6 +8,7 @@ an answer is found out without torch, but where a GPU may be here.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ from plimsoll.records.base import cache_folder
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
-from plimsoll.run.baseline import baseline_for
+from plimsoll.run.baseline import baseline_for, load_model_code
+from plimsoll.run.imports import uncollected
 from plimsoll.run.remembered import facts_of, kept_or_made
 
 if TYPE_CHECKING:
@@ -39,8 +41,11 @@ def prediction_of(
 
     def make() -> Prediction:
         with baseline_for(job, asked.get("device")) as started:
-            from plimsoll.run.forecast import predict_job
+            with uncollected():
+                from plimsoll.run.forecast import predict_job
 
+                load_model_code(job)
+                gc.freeze()  # modules stay: no collection looks through them again
             return predict_job(job, calibration=calibration, progress=progress, texts=texts, started=started, **asked)
 
     return kept_or_made("predictions", Prediction, _facts_of_answer(job, texts, calibration, asked), make, _measured)
@@ -55,8 +60,11 @@ def plan_of(
 
     def make() -> Plan:
         with baseline_for(job, asked.get("device")) as started:
-            from plimsoll.run.plan import plan_job
+            with uncollected():
+                from plimsoll.run.plan import plan_job
 
+                load_model_code(job)
+                gc.freeze()  # modules stay: no collection looks through them again
             return plan_job(job, calibration=calibration, progress=progress, texts=texts, started=started, **asked)
 
     return kept_or_made("plans", Plan, _facts_of_answer(job, texts, calibration, asked), make, _measured)

@@ -10,6 +10,7 @@ started its threads, and nothing else: a fork of this one before it does anythin
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from plimsoll.forked import end_with
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 from plimsoll.run.fork_server import can_fork
-from plimsoll.run.imports import leave_out_unused
+from plimsoll.run.imports import leave_out_unused, uncollected
 from plimsoll.run.kept_baseline import Baseline, kept_baseline
 from plimsoll.run.orphans import SUPERVISOR, begin_worker
 
@@ -181,11 +182,13 @@ def load_training(job: Job) -> None:
         JobError: if there is no such model.
     """
     leave_out_unused(job)
-    from plimsoll import assemble  # noqa: F401
-    from plimsoll.run import train, trial  # noqa: F401
+    with uncollected():
+        from plimsoll import assemble  # noqa: F401
+        from plimsoll.run import train, trial  # noqa: F401
 
-    load_libraries(job)
-    load_model_code(job)
+        load_libraries(job)
+        load_model_code(job)
+    gc.collect()  # now: what is left of it would be counted in one process and not in another
 
 
 def load_model_code(job: Job) -> None:
