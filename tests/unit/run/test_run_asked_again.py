@@ -44,6 +44,7 @@ def made(monkeypatch):
     monkeypatch.setattr(forecast, "predict_job", standing_in(fitting()))
     monkeypatch.setattr(plan, "plan_job", standing_in(fitting_plan()))
     monkeypatch.setattr("plimsoll.run.asked_again.baseline_for", lambda job, device: nullcontext())
+    monkeypatch.setattr("plimsoll.run.asked_again.load_model_code", lambda job: None)
     return asked
 
 
