@@ -64,6 +64,7 @@ BENCHMARKS = (
     Benchmark("lint-noise", 1, usual=True),
     Benchmark("predict-live", 2.5, script="predict_live_cpu.py", usual=True),
     Benchmark("latency", 10),
+    Benchmark("waiting-threads", 5),
     Benchmark("predict-time", 3, ("--rounds", "2"), usual=True),
     Benchmark("recurrent-prediction", 5, usual=True),
     Benchmark("screens", 2, usual=True, results=("screen-predict", "screen-plan")),
