@@ -19,6 +19,7 @@ import plimsoll.records
 import shrink_records
 import vector_records
 import way_records
+from cache_records import cache_contents
 from hand_traces import trace_of
 from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import Record, write_atomically
@@ -67,7 +68,7 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
         WatchRecord(subject="process 7", samples=(sample,), end=WatchEnd(seconds=3.0, how="gone", text="gone")),
         LintReport(findings=(), num_files=1, num_lines=2, unread=(Unread(file="a.py", reason="line 1: bad"),)),
         device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed,
-        exchange,
+        exchange, cache_contents(),
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
         corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),
         vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(),

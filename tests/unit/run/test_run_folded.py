@@ -1,6 +1,8 @@
 """Passes that are noted again: the trace is that of running each of them, and what may differ is run."""
 
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 import pytest
 import torch
@@ -55,6 +57,15 @@ def all_run(monkeypatch, trace):
         return trace()
 
 
+def settled(trace):
+    """The trace with deaths inside one op in order: autocast on the CPU frees in the order of addresses."""
+    events = []
+    for _, of_op in groupby(zip(trace.event_op, trace.events, strict=True), key=itemgetter(0)):
+        for is_birth, run in groupby((event for _, event in of_op), key=lambda event: event > 0):
+            events += run if is_birth else sorted(run)
+    return trace.model_copy(update={"events": tuple(events)})
+
+
 def job(**changes):
     fields = {"data": {"train": "nowhere.txt"}, "sequence_length": 16, "batch_size": 14, "optimizer": {"clip_norm": 1}}
     return Job.from_fields(fields | changes)
@@ -77,7 +88,7 @@ def test_the_trace_of_a_job_is_that_of_all_its_passes(architecture, target, fold
     all_run(monkeypatch, trace)  # which imports, and asks torch for what it then remembers
     folded = trace()
     assert len(folds) == (5 if precision == "fp16" else 6)
-    assert folded == all_run(monkeypatch, trace)
+    assert settled(folded) == settled(all_run(monkeypatch, trace))
 
 
 @pytest.mark.sampled(4)

@@ -204,10 +204,10 @@ def test_what_a_job_pins_is_predicted_and_so_is_what_its_ranks_exchange():
 TWICE = """
 import sys
 from plimsoll.records.job import Job
-from plimsoll.run import forecast
+from plimsoll.run import forecast, rehearse
 
-traces, rehearse = [], forecast.rehearse_job
-forecast.rehearse_job = lambda *given, **named: traces.append(rehearse(*given, **named)) or traces[-1]
+traces, rehearse_job = [], rehearse.rehearse_job
+forecast.trace_of = lambda *given, **named: (traces.append(rehearse_job(*given, **named)) or traces[-1], False)
 fields = {"model": {"architecture": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}, "data": sys.argv[1]}
 job = forecast.Job.from_fields(fields | {"tokenizer": {"vocab_size": 300}, "sequence_length": 16, "batch_size": 4})
 for _ in range(2):
