@@ -49,7 +49,7 @@ def test_some_seconds_of_everything(tmp_path):
     figures = endured(tmp_path / "endurance", *options)
     assert_nothing_was_lost(figures)
     assert sum(figures["done"]["disturbances"].values()) >= 7
-    assert figures["done"]["processes"] > 2
+    assert figures["done"]["processes"] >= 2  # it was interrupted, and went on
 
 
 @pytest.mark.nightly
