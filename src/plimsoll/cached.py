@@ -3,10 +3,10 @@
     content = read("plans", facts)      # None: there is none, or not a whole one
     write("plans", facts, content)
 
-An entry is one file, named by the hash of its facts. It begins with the hash of its name and content: what is torn,
-damaged, or of other facts is no entry. It is written as a whole (`write_atomically`). All entries together take at
-most `MOST_BYTES`; those that were not read for longest are removed. Where nothing can be written nothing is kept, which
-is no error: it can be made again. Does NOT know what an answer depends on (see `plimsoll.run.remembered`).
+An entry is one file, named by the hash of its facts. It begins with a hash of its name and content: a torn,
+damaged or renamed file is ignored. It is written atomically (`write_atomically`). All entries together take at most
+`MOST_BYTES`: those read longest ago are removed. If the folder cannot be written, nothing is kept, which is no error:
+each answer can be made again. Does NOT know what an answer depends on (see `plimsoll.run.remembered`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CLEARED_BY_NAME = ("calibration", "data", "embeddings")
 
 
 def read(kind: Kind, facts: Facts) -> bytes | None:
-    """Return what was kept under exactly these facts; ``None``: nothing, or what is there is not whole."""
+    """Return what was kept under exactly these facts; ``None`` if there is nothing, or the file is damaged."""
     path = _path_of(kind, facts)
     try:
         entry = path.read_bytes()

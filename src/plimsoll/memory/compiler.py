@@ -2,8 +2,8 @@
 
 Fake tensors, optimizers and checkpoints import it, and so does transformers, though nothing is compiled: a second, and
 with what it imports (inductor, distributed tensors) most of 60 MiB. Loaded by `Deferring`, the package and its module
-``source`` are empty. What is asked of them nevertheless has a stand-in that comes to the same, in a process that
-compiles later too; whatever else is asked, as by `torch.compile`, runs both, and from then on they are the real ones.
+``source`` are empty. The few attributes that tracing and training use have stand-ins with the same effect, also if the
+process compiles later. Any other attribute, as `torch.compile` needs, runs the real modules, which then replace them.
 
 Read in torch 2.13 and 2.14. Where another asks for more, the compiler runs as ever. Does NOT put off
 `torch.fx.experimental.symbolic_shapes` (with sympy), which fake tensors do use.

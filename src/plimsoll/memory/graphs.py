@@ -65,7 +65,7 @@ class Graphs:
         if self._pass != _OUTSIDE:
             self._end(begin, list(self._open))
         last = max((gone for _, gone, _ in noted.nodes), default=-1)
-        if not noted.is_running and last >= 0:  # the end of a backward pass is that of all older nodes
+        if not noted.is_running and last >= 0:  # the end of a backward pass ends all older nodes
             self._end(last + shift, list(self._open))
         still = [row for row, (_, gone, _) in enumerate(noted.nodes, start=len(self._nodes)) if gone < 0]
         self._nodes += [[made + shift, gone + shift if gone >= 0 else gone, num] for made, gone, num in noted.nodes]

@@ -1,4 +1,4 @@
-"""What is rehearsed once and stands for more: it is in the trace as often as it would have run.
+"""Repeat in the trace what was rehearsed once, as often as it would have run.
 
     with stands_for(14):
         embed(a_slice)
@@ -77,7 +77,7 @@ class Stretch:
     def is_closed(self) -> bool:
         """Whether all that was made is gone but for the tensors that are known, and nothing older has gone.
 
-        Copies that run beside the computation, and what a graph replays, are left to be rehearsed.
+        ``False`` with copies that run beside the computation or with a replayed graph: these are rehearsed each time.
         """
         begin, storages, beside = self._begin, self._recorder._storages, self._recorder.beside
         alive = [row for row, died in enumerate(self._died, start=begin.storage) if died < 0]

@@ -38,8 +38,8 @@ def spinner(quiet: bool, first: str = LOADING) -> Iterator[Callable[[str], None]
     """Show what is being done and for how many seconds while the block runs, and note them (`plimsoll.timings`).
 
     Args:
-        quiet: show nothing; so it is where there is no terminal.
-        first: what is done until something is said; of a message, what is before a colon is the stage.
+        quiet: show nothing, as without a terminal.
+        first: the first message. The part of a message before a colon is the stage.
     """
     with ExitStack() as stack:
         say = stack.enter_context(_line(first)) if not quiet and _is_drawn_on() else None

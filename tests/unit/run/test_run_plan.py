@@ -315,8 +315,6 @@ def test_ranks_that_have_room_for_all_of_a_model_do_not_share_it_out():
     assert "fully_shard" not in names(plan.choices)
     assert plan.prediction.exchange.gathered_bytes == 0
     assert plan.prediction.exchange.added_up_bytes > 4 * 12 * 4 * 512**2  # the blocks' gradients, of 4 bytes
-    shared = [one for one in plan.rejected if "fully_shard" in names(one.choices)]  # none where nobody looked at it
-    assert all(one.reason.startswith(("slower: ", "no faster: ")) for one in shared)
 
 
 def test_a_plan_for_this_process_counts_what_planning_leaves_in_it(monkeypatch):
