@@ -24,7 +24,11 @@ from plimsoll.data.batching import Buckets
 from plimsoll.data.loader import Loader
 from plimsoll.errors import KilledError, PlimsollWarning
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more than there are cores
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more than there are cores
+    # torch looks for free file descriptors when a worker dies, and its signal handler may raise in the midst of it.
+    pytest.mark.filterwarnings("ignore:Exception ignored in.*FileIO:pytest.PytestUnraisableExceptionWarning"),
+]
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))

@@ -7,7 +7,7 @@ import pytest
 
 from plimsoll.errors import DeviceError, InputError
 from plimsoll.records.job import Job
-from plimsoll.run.baseline import StartedBaseline, baseline_for, job_baseline
+from plimsoll.run.baseline import StartedBaseline, baseline_for, job_baseline, measured
 from processes import run_program
 
 GIB = 1 << 30
@@ -71,8 +71,9 @@ leave_out_unused(job, is_own=True)  # as a command does
 with begin_baseline(job) as started:
     assert type(started) is ForkedBaseline
     print(started.wait().likely_bytes, started.wait().likely_bytes)
-with StartedBaseline(job) as started:
-    print(started.wait().likely_bytes)
+for _ in range(3):
+    with StartedBaseline(job) as started:
+        print(started.wait().likely_bytes)
 """
 
 
@@ -81,8 +82,9 @@ with StartedBaseline(job) as started:
 def test_a_fork_takes_what_a_process_takes_that_is_started_anew():
     done = run_program(READ)
     assert done.returncode == 0, done.stderr
-    forked, again, started = map(int, done.stdout.split())
-    assert forked == again == pytest.approx(started, rel=0.01)
+    forked, again, *started = map(int, done.stdout.split())
+    assert forked == again
+    assert measured(min(started)).low_bytes <= forked <= measured(max(started)).high_bytes  # which differ by a MiB
 
 
 THREADED = """
