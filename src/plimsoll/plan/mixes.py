@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -31,11 +30,6 @@ class Mix:
 
     choices: Choices
     sizes: Column
-
-    @cached_property
-    def with_sizes(self) -> list[Choices]:
-        """The whole choices, one for each size."""
-        return [(micro_batch_choice(size), *self.choices) for size in self.sizes.tolist()]
 
 
 def whole(mix: Choices, micro_batch: int) -> Choices:

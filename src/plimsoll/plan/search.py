@@ -23,11 +23,12 @@ import numpy as np
 from plimsoll.memory.lowering.cudnn_rnn import MOST_STEPS
 from plimsoll.plan.blocks import some_blocks
 from plimsoll.plan.candidates import FALLS_SHARE, can_follow, candidates_beside
+from plimsoll.plan.guesses import Guesses, guesses_of
 from plimsoll.plan.look import Look, LookAt, heap_of, in_heap
 from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of, openings_of
 from plimsoll.plan.mixes import LEAST_PART, SAME_BYTES, Mix, about, all_on_top, least_of, mixes_of, whole
 from plimsoll.plan.reasons import SAME_SECONDS, rejected
-from plimsoll.plan.surrogate import Column, Surrogate
+from plimsoll.plan.surrogate import Surrogate
 from plimsoll.records.plan import Choice, Rejected, micro_batch_choice
 from plimsoll.techniques import UNTRACED, Choices, in_order, technique_of
 
@@ -35,6 +36,7 @@ _MOST_LOOKS = 8  # at mixes, for the plan ...
 _MOST_FALLBACK_LOOKS = 1  # ... and for each fallback, which need not be the fastest
 _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
 _MOST_LOOKS_BESIDE = 2  # at other micro-batches, for a trial
+_SLOW = 1.1  # of the time with the whole batch: passes are too small
 _MAY_BE_AS_FAST = 1.1  # of the time of the fastest: where a guess says more, it is
 _WEAKER_SECONDS = 0.5  # of the time that the strongest option adds
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
@@ -137,20 +139,20 @@ class _Search:
         """Trace the base at a few micro-batches, one near where it stops fitting, which is the reference for others."""
         base, sizes = self._menu.base, self._menu.sizes
         large = self._look(base, sizes[0])
-        growing_bytes = large.largest_phase.growing_bytes
+        # What grows takes its part of what the allocator holds beyond it, too.
+        held_bytes = large.need_bytes - large.parts.get("fragmentation", 0)
+        growing_bytes = large.largest_phase.growing_bytes * large.need_bytes / max(held_bytes, 1)
         room = (limit_bytes - large.need_bytes + growing_bytes) / max(growing_bytes, 1)  # of the whole batch
         wanted = max(1, min(int(0.9 * room * sizes[0]), sizes[0] // 2))
-        smaller = [max(size for size in sizes if size <= max(wanted, sizes[-1]))]
-        middle = isqrt(smaller[0] * sizes[0])
-        if middle > 2 * smaller[0]:
-            smaller.append(max(size for size in sizes if size <= middle))
-        self._expect([whole(base, size) for size in smaller])
-        looks = {size: self._look(base, size) for size in (smaller[0], sizes[0], *smaller[1:])}
-        small = looks[smaller[0]]
-        self._reference, self._plain_looks = small, tuple(looks.values())
-        # What techniques take is told where they would be used, should larger micro-batches be worth their room.
-        between = [look for size, look in looks.items() if small.micro_batch < size < large.micro_batch]
-        self._learned_at = next(filter(self._is_faster, between), small).micro_batch
+        smaller = max(size for size in sizes if size <= max(wanted, sizes[-1]))
+        self._reference = learned = small = self._look(base, smaller)
+        looks = {smaller: small, sizes[0]: large}
+        middle = max(size for size in sizes if size <= max(isqrt(smaller * sizes[0]), smaller))
+        if middle > 2 * smaller and small.seconds > _SLOW * large.seconds:
+            # Small passes are bound by their calls: what gives larger ones room is told where it would be used.
+            looks[middle] = self._look(base, middle)
+            learned = looks[middle] if self._is_faster(looks[middle]) else small
+        self._plain_looks, self._learned_at = tuple(looks.values()), learned.micro_batch
         offered = {name: self._menu.options[name] for name in UNTRACED if name in self._menu.options}
         allowed = {name: tuple(filter(self._goes_with_base, choices)) for name, choices in offered.items()}
         heaps = tuple(chain.from_iterable(allowed.values()))
@@ -165,8 +167,8 @@ class _Search:
 
     def _judge_plain(self, limit_bytes: int) -> tuple[bool, bool]:
         """Whether the base fits, and whether more room could make it faster by more than can be told."""
-        needs, seconds, _ = self._guessed(Mix(self._menu.base, np.asarray(self._menu.sizes)))
-        fits = needs <= limit_bytes
+        guesses = self._guessed([Mix(self._menu.base, np.asarray(self._menu.sizes))])
+        fits, seconds = guesses.needs <= limit_bytes, guesses.seconds
         if not fits.any():
             return False, True
         return True, bool(seconds[fits].min() > (1 + SAME_SECONDS) * seconds.min())
@@ -284,10 +286,12 @@ class _Search:
             mixes = [Mix(mix.choices, np.asarray([size])) for mix in self._learned_mixes() if size in mix.sizes]
             if not mixes:
                 continue
-            least = min(mixes, key=lambda mix: (self._guessed(mix)[0][0], len(mix.choices), str(mix.choices)))
-            used = {choice.technique for choice in least.choices}
+            needs = self._guessed(mixes).needs
+            ranks = ((need, len(mix.choices), str(mix.choices)) for need, mix in zip(needs, mixes, strict=True))
+            least = min(zip(ranks, mixes, strict=True), key=lambda one: one[0])[1].choices
+            used = {choice.technique for choice in least}
             rest = {name: choice for name, choice in strongest.items() if name not in used}
-            look: Look | None = self._look_at_choices(least.with_sizes[0])
+            look: Look | None = self._look(least, size)
             while look is not None and look.need_bytes > limit_bytes:
                 look = self._next_down(look, rest)
             if look is not None:
@@ -324,15 +328,8 @@ class _Search:
         learned = (mix for mix in self._mixes() if self._only_guessed.isdisjoint(mix.choices))
         return [mix for mix in learned if after is None or can_follow(after, mix.choices)]
 
-    def _guessed(self, mix: Mix) -> tuple[Column, Column, Column]:
-        """Of each size of a mix, the need and the seconds as guessed or traced, and whether it is possible."""
-        surrogate = self._surrogates[heap_of(mix.choices)]
-        needs, seconds = surrogate.need_bytes(mix.choices, mix.sizes), surrogate.seconds(mix.choices, mix.sizes)
-        possible = np.ones(len(mix.sizes), dtype=bool)
-        for row, look in enumerate(map(self._looks.get, mix.with_sizes)):
-            if look is not None:
-                needs[row], seconds[row], possible[row] = look.need_bytes, look.seconds, look.fits
-        return needs, seconds, possible
+    def _guessed(self, mixes: Sequence[Mix]) -> Guesses:
+        return guesses_of(mixes, self._surrogates, self._looks.values())
 
     def _best_of_all_options(self, limit_bytes: int) -> Look | None:
         """The fastest mix that fits, with every option of its techniques known."""
@@ -365,14 +362,14 @@ class _Search:
 
     def _simpler(self, look: Look, limit_bytes: int) -> Choices | None:
         """The choices less one, not traced yet, if they may be as fast after all: a guess said that they are not."""
-        for mix in self._mixes():
-            if len(mix.choices) == len(look.mix) - 1 and set(mix.choices) < set(look.mix):
-                same = Mix(mix.choices, mix.sizes[mix.sizes == look.micro_batch])
-                needs, seconds, _ = self._guessed(same)
-                for row in np.flatnonzero((needs <= limit_bytes) & (seconds <= _MAY_BE_AS_FAST * look.seconds)):
-                    if same.with_sizes[row] not in self._looks:
-                        return same.with_sizes[row]
-        return None
+        shorter = [mix for mix in self._mixes() if len(mix.choices) == len(look.mix) - 1]
+        less = [mix for mix in shorter if set(mix.choices) < set(look.mix)]
+        if not less:
+            return None
+        guesses = self._guessed(less)
+        may_be = (guesses.sizes == look.micro_batch) & (guesses.needs <= limit_bytes)
+        rows = np.flatnonzero(may_be & (guesses.seconds <= _MAY_BE_AS_FAST * look.seconds))
+        return next((one for one in map(guesses.choices, rows) if one not in self._looks), None)
 
     def _correct(self, choices: Choices) -> None:
         """Look at choices with each heap, and let the surrogates learn from it."""
@@ -390,36 +387,32 @@ class _Search:
 
     def _best_guess(self, mixes: list[Mix], limit_bytes: int) -> Choices | None:
         """The choices to take: of those about as fast as the fastest, the fewest techniques, then the largest size."""
-        fitting: list[tuple[float, Mix, int]] = []
-        for mix in mixes:
-            needs, seconds, possible = self._guessed(mix)
-            fits = np.flatnonzero((needs <= limit_bytes) & possible)
-            fitting += [(float(seconds[row]), mix, int(row)) for row in fits]
-        if not fitting:
+        if not mixes:
             return None
-        fastest = min(seconds for seconds, _, _ in fitting)
-        bound = fastest + SAME_SECONDS * abs(fastest)  # a guess may be below 0
-        near = [
-            (len(mix.choices), -mix.sizes[row], seconds, mix, row) for seconds, mix, row in fitting if seconds <= bound
-        ]
-        best = min(near, key=lambda one: (*one[:3], str(one[3].choices)))
-        return best[3].with_sizes[best[4]]
+        guesses = self._guessed(mixes)
+        rows = np.flatnonzero((guesses.needs <= limit_bytes) & guesses.possible)
+        if not len(rows):
+            return None
+        fastest, seconds = guesses.seconds[rows].min(), guesses.seconds
+        near = rows[seconds[rows] <= fastest + SAME_SECONDS * abs(fastest)]  # a guess may be below 0
+        best = min((len(guesses.mix(row)), -guesses.sizes[row], seconds[row], str(guesses.mix(row)), row) for row in near)
+        return guesses.choices(best[-1])
 
     def _look_beside(self, chosen: Look) -> None:
         """Trace what is guessed to be about as fast with other micro-batches: a trial may show that it is faster."""
         limit_bytes, most_seconds = self._problem.limit_bytes, chosen.step_time.high_seconds
         alike = {heap: self._look_at_choices(in_heap(self._reference.choices, heap)) for heap in self._surrogates}
         likely = {heap: look.peak.likely_bytes / look.need_bytes for heap, look in alike.items()}
-        fastest: dict[int, tuple[float, int, Choices]] = {}  # of each size
-        for number, mix in enumerate(self._learned_mixes()):
-            needs, seconds, possible = self._guessed(mix)
-            fits = likely[heap_of(mix.choices)] * needs <= limit_bytes
-            for row in np.flatnonzero(fits & (seconds <= most_seconds) & possible):
-                size, guess = int(mix.sizes[row]), (float(seconds[row]), number, mix.with_sizes[row])
-                fastest[size] = min(fastest.get(size, guess), guess, key=lambda one: one[:2])
-        fastest.pop(chosen.micro_batch, None)
-        for *_, choices in sorted(fastest.values(), key=lambda one: one[:2])[:_MOST_LOOKS_BESIDE]:
-            self._correct(choices)
+        mixes = self._learned_mixes()
+        guesses = self._guessed(mixes)
+        needs = guesses.needs * np.asarray([likely[heap_of(mix.choices)] for mix in mixes])[guesses.numbers]
+        fits = (needs <= limit_bytes) & (guesses.seconds <= most_seconds) & guesses.possible
+        rows = np.flatnonzero(fits & (guesses.sizes != chosen.micro_batch))
+        fastest: dict[int, int] = {}  # of each size
+        for row in rows[np.argsort(guesses.seconds[rows], kind="stable")]:
+            fastest.setdefault(int(guesses.sizes[row]), int(row))
+        for row in [*fastest.values()][:_MOST_LOOKS_BESIDE]:
+            self._correct(guesses.choices(row))
 
     # -- what is behind the plan ---------------------------------------------------------------------------------------
 
@@ -462,13 +455,10 @@ class _Search:
         """The mix that needs least, traced; of those that need about as little, the one of the fewest techniques."""
         mixes = self._learned_mixes()
         for _ in range(_MOST_LEANEST_LOOKS if mixes else 0):
-            needs = [
-                (need, len(mix.choices), second, mix.with_sizes[row])
-                for mix in mixes
-                for row, (need, second) in enumerate(zip(*self._guessed(mix)[:2], strict=True))
-            ]
-            bound = about(min(need for need, *_ in needs))
-            best = min((one for one in needs if one[0] <= bound), key=lambda one: (*one[1:3], str(one[3])))[3]
+            guesses = self._guessed(mixes)
+            least = np.flatnonzero(guesses.needs <= about(guesses.needs.min()))
+            row = min(least, key=lambda row: (len(guesses.mix(row)), guesses.seconds[row], str(guesses.choices(row))))
+            best = guesses.choices(row)
             if best in self._looks:
                 break
             self._correct(best)

@@ -1,19 +1,19 @@
-"""What mixes that were not traced will probably need and take, from a few that were: only to decide what to trace next.
+"""Guesses of mixes that were not traced, from traces of the plain training and of single techniques.
 
-Within one phase, what techniques take from the bytes that every micro-batch has nearly adds up, and of the bytes that
-grow with it each leaves a share; between phases they do neither (a smaller backward does nothing for a peak in the
-update), so a peak is the largest of the phases' estimates. A few traces of the plain training give a
-line over micro-batches for each phase, and the time between them; a trace of each technique alone says what it takes
-from each phase and what time it adds: to the update once, to passes in proportion to what they take. Where small passes
-are bound by calls, recomputing in a few large ones is cheap. A trace of a mix corrects what is guessed of that mix and
-of those most like it. No plan is made from these guesses: what is chosen is traced as a whole.
+Each phase is guessed by itself: what does not depend on the micro-batch changes by the sum of the effects of the
+choices, and of what grows with it each leaves a share; of two that save the same category the better one's share is
+left, and the slower one has only the rest to move. The need is that of the phase with the most, and what comes on top
+(the process, fragmentation) changes in proportion. The time is that of the plain training, whose passes take what a
+line between the traced ones says. What a choice adds grows with what the passes take in all; by what it reaches it may
+also be done once in each pass, whatever its size, or once a step. A whole mix that was traced corrects the guesses of
+mixes that are like it; nothing that is chosen stays a guess: it is traced as a whole.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from math import prod
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,8 @@ from plimsoll.techniques import Choices
 Column = NDArray[Any]
 
 _WORTH_SHARE = 0.01  # of the time or the need
-_OF_AN_UPDATE: frozenset[Category] = frozenset({"gradients", "optimizer states"})  # else it is done in passes
+_OF_AN_UPDATE: frozenset[Category] = frozenset({"gradients", "optimizer states"})
+_OF_A_PASS = _OF_AN_UPDATE | {"parameters"}  # moved in each pass, whatever its size
 _ALIKE = 4  # choices in which mixes may differ for the error of one to be taken for the other's
 
 
@@ -45,6 +46,28 @@ class _Curve:
         below = self._y[0] + (x - self._x[0]) * (self._y[1] - self._y[0]) / (self._x[1] - self._x[0])
         above = self._y[-1] + (x - self._x[-1]) * (self._y[-1] - self._y[-2]) / (self._x[-1] - self._x[-2])
         return np.where(x < self._x[0], below, np.where(x > self._x[-1], above, inside))
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """What one choice does.
+
+    Of each phase the bytes that it adds (``fixed_bytes``) and what it leaves of those that grow (``shares_left``);
+    ``beyond_share`` of what comes on top; ``seconds`` that it adds to a step of so many passes, which take
+    ``passes_seconds``.
+    """
+
+    fixed_bytes: dict[Phase, float]
+    shares_left: dict[Phase, float]
+    beyond_share: float
+    saved_bytes: float
+    seconds: float
+    passes: int
+    passes_seconds: float
+    reaches: frozenset[Category]
+
+
+_Known = tuple[Column, _Effect]  # which of the mixes have a choice, and what it does
 
 
 class Surrogate:
@@ -68,82 +91,102 @@ class Surrogate:
         passes = {size: self._passes(size) for size in looks}
         points = [(self._batch_size / passes[size], look.seconds / passes[size]) for size, look in looks.items()]
         self._pass_seconds = _Curve(points)
-        self._fixed_effect: dict[Choice, dict[Phase, float]] = defaultdict(dict)
-        self._growing_share: dict[Choice, dict[Phase, float]] = defaultdict(dict)  # which is left of what grows
-        self._added_seconds: dict[Choice, float] = {}
-        self._passes_seconds: dict[Choice, float] = {}  # of the training that they were added to
-        self._reaches: dict[Choice, frozenset[Category]] = {}
-        self._beyond_effect: dict[Choice, float] = {}
-        self._saved_bytes: dict[Choice, float] = {}
+        self._effects: dict[Choice, _Effect] = {}
         self._reference = plain[0]
-        self._bytes_off: dict[Choices, dict[int, float]] = {}
-        self._seconds_off: dict[Choices, dict[int, float]] = {}
+        self._off: dict[Choices, dict[int, tuple[float, float]]] = {}  # bytes and seconds, by mix and size
 
     def learn_effect(
         self, choice: Choice, look: Look, without: Look, reaches: frozenset[Category] = frozenset()
     ) -> None:  # fmt: skip
         """Learn what one choice does, to what its technique reaches, from two traces that differ in it alone."""
-        for phase in self._alive:
-            after, before = look.phases.get(phase), without.phases.get(phase)
-            if after is not None and before is not None:
-                grows = before.growing_bytes > 0
-                new_bytes = 0 if grows else after.growing_bytes
-                self._fixed_effect[choice][phase] = after.fixed_bytes - before.fixed_bytes + new_bytes
-                self._growing_share[choice][phase] = after.growing_bytes / before.growing_bytes if grows else 1.0
-        self._added_seconds[choice], self._reaches[choice] = look.seconds - without.seconds, reaches
-        if not reaches <= _OF_AN_UPDATE:
-            self._passes_seconds[choice] = without.seconds
-        self._beyond_effect[choice] = _beyond(look) - _beyond(without)
-        phases = set(look.phases) & set(without.phases)
-        self._saved_bytes[choice] = max(
-            (without.need_bytes - look.need_bytes, *(_alive(without, phase) - _alive(look, phase) for phase in phases))
+        fixed, shares = dict[Phase, float](), dict[Phase, float]()
+        phases = [phase for phase in self._alive if phase in look.phases and phase in without.phases]
+        for phase in phases:
+            after, before = look.phases[phase], without.phases[phase]
+            grows = before.growing_bytes > 0
+            new_bytes = 0 if grows else after.growing_bytes
+            fixed[phase] = after.fixed_bytes - before.fixed_bytes + new_bytes
+            shares[phase] = after.growing_bytes / before.growing_bytes if grows else 1.0
+        self._effects[choice] = _Effect(
+            fixed_bytes=fixed,
+            shares_left=shares,
+            beyond_share=max(_beyond(look), 0.0) / _beyond(without) if _beyond(without) > 0 else 1.0,
+            saved_bytes=max(
+                (without.need_bytes - look.need_bytes, *(_alive(without, one) - _alive(look, one) for one in phases))
+            ),
+            seconds=look.seconds - without.seconds,
+            passes=self._passes(look.micro_batch),
+            passes_seconds=without.seconds,
+            reaches=reaches,
         )
         self._reference = without
 
     def interpolate(self, choice: Choice, strong: Choice, bytes_share: float, seconds_share: float) -> None:
         """Take a choice to have a share of the effect of a stronger one, if that is known."""
-        if strong not in self._added_seconds:
-            return
-        for phase, effect in self._fixed_effect[strong].items():
-            self._fixed_effect[choice][phase] = bytes_share * effect
-            self._growing_share[choice][phase] = 1 - bytes_share * (1 - self._growing_share[strong][phase])
-        self._beyond_effect[choice] = bytes_share * self._beyond_effect[strong]
-        self._added_seconds[choice] = seconds_share * self._added_seconds[strong]
-        self._reaches[choice] = self._reaches[strong]
-        if strong in self._passes_seconds:
-            self._passes_seconds[choice] = self._passes_seconds[strong]
+        effect = self._effects.get(strong)
+        if effect is not None:
+            self._effects[choice] = replace(
+                effect,
+                fixed_bytes={phase: bytes_share * one for phase, one in effect.fixed_bytes.items()},
+                shares_left={phase: 1 - bytes_share * (1 - one) for phase, one in effect.shares_left.items()},
+                beyond_share=1 - bytes_share * (1 - effect.beyond_share),
+                seconds=seconds_share * effect.seconds,
+            )
 
     def correct(self, look: Look) -> None:
         """Learn from a trace of a whole mix."""
         size = np.asarray([look.micro_batch])
-        for off, guess, value in (
-            (self._bytes_off, self.need_bytes, look.need_bytes),
-            (self._seconds_off, self.seconds, look.seconds),
-        ):
-            points = off.setdefault(look.mix, {})
-            points.pop(look.micro_batch, None)
-            before = self._off(off, look.mix, size)[0]
-            points[look.micro_batch] = float(before + value - guess(look.mix, size)[0])
+        points = self._off.setdefault(look.mix, {})
+        points.pop(look.micro_batch, None)
+        off = self._off_of(_Members([look.mix]), np.zeros(1, dtype=int), size)
+        guess = self.guess([look.mix], np.zeros(1, dtype=int), size)
+        known = zip(off, guess, (look.need_bytes, look.seconds), strict=True)
+        need_off, seconds_off = (float(before[0] + value - guessed[0]) for before, guessed, value in known)
+        points[look.micro_batch] = (need_off, seconds_off)
 
-    def need_bytes(self, mix: Choices, micro_batches: Column) -> Any:
-        """Guess the budget that a mix is safe in, for each of several micro-batches."""
-        added = [choice for choice in mix if choice not in self._base]
-        most = np.zeros(len(micro_batches))
+    def guess(self, mixes: Sequence[Choices], numbers: Column, micro_batches: Column) -> tuple[Column, Column]:
+        """Guess the budget that mixes are safe in, and the seconds of a step.
+
+        Args:
+            mixes: without micro-batches.
+            numbers: of each guess the number of its mix.
+            micro_batches: of each guess, in samples.
+        """
+        members = _Members(mixes)
+        effects = {choice: effect for choice, effect in self._effects.items() if choice not in self._base}
+        known = [(members.of(choice), effect) for choice, effect in effects.items() if choice in members]
+        off_bytes, off_seconds = self._off_of(members, numbers, micro_batches)
+        needs = self._need_bytes(known, numbers, micro_batches) + off_bytes
+        return needs, self._seconds(known, numbers, micro_batches) + off_seconds
+
+    def _need_bytes(self, known: Sequence[_Known], numbers: Column, micro_batches: Column) -> Any:
+        num_mixes = numbers.max(initial=0) + 1
+        most, beyond_share = np.zeros(len(numbers)), np.ones(num_mixes)
         for phase, curve in self._alive.items():
-            fixed = sum(self._fixed_effect[choice].get(phase, 0.0) for choice in added)
-            gone = self._growing[phase].at(micro_batches) * (1 - self._share_left(added, phase))
-            most = np.maximum(most, curve.at(micro_batches) + fixed - gone)
-        beyond = self._beyond.at(micro_batches) + sum(self._beyond_effect.get(choice, 0.0) for choice in added)
-        return most + np.maximum(beyond, 0.0) + self._off(self._bytes_off, mix, micro_batches)
+            fixed, left = np.zeros(num_mixes), self._share_left(known, phase, num_mixes)
+            for has, effect in known:
+                fixed += has * effect.fixed_bytes.get(phase, 0.0)
+            gone = self._growing[phase].at(micro_batches) * (1 - left[numbers])
+            most = np.maximum(most, curve.at(micro_batches) + fixed[numbers] - gone)
+        for has, effect in known:
+            beyond_share *= np.where(has, effect.beyond_share, 1.0)
+        return most + np.maximum(self._beyond.at(micro_batches), 0.0) * beyond_share[numbers]
 
-    def seconds(self, mix: Choices, micro_batches: Column) -> Any:
-        """Guess the time of a step, for each of several micro-batches."""
-        plain = self._plain_seconds(micro_batches)
-        seconds = plain + self._off(self._seconds_off, mix, micro_batches)
-        added = [choice for choice in mix if choice in self._added_seconds and choice not in self._base]
-        for choice, share in self._moved_shares(added).items():
-            passes_seconds = self._passes_seconds.get(choice)
-            seconds += share * self._added_seconds[choice] * (plain / passes_seconds if passes_seconds else 1.0)
+    def _seconds(self, known: Sequence[_Known], numbers: Column, micro_batches: Column) -> Any:
+        plain, passes = self._plain_seconds(micro_batches), self._passes(micro_batches)
+        seconds = plain.copy()
+        left = defaultdict[frozenset[Category], Any](lambda: np.ones(numbers.max(initial=0) + 1))
+        for has, effect in sorted(known, key=lambda one: one[1].seconds):
+            added = (has * left[effect.reaches])[numbers] * effect.seconds
+            if effect.reaches <= _OF_AN_UPDATE:
+                seconds += added
+            elif effect.reaches <= _OF_A_PASS:
+                seconds += added * passes / effect.passes
+            else:
+                seconds += added * plain / effect.passes_seconds
+            if len(effect.reaches) == 1:  # what cheaper ones of the same category leave to do
+                share = min(1.0, effect.shares_left.get(self._largest_phase, 1.0))
+                left[effect.reaches] = left[effect.reaches] * np.where(has, share, 1.0)
         return seconds
 
     def _plain_seconds(self, micro_batches: Column) -> Any:
@@ -158,48 +201,70 @@ class Surrogate:
     def _passes(self, micro_batches: Column | int) -> Any:
         return np.ceil(self._batch_size / np.asarray(micro_batches))
 
-    def _share_left(self, added: Sequence[Choice], phase: Phase) -> float:
+    @staticmethod
+    def _share_left(known: Sequence[_Known], phase: Phase, num_mixes: int) -> Column:
         """What choices leave of the bytes that grow. What two save of one category (activations) is saved once."""
-        left, least = 1.0, dict[frozenset[Category], float]()
-        for choice in added:
-            share, reaches = self._growing_share[choice].get(phase, 1.0), self._reaches.get(choice, frozenset())
-            if len(reaches) == 1:
-                least[reaches] = min(share, least.get(reaches, share))
+        left, least = np.ones(num_mixes), dict[frozenset[Category], Column]()
+        for has, effect in known:
+            share = effect.shares_left.get(phase, 1.0)
+            if len(effect.reaches) == 1:
+                before = least.get(effect.reaches, np.full(num_mixes, np.inf))
+                least[effect.reaches] = np.minimum(before, np.where(has, share, np.inf))
             else:
-                left *= share
-        return left * prod(least.values())
-
-    def _moved_shares(self, added: Sequence[Choice]) -> dict[Choice, float]:
-        """Of the time that each choice adds, the share for what cheaper ones of the same category left it to do."""
-        shares, left = dict[Choice, float](), defaultdict[frozenset[Category], float](lambda: 1.0)
-        for choice in sorted(added, key=lambda one: self._added_seconds[one]):
-            reaches = self._reaches[choice]
-            shares[choice] = left[reaches]
-            if len(reaches) == 1:
-                left[reaches] *= min(1.0, self._growing_share[choice].get(self._largest_phase, 1.0))
-        return shares
+                left *= np.where(has, share, 1.0)
+        for share_left in least.values():
+            left *= np.where(np.isinf(share_left), 1.0, share_left)
+        return left
 
     def is_useful(self, choice: Choice) -> bool:
         """Whether a choice that was learned saves time, or memory in any phase, that is worth another trace."""
-        saves_time = -self._added_seconds[choice] > _WORTH_SHARE * self._reference.seconds
-        return saves_time or self._saved_bytes[choice] > _WORTH_SHARE * self._reference.need_bytes
+        effect = self._effects[choice]
+        saves_time = -effect.seconds > _WORTH_SHARE * self._reference.seconds
+        return saves_time or effect.saved_bytes > _WORTH_SHARE * self._reference.need_bytes
 
     def is_free(self, choice: Choice) -> bool:
         """Whether a choice that was learned takes no time."""
-        return self._added_seconds[choice] <= _WORTH_SHARE * self._reference.seconds
+        return self._effects[choice].seconds <= _WORTH_SHARE * self._reference.seconds
 
-    @staticmethod
-    def _off(off: dict[Choices, dict[int, float]], mix: Choices, micro_batches: Column) -> Any:
+    def _off_of(self, members: _Members, numbers: Column, micro_batches: Column) -> tuple[Column, Column]:
         """By how much guesses are off: at the sizes that were traced of the mix, or of the one most like it."""
-        here = frozenset(mix)
-        distances = {other: len(here ^ frozenset(other)) for other, points in off.items() if points}
-        near = [other for other, distance in distances.items() if distance <= _ALIKE]
-        if not near:
-            return np.zeros(len(micro_batches))
-        sizes, values = zip(
-            *sorted(off[min(near, key=lambda other: (distances[other], str(other)))].items()), strict=True
-        )
-        return np.interp(np.log2(micro_batches), np.log2(sizes), values)
+        off_bytes, off_seconds = np.zeros(len(numbers)), np.zeros(len(numbers))
+        known = sorted((mix for mix, points in self._off.items() if points), key=str)
+        if known:
+            distances = np.stack([members.distances(mix) for mix in known])
+            nearest = np.where(distances.min(axis=0) <= _ALIKE, distances.argmin(axis=0), -1)[numbers]
+            for place, mix in enumerate(known):
+                rows, points = nearest == place, sorted(self._off[mix].items())
+                sizes, at = np.log2([size for size, _ in points]), np.log2(micro_batches[rows])
+                off_bytes[rows] = np.interp(at, sizes, [one for _, (one, _) in points])
+                off_seconds[rows] = np.interp(at, sizes, [one for _, (_, one) in points])
+        return off_bytes, off_seconds
+
+
+class _Members:
+    """Which choices each of many mixes has, in columns."""
+
+    def __init__(self, mixes: Sequence[Choices]) -> None:
+        self._places: dict[Choice, int] = {}
+        held = [[self._places.setdefault(choice, len(self._places)) for choice in mix] for mix in mixes]
+        self._has = np.zeros((len(mixes), len(self._places)), dtype=np.int64)
+        for number, places in enumerate(held):
+            self._has[number, places] = 1
+
+    def __contains__(self, choice: Choice) -> bool:
+        """Whether any of them has it."""
+        return choice in self._places
+
+    def of(self, choice: Choice) -> Column:
+        """Which of them have a choice."""
+        found: Column = self._has[:, self._places[choice]] > 0
+        return found
+
+    def distances(self, mix: Choices) -> Column:
+        """In how many choices each of them and another mix differ."""
+        places = [self._places[choice] for choice in mix if choice in self]
+        found: Column = self._has.sum(axis=1) + len(mix) - 2 * self._has[:, places].sum(axis=1)
+        return found
 
 
 def _alive(look: Look, phase: Phase) -> float:

@@ -1,0 +1,67 @@
+"""What is known and guessed of many mixes at once: of each with each of its micro-batches one row."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plimsoll.plan.look import Look, heap_of
+from plimsoll.plan.mixes import Mix, whole
+from plimsoll.plan.surrogate import Column, Surrogate
+from plimsoll.records.plan import Choice
+from plimsoll.techniques import Choices
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """Columns: the number of the mix, its micro-batch, the need, the seconds of a step, and whether it is possible."""
+
+    mixes: Sequence[Mix]
+    numbers: Column
+    sizes: Column
+    needs: Column
+    seconds: Column
+    possible: Column
+
+    def mix(self, row: int) -> Choices:
+        """The choices of a row but for the micro-batch."""
+        return self.mixes[int(self.numbers[row])].choices
+
+    def choices(self, row: int) -> Choices:
+        """The whole choices of a row."""
+        return whole(self.mix(row), int(self.sizes[row]))
+
+
+def guesses_of(
+    mixes: Sequence[Mix], surrogates: Mapping[Choice | None, Surrogate], looks: Iterable[Look]
+) -> Guesses:  # fmt: skip
+    """Return what is known of mixes with each of their sizes: what was traced, or else what is guessed.
+
+    Args:
+        mixes: at least one.
+        surrogates: of each heap.
+        looks: what was traced.
+    """
+    numbers = np.repeat(np.arange(len(mixes)), [len(mix.sizes) for mix in mixes])
+    starts = np.searchsorted(numbers, np.arange(len(mixes)))
+    sizes = np.concatenate([mix.sizes for mix in mixes])
+    needs, seconds, possible = np.zeros(len(numbers)), np.zeros(len(numbers)), np.ones(len(numbers), dtype=bool)
+    of_heap = defaultdict[Choice | None, list[int]](list)
+    for number, mix in enumerate(mixes):
+        of_heap[heap_of(mix.choices)].append(number)
+    for heap, members in of_heap.items():
+        rows = np.flatnonzero(np.isin(numbers, members))
+        within = np.searchsorted(members, numbers[rows])
+        guess = surrogates[heap].guess([mixes[number].choices for number in members], within, sizes[rows])
+        needs[rows], seconds[rows] = guess
+    traced = defaultdict[Choices, list[Look]](list)
+    for look in looks:
+        traced[look.mix].append(look)
+    for number, mix in enumerate(mixes):
+        for look in traced.get(mix.choices, ()):
+            for row in starts[number] + np.flatnonzero(mix.sizes == look.micro_batch):
+                needs[row], seconds[row], possible[row] = look.need_bytes, look.seconds, look.fits
+    return Guesses(mixes, numbers, sizes, needs, seconds, possible)
