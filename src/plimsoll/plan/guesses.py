@@ -17,7 +17,7 @@ from plimsoll.techniques import Choices
 
 @dataclass(frozen=True)
 class Guesses:
-    """Columns: the number of the mix, its micro-batch, the need, the seconds of a step, and whether it is possible."""
+    """Columns: the number of the mix, its micro-batch, the need, the seconds of a step, whether it is possible, and known."""
 
     mixes: Sequence[Mix]
     numbers: Column
@@ -25,6 +25,7 @@ class Guesses:
     needs: Column
     seconds: Column
     possible: Column
+    traced: Column
 
     def mix(self, row: int) -> Choices:
         """The choices of a row but for the micro-batch."""
@@ -57,11 +58,11 @@ def guesses_of(
         within = np.searchsorted(members, numbers[rows])
         guess = surrogates[heap].guess([mixes[number].choices for number in members], within, sizes[rows])
         needs[rows], seconds[rows] = guess
-    traced = defaultdict[Choices, list[Look]](list)
+    is_traced, traced = np.zeros(len(numbers), dtype=bool), defaultdict[Choices, list[Look]](list)
     for look in looks:
         traced[look.mix].append(look)
     for number, mix in enumerate(mixes):
         for look in traced.get(mix.choices, ()):
             for row in starts[number] + np.flatnonzero(mix.sizes == look.micro_batch):
-                needs[row], seconds[row], possible[row] = look.need_bytes, look.seconds, look.fits
-    return Guesses(mixes, numbers, sizes, needs, seconds, possible)
+                needs[row], seconds[row], possible[row], is_traced[row] = look.need_bytes, look.seconds, look.fits, True
+    return Guesses(mixes, numbers, sizes, needs, seconds, possible, is_traced)

@@ -38,7 +38,7 @@ _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
 _MOST_LOOKS_BESIDE = 2  # at other micro-batches, for a trial
 _SLOW = 1.1  # of the time with the whole batch: passes are too small
 _MAY_BE_AS_FAST = 1.1  # of the time of the fastest: where a guess says more, it is
-_WEAKER_SECONDS = 0.5  # of the time that the strongest option adds
+_GUESSES_OFF = 0.0  # of the limit: what is guessed to need more is looked at if nothing else may fit
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 # Of what the plan needs: close by where it needs most of the limit, since most that runs out lacked a little. A peak
 # that is higher still is for the leanest.
@@ -64,33 +64,35 @@ class Found:
     candidates: tuple[Look, ...] = ()
 
 
-def search(problem: Problem, look_at: LookAt, expect: Expect = lambda mixes: None) -> Found:
+def search(
+    problem: Problem, look_at: LookAt, expect: Expect = lambda mixes: None, at_length: LookAt | None = None
+) -> Found:
     """Find the fastest mix that fits.
 
     Args:
         problem: the training, the limit, and what is decided already.
         look_at: traces a mix.
         expect: told of several mixes that will be traced whatever each of them says, so that they can be side by side.
+        at_length: looks at a mix in as many steps as show all that the training does; what is chosen holds there, too.
 
     Raises:
         InputError: if the pinned choices contradict each other, or the training.
     """
-    return _Search(problem, look_at, expect).found()
+    return _Search(problem, look_at, expect, at_length or look_at).found()
 
 
 class _Search:
-    def __init__(self, problem: Problem, look_at: LookAt, expect: Expect) -> None:
+    def __init__(self, problem: Problem, look_at: LookAt, expect: Expect, at_length: LookAt) -> None:
         self._problem = problem
         self._menu: Menu = menu_of(problem)
         self._compatibility = Compatibility(problem)
-        self._look_at, self._expect = look_at, expect
+        self._look_at, self._expect, self._at_length = look_at, expect, at_length
         self._looks: dict[Choices, Look] = {}
         self._surrogates: dict[Choice | None, Surrogate] = {}  # one for each heap
         self._usual_heap = heap_of(self._menu.base)
         self._reference: Look
         self._asked: set[str] = set()
         self._learned: dict[str, list[Choice]] = {}
-        self._further: dict[str, Choices] = {}  # options of what may be faster, not traced yet
         self._only_guessed: set[Choice] = set()
         self._mixes_of: dict[str, list[Choice]] | None = None
         self._known_mixes: list[Mix] = []
@@ -117,12 +119,12 @@ class _Search:
     def _fastest(self, limit_bytes: int) -> Look | None:
         fits_plainly, may_gain = self._judge_plain(limit_bytes)
         self._learn_techniques(only_faster=fits_plainly and not may_gain)
-        chosen = self._best_of_all_options(limit_bytes)
+        chosen = self._best_within(limit_bytes)
         if chosen is None and fits_plainly and not may_gain:
             self._learn_techniques()
-            chosen = self._best_of_all_options(limit_bytes)
+            chosen = self._best_within(limit_bytes)
         if chosen is None and self._descend(limit_bytes):
-            chosen = self._best_of_all_options(limit_bytes)
+            chosen = self._best_within(limit_bytes)
         return chosen
 
     # -- looking -------------------------------------------------------------------------------------------------------
@@ -184,37 +186,22 @@ class _Search:
             learned = [strongest] if strongest in useful else []
             if name == "checkpointing":
                 learned += self._some_blocks(strongest) if learned else []
-            elif technique.may_be_faster:
-                self._further[name] = tuple(others)
             elif not learned:
                 learned += filter(self._learn, others[:1])
+            elif technique.may_be_faster:
+                learned += self._guess(others, strongest)
             elif not self._surrogates[self._usual_heap].is_free(strongest):
                 learned += self._guess(others[:1], strongest)
             if learned:
                 self._learned[name] = learned
 
     def _guess(self, weaker: Sequence[Choice], strongest: Choice) -> Sequence[Choice]:
-        """Take weaker options to do as much, in less time: one that is in a plan then is traced."""
+        """Take weaker options to do as much, in less time, until one is traced as part of a mix."""
         for choice in weaker:
             for surrogate in self._surrogates.values():
-                surrogate.interpolate(choice, strongest, bytes_share=1, seconds_share=_WEAKER_SECONDS)
+                surrogate.suppose(choice, strongest, technique_of(choice.technique).may_be_faster)
         self._only_guessed.update(weaker)
         return weaker
-
-    def _learn_further(self, choices: Choices) -> bool:
-        """Trace what a mix has that is only guessed, and further options of what may be faster."""
-        guessed = [choice for choice in choices if choice in self._only_guessed]
-        self._only_guessed.difference_update(guessed)
-        for choice in guessed:
-            if not self._learn(choice):
-                self._learned[choice.technique] = [one for one in self._learned[choice.technique] if one != choice]
-        further, self._further = self._further, {}
-        useful = self._learn_each([choice for options in further.values() for choice in options])
-        for name, options in further.items():
-            found = [choice for choice in options if choice in useful]
-            if found:
-                self._learned[name] = [*self._learned.get(name, ()), *found]
-        return bool(guessed or further)
 
     def _may_be_of_use(self, name: str, only_faster: bool) -> bool:
         technique = technique_of(name)
@@ -323,6 +310,10 @@ class _Search:
             self._known_mixes = mixes_of(self._menu, self._learned, required, self._compatibility.allows)
         return self._known_mixes
 
+    def _telling_mixes(self) -> list[Mix]:
+        """Those with at most one choice that is only guessed, about which a trace of the mix then tells."""
+        return [mix for mix in self._mixes() if len(self._only_guessed.intersection(mix.choices)) <= 1]
+
     def _learned_mixes(self, after: Choices | None = None) -> list[Mix]:
         """Those of what was learned, and where a mix is given that can come after it in a run."""
         learned = (mix for mix in self._mixes() if self._only_guessed.isdisjoint(mix.choices))
@@ -331,30 +322,31 @@ class _Search:
     def _guessed(self, mixes: Sequence[Mix]) -> Guesses:
         return guesses_of(mixes, self._surrogates, self._looks.values())
 
-    def _best_of_all_options(self, limit_bytes: int) -> Look | None:
-        """The fastest mix that fits, with every option of its techniques known."""
-        while True:
-            guess = self._best_guess(self._mixes(), limit_bytes)
-            if guess is not None and self._learn_further(guess):
-                continue
-            chosen = self._best_within(limit_bytes)
-            if chosen is None or not self._learn_further(chosen.choices):
-                return chosen
-
     def _best_within(self, limit_bytes: int, after: Choices | None = None) -> Look | None:
         """The fastest mix that fits, traced; ``None`` if none is found. ``after``: what it is a fallback of."""
-        mixes = self._mixes() if after is None else self._learned_mixes(after)
         for _ in range(_MOST_LOOKS if after is None else _MOST_FALLBACK_LOOKS):
+            mixes = self._telling_mixes() if after is None else self._learned_mixes(after)
             best = self._best_guess(mixes, limit_bytes)
             if best is None:
                 break
             if best in self._looks:
                 simpler = self._simpler(self._looks[best], limit_bytes) if after is None else None
-                if simpler is None:
+                if simpler is None and self._holds(best):
                     return self._looks[best]
+                if simpler is None:
+                    continue
                 best = simpler
             self._correct(best)
         return self._traced_within(limit_bytes, after)
+
+    def _holds(self, choices: Choices) -> bool:
+        """Whether a mix needs no more at full length than the line; else what it needs there is what is known of it."""
+        at_length = self._at_length(choices)
+        if at_length.fits and at_length.need_bytes <= self._problem.limit_bytes + self._problem.margin_bytes:
+            return True
+        self._looks[choices] = at_length
+        self._surrogates[heap_of(choices)].correct(at_length)
+        return False
 
     def _traced_within(self, limit_bytes: int, after: Choices | None) -> Look | None:
         looks = [look for look in self._looks.values() if look.fits and look.need_bytes <= limit_bytes]
@@ -377,6 +369,7 @@ class _Search:
             alike = in_heap(choices, heap)
             if self._compatibility.allows(alike):
                 surrogate.correct(self._look_at_choices(alike))
+        self._only_guessed.difference_update(choices)
 
     def _can_be(self, look: Look, after: Choices | None) -> bool:
         """Whether a look has what every plan must have, and can come after another."""
@@ -390,7 +383,10 @@ class _Search:
         if not mixes:
             return None
         guesses = self._guessed(mixes)
-        rows = np.flatnonzero((guesses.needs <= limit_bytes) & guesses.possible)
+        room_bytes = np.where(guesses.traced, limit_bytes, (1 - _GUESSES_OFF) * limit_bytes)
+        rows = np.flatnonzero((guesses.needs <= room_bytes) & guesses.possible)
+        if not len(rows):
+            rows = np.flatnonzero((guesses.needs <= limit_bytes) & guesses.possible)
         if not len(rows):
             return None
         fastest, seconds = guesses.seconds[rows].min(), guesses.seconds

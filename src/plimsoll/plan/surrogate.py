@@ -27,6 +27,8 @@ from plimsoll.techniques import Choices
 Column = NDArray[Any]
 
 _WORTH_SHARE = 0.01  # of the time or the need
+_FASTER_SHARE = 0.05  # of the time, which a weaker option may save
+_WEAKER_SECONDS = 0.5  # of the time that the strongest option of a technique adds
 _OF_AN_UPDATE: frozenset[Category] = frozenset({"gradients", "optimizer states"})
 _OF_A_PASS = _OF_AN_UPDATE | {"parameters"}  # moved in each pass, whatever its size
 _ALIKE = 4  # choices in which mixes may differ for the error of one to be taken for the other's
@@ -92,6 +94,7 @@ class Surrogate:
         points = [(self._batch_size / passes[size], look.seconds / passes[size]) for size, look in looks.items()]
         self._pass_seconds = _Curve(points)
         self._effects: dict[Choice, _Effect] = {}
+        self._supposed: set[Choice] = set()
         self._reference = plain[0]
         self._off: dict[Choices, dict[int, tuple[float, float]]] = {}  # bytes and seconds, by mix and size
 
@@ -133,9 +136,22 @@ class Surrogate:
                 seconds=seconds_share * effect.seconds,
             )
 
+    def suppose(self, choice: Choice, strong: Choice, may_be_faster: bool) -> None:
+        """Take a weaker choice to do as much as a stronger one in less time, until it is in a mix that is traced."""
+        effect = self._effects.get(strong)
+        if effect is not None:
+            seconds = _WEAKER_SECONDS * effect.seconds
+            if may_be_faster:
+                seconds = min(effect.seconds - _WORTH_SHARE * effect.passes_seconds, -_FASTER_SHARE * effect.passes_seconds)
+            self._effects[choice] = replace(effect, seconds=seconds)
+            self._supposed.add(choice)
+
     def correct(self, look: Look) -> None:
-        """Learn from a trace of a whole mix."""
+        """Learn from a trace of a whole mix; what was only supposed of a choice is put right first."""
         size = np.asarray([look.micro_batch])
+        for choice in [one for one in look.mix if one in self._supposed]:
+            self._supposed.discard(choice)
+            self._put_right(choice, look)
         points = self._off.setdefault(look.mix, {})
         points.pop(look.micro_batch, None)
         off = self._off_of(_Members([look.mix]), np.zeros(1, dtype=int), size)
@@ -143,6 +159,28 @@ class Surrogate:
         known = zip(off, guess, (look.need_bytes, look.seconds), strict=True)
         need_off, seconds_off = (float(before[0] + value - guessed[0]) for before, guessed, value in known)
         points[look.micro_batch] = (need_off, seconds_off)
+
+    def _put_right(self, choice: Choice, look: Look) -> None:
+        """Take by how much a guess of a mix is off to be due to one choice in it."""
+        effect, asked = self._effects[choice], ([look.mix], np.zeros(1, dtype=int), np.asarray([look.micro_batch]))
+        seconds = float(self.guess(*asked)[1][0])
+        self._effects[choice] = replace(effect, seconds=effect.seconds + 1)
+        of_a_second = float(self.guess(*asked)[1][0]) - seconds
+        known, fixed, shares = self._known(_Members([look.mix])), dict(effect.fixed_bytes), dict(effect.shares_left)
+        beyond = float(self._beyond_bytes(known, *asked[1:])[0])
+        for phase in fixed:
+            fixed_bytes, growing_bytes = (float(one[0]) for one in self._phase_bytes(known, phase, *asked[1:]))
+            peak = look.phases.get(phase)
+            if peak is not None:
+                fixed[phase] += peak.fixed_bytes - fixed_bytes
+                shares[phase] *= peak.growing_bytes / growing_bytes if growing_bytes > 0 else 1.0
+        self._effects[choice] = replace(
+            effect,
+            fixed_bytes=fixed,
+            shares_left=shares,
+            beyond_share=effect.beyond_share * (max(_beyond(look), 0.0) / beyond if beyond > 0 else 1.0),
+            seconds=effect.seconds + (look.seconds - seconds) / (of_a_second or 1.0),
+        )
 
     def guess(self, mixes: Sequence[Choices], numbers: Column, micro_batches: Column) -> tuple[Column, Column]:
         """Guess the budget that mixes are safe in, and the seconds of a step.
@@ -153,24 +191,29 @@ class Surrogate:
             micro_batches: of each guess, in samples.
         """
         members = _Members(mixes)
-        effects = {choice: effect for choice, effect in self._effects.items() if choice not in self._base}
-        known = [(members.of(choice), effect) for choice, effect in effects.items() if choice in members]
+        known = self._known(members)
+        needs = self._beyond_bytes(known, numbers, micro_batches)
+        needs += np.max([sum(self._phase_bytes(known, phase, numbers, micro_batches)) for phase in self._alive], axis=0)
         off_bytes, off_seconds = self._off_of(members, numbers, micro_batches)
-        needs = self._need_bytes(known, numbers, micro_batches) + off_bytes
-        return needs, self._seconds(known, numbers, micro_batches) + off_seconds
+        return np.rint(needs + off_bytes), self._seconds(known, numbers, micro_batches) + off_seconds
 
-    def _need_bytes(self, known: Sequence[_Known], numbers: Column, micro_batches: Column) -> Any:
-        num_mixes = numbers.max(initial=0) + 1
-        most, beyond_share = np.zeros(len(numbers)), np.ones(num_mixes)
-        for phase, curve in self._alive.items():
-            fixed, left = np.zeros(num_mixes), self._share_left(known, phase, num_mixes)
-            for has, effect in known:
-                fixed += has * effect.fixed_bytes.get(phase, 0.0)
-            gone = self._growing[phase].at(micro_batches) * (1 - left[numbers])
-            most = np.maximum(most, curve.at(micro_batches) + fixed[numbers] - gone)
-        for has, effect in known:
-            beyond_share *= np.where(has, effect.beyond_share, 1.0)
-        return most + np.maximum(self._beyond.at(micro_batches), 0.0) * beyond_share[numbers]
+    def _known(self, members: _Members) -> list[_Known]:
+        learned = [choice for choice in self._effects if choice not in self._base and choice in members]
+        return [(members.of(choice), self._effects[choice]) for choice in learned]
+
+    def _phase_bytes(
+        self, known: Sequence[_Known], phase: Phase, numbers: Column, micro_batches: Column
+    ) -> tuple[Column, Column]:
+        """Of what is alive at the peak of a phase, what does not grow with the micro-batch and what does."""
+        num_mixes, growing = numbers.max(initial=0) + 1, self._growing[phase].at(micro_batches)
+        added = sum((has * effect.fixed_bytes.get(phase, 0.0) for has, effect in known), np.zeros(num_mixes))
+        fixed = self._alive[phase].at(micro_batches) - growing + added[numbers]
+        return fixed, growing * self._share_left(known, phase, num_mixes)[numbers]
+
+    def _beyond_bytes(self, known: Sequence[_Known], numbers: Column, micro_batches: Column) -> Any:
+        shares = [np.where(has, effect.beyond_share, 1.0) for has, effect in known]
+        left = np.prod(shares, axis=0) if shares else np.ones(numbers.max(initial=0) + 1)
+        return np.maximum(self._beyond.at(micro_batches), 0.0) * left[numbers]
 
     def _seconds(self, known: Sequence[_Known], numbers: Column, micro_batches: Column) -> Any:
         plain, passes = self._plain_seconds(micro_batches), self._passes(micro_batches)

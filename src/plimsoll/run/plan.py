@@ -280,7 +280,7 @@ class Planner:
         """Search, check at full length, search again with less room where that does not hold, or take a fallback."""
         limit_bytes = int(self._target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
         for _ in range(_MOST_ROUNDS):
-            found = search(self.problem(limit_bytes), lambda choices: self.look(choices, is_short=True), self._expect)
+            found = search(self.problem(limit_bytes), self._look_shortly, self._expect, self.look_at_length)
             chosen = self.look_at_length(found.chosen.choices)
             over_bytes = chosen.need_bytes - self._target.limit_bytes
             if not found.fits or over_bytes <= 0:
@@ -306,6 +306,9 @@ class Planner:
         finally:
             self._target = target
         return need_bytes
+
+    def _look_shortly(self, choices: Choices) -> Look:
+        return self.look(choices, is_short=True)
 
     def look_at_length(self, choices: Choices) -> Look:
         """Look at a mix in as many steps as show all that the training does."""
