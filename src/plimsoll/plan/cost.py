@@ -96,6 +96,11 @@ def step_duration(
     )
 
 
+def update_seconds(counted: Counted, speed: Speed, exchange: ExchangeSpeed | None = None) -> float:
+    """Compute the seconds of what one optimizer step does once; arguments as `step_duration`."""
+    return _stretches(counted, speed, None, exchange)[1]
+
+
 def moved_outside(counted: Counted, *, batch_size: int, micro_batch: int, rehearsed_samples: int) -> int:
     """Count the bytes outside the device that one optimizer step reads and writes; arguments as `step_duration`."""
     ops = counted.trace.ops

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
+from math import inf
 
 from plimsoll.errors import InputError
 from plimsoll.plan.pins import Decided
@@ -25,7 +26,7 @@ class Problem:
     """What a plan is searched for: a training, the line, and what the user has decided already.
 
     ``limit_bytes`` is what a mix may need, and ``margin_bytes`` what the device may hold beyond that, since a look may
-    say too little.
+    say too little. ``update_seconds`` are what an update takes without techniques, and more than what one could save.
     """
 
     workload: Workload
@@ -33,6 +34,7 @@ class Problem:
     limit_bytes: int
     decided: Decided = _NOTHING_DECIDED
     margin_bytes: int = 0
+    update_seconds: float = inf
 
 
 @dataclass(frozen=True)

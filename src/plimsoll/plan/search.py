@@ -28,17 +28,17 @@ from plimsoll.plan.look import Look, LookAt, heap_of, in_heap
 from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of, openings_of
 from plimsoll.plan.mixes import LEAST_PART, SAME_BYTES, Mix, about, all_on_top, least_of, mixes_of, whole
 from plimsoll.plan.reasons import SAME_SECONDS, rejected
-from plimsoll.plan.surrogate import Surrogate
+from plimsoll.plan.surrogate import Column, Surrogate
 from plimsoll.records.plan import Choice, Rejected, micro_batch_choice
-from plimsoll.techniques import UNTRACED, Choices, in_order, technique_of
+from plimsoll.records.trace import Phase
+from plimsoll.techniques import ONLY_IN, UNTRACED, Choices, in_order, technique_of
 
-_MOST_LOOKS = 8  # at mixes, for the plan ...
-_MOST_FALLBACK_LOOKS = 1  # ... and for each fallback, which need not be the fastest
+_MOST_LOOKS = 8  # at mixes, for the plan
 _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
-_MOST_LOOKS_BESIDE = 2  # at other micro-batches, for a trial
 _SLOW = 1.1  # of the time with the whole batch: passes are too small
-_MAY_BE_AS_FAST = 1.1  # of the time of the fastest: where a guess says more, it is
-_GUESSES_OFF = 0.0  # of the limit: what is guessed to need more is looked at if nothing else may fit
+_MAY_BE_AS_FAST = 1.06  # of the time of the fastest: where a guess says more, it is
+_WORTH_A_TRY = 0.03  # of the time, which a guess that may just fit would save
+_GUESSES_OFF = 0.025  # of the limit: what is guessed to need more is looked at if nothing else may fit
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 # Of what the plan needs: close by where it needs most of the limit, since most that runs out lacked a little. A peak
 # that is higher still is for the leanest.
@@ -210,8 +210,19 @@ class _Search:
             sum(look.parts.get(part, 0) for part in technique.reaches) / look.need_bytes for look in looks
         )
         may_help = not only_faster and max(reached_shares) >= LEAST_PART
-        is_wanted = may_help or technique.may_be_faster or name in self._problem.decided.required
+        if name in ONLY_IN and not self._is_peak_of(ONLY_IN[name]):
+            may_help = False
+        may_be_faster = technique.may_be_faster and not (
+            name in ONLY_IN and self._problem.update_seconds < SAME_SECONDS * self._reference.seconds
+        )
+        is_wanted = may_help or may_be_faster or name in self._problem.decided.required
         return is_wanted and name not in self._asked
+
+    def _is_peak_of(self, phases: frozenset[Phase]) -> bool:
+        """Whether the reference may need more than the limit in some phases, however little it needs in others."""
+        most = {phase: peak.fixed_bytes + peak.growing_bytes for phase, peak in self._reference.phases.items()}
+        share = max((most[phase] for phase in phases & most.keys()), default=0) / max(most.values())
+        return share * self._reference.need_bytes > self._problem.limit_bytes
 
     def _is_faster(self, look: Look) -> bool:
         """Whether larger micro-batches than the reference would be worth a technique that gives them room."""
@@ -314,30 +325,28 @@ class _Search:
         """Those with at most one choice that is only guessed, about which a trace of the mix then tells."""
         return [mix for mix in self._mixes() if len(self._only_guessed.intersection(mix.choices)) <= 1]
 
-    def _learned_mixes(self, after: Choices | None = None) -> list[Mix]:
-        """Those of what was learned, and where a mix is given that can come after it in a run."""
-        learned = (mix for mix in self._mixes() if self._only_guessed.isdisjoint(mix.choices))
-        return [mix for mix in learned if after is None or can_follow(after, mix.choices)]
+    def _learned_mixes(self) -> list[Mix]:
+        """Those of what was learned."""
+        return [mix for mix in self._mixes() if self._only_guessed.isdisjoint(mix.choices)]
 
     def _guessed(self, mixes: Sequence[Mix]) -> Guesses:
         return guesses_of(mixes, self._surrogates, self._looks.values())
 
-    def _best_within(self, limit_bytes: int, after: Choices | None = None) -> Look | None:
-        """The fastest mix that fits, traced; ``None`` if none is found. ``after``: what it is a fallback of."""
-        for _ in range(_MOST_LOOKS if after is None else _MOST_FALLBACK_LOOKS):
-            mixes = self._telling_mixes() if after is None else self._learned_mixes(after)
-            best = self._best_guess(mixes, limit_bytes)
+    def _best_within(self, limit_bytes: int) -> Look | None:
+        """The fastest mix that fits, traced; ``None`` if none is found."""
+        for _ in range(_MOST_LOOKS):
+            best = self._best_guess(self._telling_mixes(), limit_bytes)
             if best is None:
                 break
             if best in self._looks:
-                simpler = self._simpler(self._looks[best], limit_bytes) if after is None else None
+                simpler = self._simpler(self._looks[best], limit_bytes)
                 if simpler is None and self._holds(best):
                     return self._looks[best]
                 if simpler is None:
                     continue
                 best = simpler
             self._correct(best)
-        return self._traced_within(limit_bytes, after)
+        return self._traced_within(limit_bytes, None)
 
     def _holds(self, choices: Choices) -> bool:
         """Whether a mix needs no more at full length than the line; else what it needs there is what is known of it."""
@@ -379,36 +388,44 @@ class _Search:
         return has_size and has_all and (after is None or can_follow(after, look.mix))
 
     def _best_guess(self, mixes: list[Mix], limit_bytes: int) -> Choices | None:
-        """The choices to take: of those about as fast as the fastest, the fewest techniques, then the largest size."""
+        """The choices to take: what is traced or guessed to fit with room to spare, or what is faster and may just fit."""
         if not mixes:
             return None
         guesses = self._guessed(mixes)
-        room_bytes = np.where(guesses.traced, limit_bytes, (1 - _GUESSES_OFF) * limit_bytes)
-        rows = np.flatnonzero((guesses.needs <= room_bytes) & guesses.possible)
-        if not len(rows):
-            rows = np.flatnonzero((guesses.needs <= limit_bytes) & guesses.possible)
+        may_fit = np.flatnonzero((guesses.needs <= limit_bytes) & guesses.possible)
+        spare_bytes = np.where(guesses.traced, 0, _GUESSES_OFF * limit_bytes)[may_fit]
+        fitting, seconds = may_fit[guesses.needs[may_fit] + spare_bytes <= limit_bytes], guesses.seconds
+        best = self._best_of(guesses, fitting)
+        if best is not None and best not in self._looks:
+            return best
+        if best is None or seconds[may_fit].min() < (1 - _WORTH_A_TRY) * self._looks[best].seconds:
+            return self._best_of(guesses, may_fit)
+        return best
+
+    def _best_of(self, guesses: Guesses, rows: Column) -> Choices | None:
+        """Of those about as fast as the fastest, the fewest techniques, then the largest size."""
         if not len(rows):
             return None
-        fastest, seconds = guesses.seconds[rows].min(), guesses.seconds
+        seconds = guesses.seconds
+        fastest = seconds[rows].min()
         near = rows[seconds[rows] <= fastest + SAME_SECONDS * abs(fastest)]  # a guess may be below 0
         best = min((len(guesses.mix(row)), -guesses.sizes[row], seconds[row], str(guesses.mix(row)), row) for row in near)
         return guesses.choices(best[-1])
 
     def _look_beside(self, chosen: Look) -> None:
-        """Trace what is guessed to be about as fast with other micro-batches: a trial may show that it is faster."""
-        limit_bytes, most_seconds = self._problem.limit_bytes, chosen.step_time.high_seconds
+        """Trace what should be as fast with another micro-batch, if nothing such is known: a trial may show that it is.
+
+        It need only probably fit, as it is taken if it was measured to.
+        """
+        most_seconds, mixes = (1 + SAME_SECONDS) * chosen.seconds, self._learned_mixes()
+        guesses = self._guessed(mixes)
         alike = {heap: self._look_at_choices(in_heap(self._reference.choices, heap)) for heap in self._surrogates}
         likely = {heap: look.peak.likely_bytes / look.need_bytes for heap, look in alike.items()}
-        mixes = self._learned_mixes()
-        guesses = self._guessed(mixes)
         needs = guesses.needs * np.asarray([likely[heap_of(mix.choices)] for mix in mixes])[guesses.numbers]
-        fits = (needs <= limit_bytes) & (guesses.seconds <= most_seconds) & guesses.possible
+        fits = (needs <= self._problem.limit_bytes) & (guesses.seconds <= most_seconds) & guesses.possible
         rows = np.flatnonzero(fits & (guesses.sizes != chosen.micro_batch))
-        fastest: dict[int, int] = {}  # of each size
-        for row in rows[np.argsort(guesses.seconds[rows], kind="stable")]:
-            fastest.setdefault(int(guesses.sizes[row]), int(row))
-        for row in [*fastest.values()][:_MOST_LOOKS_BESIDE]:
-            self._correct(guesses.choices(row))
+        if len(rows) and not guesses.traced[rows].any():
+            self._correct(guesses.choices(rows[guesses.seconds[rows].argmin()]))
 
     # -- what is behind the plan ---------------------------------------------------------------------------------------
 
@@ -421,7 +438,7 @@ class _Search:
         last, is_near = chosen, chosen.need_bytes > _NEAR_SHARE * self._problem.limit_bytes
         for share in _FALLBACK_SHARES if is_near else _FALLBACK_SHARES[-1:]:
             limit_bytes = int(share * chosen.need_bytes)
-            following = last if last.need_bytes <= limit_bytes else self._fallback_within(limit_bytes, last.mix)
+            following = last if last.need_bytes <= limit_bytes else self._traced_within(limit_bytes, last.mix)
             if following is not None and following is not last:
                 yield following
                 last = following
@@ -436,10 +453,6 @@ class _Search:
             look = self._look_at_choices(single)  # the last resort, should activations be more than predicted
             if look.need_bytes < last.need_bytes:
                 yield look
-
-    def _fallback_within(self, limit_bytes: int, after: Choices) -> Look | None:
-        """The fastest that was traced and fits after another mix; if there is none, one guess is traced."""
-        return self._traced_within(limit_bytes, after) or self._best_within(limit_bytes, after)
 
     def _least_after(self, look: Look, mix: Choices) -> Look:
         """What needs least after a look, of what was traced and, with the smallest micro-batch, of one mix."""

@@ -34,7 +34,7 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
-from plimsoll.plan.cost import learned_peak, learned_ratio, moved_outside, step_duration, with_disk
+from plimsoll.plan.cost import learned_peak, learned_ratio, moved_outside, step_duration, update_seconds, with_disk
 from plimsoll.plan.look import Look, phase_peaks
 from plimsoll.plan.menu import Problem
 from plimsoll.plan.reasons import told_of
@@ -274,7 +274,8 @@ class Planner:
         """Return what is to be solved where a mix may need ``limit_bytes``."""
         trace = self._trace(self._target.lowering(), self.plain_choices, is_short=True)
         setting, margin_bytes = replace(self.setting, trace=trace), self.limit_bytes - limit_bytes
-        return Problem(self.subject.workload, setting, limit_bytes, self._decided, margin_bytes)
+        once_seconds = update_seconds(self._count(self.plain_choices, True, False), self._speed, self._exchange)
+        return Problem(self.subject.workload, setting, limit_bytes, self._decided, margin_bytes, once_seconds)
 
     def _found(self) -> tuple[Found, Look]:
         """Search, check at full length, search again with less room where that does not hold, or take a fallback."""

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 
 from plimsoll.named import require_technique
 from plimsoll.records.plan import Choice, Value
+from plimsoll.records.trace import Phase
 from plimsoll.techniques._base import Choices, Setting, Technique
 from plimsoll.techniques.activation_offload import ActivationOffload
 from plimsoll.techniques.adafactor import Adafactor
@@ -45,7 +46,7 @@ from plimsoll.techniques.truncated_bptt import TruncatedBptt
 from plimsoll.workload import Workload
 
 __all__ = [
-    "FORGETFUL", "TECHNIQUES", "UNOFFERED", "UNTRACED", "Choices", "Setting", "Technique", "conflict_among", "in_order",
+    "FORGETFUL", "ONLY_IN", "TECHNIQUES", "UNOFFERED", "UNTRACED", "Choices", "Setting", "Technique", "conflict_among", "in_order",
     "installed", "technique_of",
 ]  # fmt: skip
 
@@ -83,6 +84,12 @@ TECHNIQUES: dict[str, Technique] = {
 
 UNTRACED = (Heap.name, Allocator.name)
 """How memory is handed out: these change no op, so that any of them can be counted on a trace that is there."""
+
+ONLY_IN: dict[str, frozenset[Phase]] = {
+    "optimizer_kernel": frozenset({"optimizer"}),
+    "evaluation": frozenset({"evaluation"}),
+}
+"""Those that change nothing but one part of a training."""
 
 FORGETFUL = frozenset({
     "micro_batch", "autocast", "lora", "adaptive_softmax", "adafactor", "low_bit_optimizer", "optimizer_kernel",
