@@ -36,13 +36,12 @@ from plimsoll.techniques import ONLY_IN, UNTRACED, Choices, in_order, technique_
 _MOST_LOOKS = 8  # at mixes, for the plan
 _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
 _SLOW = 1.1  # of the time with the whole batch: passes are too small
-_MAY_BE_AS_FAST = 1.06  # of the time of the fastest: where a guess says more, it is
-_WORTH_A_TRY = 0.03  # of the time, which a guess that may just fit would save
+_MAY_BE_AS_FAST = 1.1  # of the time of the fastest: where a guess says more, it is
 _GUESSES_OFF = 0.025  # of the limit: what is guessed to need more is looked at if nothing else may fit
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 # Of what the plan needs: close by where it needs most of the limit, since most that runs out lacked a little. A peak
 # that is higher still is for the leanest.
-_FALLBACK_SHARES = (0.85, 0.72, 0.6)
+_FALLBACK_SHARES = (0.9, 0.75, 0.6)
 
 
 Expect = Callable[[Sequence[Choices]], None]
@@ -78,11 +77,11 @@ def search(
     Raises:
         InputError: if the pinned choices contradict each other, or the training.
     """
-    return _Search(problem, look_at, expect, at_length or look_at).found()
+    return _Search(problem, look_at, expect, at_length).found()
 
 
 class _Search:
-    def __init__(self, problem: Problem, look_at: LookAt, expect: Expect, at_length: LookAt) -> None:
+    def __init__(self, problem: Problem, look_at: LookAt, expect: Expect, at_length: LookAt | None) -> None:
         self._problem = problem
         self._menu: Menu = menu_of(problem)
         self._compatibility = Compatibility(problem)
@@ -350,7 +349,7 @@ class _Search:
 
     def _holds(self, choices: Choices) -> bool:
         """Whether a mix needs no more at full length than the line; else what it needs there is what is known of it."""
-        at_length = self._at_length(choices)
+        at_length = self._looks[choices] if self._at_length is None else self._at_length(choices)
         if at_length.fits and at_length.need_bytes <= self._problem.limit_bytes + self._problem.margin_bytes:
             return True
         self._looks[choices] = at_length
@@ -398,7 +397,7 @@ class _Search:
         best = self._best_of(guesses, fitting)
         if best is not None and best not in self._looks:
             return best
-        if best is None or seconds[may_fit].min() < (1 - _WORTH_A_TRY) * self._looks[best].seconds:
+        if best is None or seconds[may_fit].min() < (1 - SAME_SECONDS) * self._looks[best].seconds:
             return self._best_of(guesses, may_fit)
         return best
 

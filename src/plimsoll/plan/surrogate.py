@@ -94,7 +94,7 @@ class Surrogate:
         points = [(self._batch_size / passes[size], look.seconds / passes[size]) for size, look in looks.items()]
         self._pass_seconds = _Curve(points)
         self._effects: dict[Choice, _Effect] = {}
-        self._supposed: set[Choice] = set()
+        self._supposed: dict[Choice, Choice] = {}  # and the stronger one that it was supposed from
         self._reference = plain[0]
         self._off: dict[Choices, dict[int, tuple[float, float]]] = {}  # bytes and seconds, by mix and size
 
@@ -144,14 +144,13 @@ class Surrogate:
             if may_be_faster:
                 seconds = min(effect.seconds - _WORTH_SHARE * effect.passes_seconds, -_FASTER_SHARE * effect.passes_seconds)
             self._effects[choice] = replace(effect, seconds=seconds)
-            self._supposed.add(choice)
+            self._supposed[choice] = strong
 
     def correct(self, look: Look) -> None:
         """Learn from a trace of a whole mix; what was only supposed of a choice is put right first."""
         size = np.asarray([look.micro_batch])
         for choice in [one for one in look.mix if one in self._supposed]:
-            self._supposed.discard(choice)
-            self._put_right(choice, look)
+            self._put_right(choice, self._supposed.pop(choice), look)
         points = self._off.setdefault(look.mix, {})
         points.pop(look.micro_batch, None)
         off = self._off_of(_Members([look.mix]), np.zeros(1, dtype=int), size)
@@ -160,8 +159,8 @@ class Surrogate:
         need_off, seconds_off = (float(before[0] + value - guessed[0]) for before, guessed, value in known)
         points[look.micro_batch] = (need_off, seconds_off)
 
-    def _put_right(self, choice: Choice, look: Look) -> None:
-        """Take by how much a guess of a mix is off to be due to one choice in it."""
+    def _put_right(self, choice: Choice, strong: Choice, look: Look) -> None:
+        """Take by how much a guess of a mix is off to be due to one choice in it, which is no slower than a stronger one."""
         effect, asked = self._effects[choice], ([look.mix], np.zeros(1, dtype=int), np.asarray([look.micro_batch]))
         seconds = float(self.guess(*asked)[1][0])
         self._effects[choice] = replace(effect, seconds=effect.seconds + 1)
@@ -179,7 +178,7 @@ class Surrogate:
             fixed_bytes=fixed,
             shares_left=shares,
             beyond_share=effect.beyond_share * (max(_beyond(look), 0.0) / beyond if beyond > 0 else 1.0),
-            seconds=effect.seconds + (look.seconds - seconds) / (of_a_second or 1.0),
+            seconds=min(effect.seconds + (look.seconds - seconds) / (of_a_second or 1.0), self._effects[strong].seconds),
         )
 
     def guess(self, mixes: Sequence[Choices], numbers: Column, micro_batches: Column) -> tuple[Column, Column]:

@@ -65,7 +65,7 @@ def test_a_smaller_micro_batch_comes_before_a_slow_technique(inhabited):
 
 def test_a_technique_that_saves_passes_may_be_faster_than_small_micro_batches(inhabited):
     world = inhabited(World([MadeUp("cheap", (9,), saves_fixed=100, seconds=(0.001,))]))
-    found, _ = searched(world, 170)
+    found, _ = searched(world, 175)
     assert [choice.technique for choice in found.chosen.mix] == ["cheap"]
     assert found.chosen.micro_batch == 16  # 116 bytes in a pass: one pass is enough
 
@@ -96,11 +96,10 @@ def test_a_technique_that_was_only_guessed_to_save_time_beside_another_is_not_in
 
 
 def test_what_does_not_depend_on_one_another_is_expected_together(inhabited):
-    """Smaller sizes of the plain training, then each technique that may be of use."""
+    """Each technique that may be of use."""
     world, expected = inhabited(World([MadeUp(name, (4,), seconds=(0.1,)) for name in "abc"])), []
     search(world.problem(155), world.look_at, expected.append)
-    plain, learned, *_ = expected
-    assert [choices[1:] for choices in plain] == [(), ()]
+    learned, *_ = expected
     assert [choices[1].technique for choices in learned] == ["a", "b", "c"]
 
 

@@ -31,11 +31,11 @@ PLAIN = [look(2, seconds=1.4), look(16, seconds=1.1)]
 
 
 def needs(surrogate, mix, *sizes):
-    return surrogate.need_bytes(mix, np.asarray(sizes)).tolist()
+    return surrogate.guess([mix], np.zeros(len(sizes), dtype=int), np.asarray(sizes))[0].tolist()
 
 
 def times(surrogate, mix, *sizes):
-    return surrogate.seconds(mix, np.asarray(sizes)).tolist()
+    return surrogate.guess([mix], np.zeros(len(sizes), dtype=int), np.asarray(sizes))[1].tolist()
 
 
 def test_between_two_looks_and_beyond_them_a_phase_grows_in_a_line():
