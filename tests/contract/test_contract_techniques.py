@@ -14,16 +14,18 @@ from typing import Any
 import pytest
 import torch
 
+from plimsoll.data.sketch import TextSketch
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
-from plimsoll.records.plan import Choice
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.run import PHASES_OF_A_STEP
 from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import armed
-from plimsoll.run.rehearse import StageBackend, _stage
+from plimsoll.run.rehearse import StageBackend, _stage, rehearse_job
 from plimsoll.run.step import TrainStep
-from plimsoll.techniques import TECHNIQUES, activation_offload, conflict_among, technique_of
+from plimsoll.techniques import ONLY_IN, TECHNIQUES, activation_offload, conflict_among, technique_of
 from technique_trainings import (
     LARGE_VOCABULARY,
     NUM_STEPS,
@@ -182,3 +184,29 @@ def test_a_rehearsal_with_it_needs_what_a_run_with_it_needs(name, training):
     if training in UNSEEN_SHARE:
         most_more += int(UNSEEN_SHARE[training] * max(plain_peak_bytes(setup), measured_bytes))
     assert 0 <= predicted_bytes - measured_bytes <= most_more
+
+
+@pytest.mark.parametrize("name", sorted(ONLY_IN))
+def test_what_acts_in_one_part_of_a_training_changes_no_other(name):
+    one = Job.from_fields(
+        {
+            "model": {"architecture": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2}, "evaluate_every": 1,
+            "data": {"train": "nowhere.txt", "validation": 0.1}, "sequence_length": 16, "batch_size": 4,
+        }
+    )  # fmt: skip
+    texts = TextSketch(vocab_size=300, num_labels=None, end_id=0)
+    choices = {"evaluation": {"samples": 1}, "optimizer_kernel": {"kernel": "fused"}}
+    traces = [
+        rehearse_job(one, texts, CpuLowering(), (micro_batch_choice(4), *others))
+        for others in ((), (Choice(technique=name, options=choices[name]),))
+    ]
+    outside, inside = ([ops_of(trace, ONLY_IN[name], is_inside) for trace in traces] for is_inside in (False, True))
+    assert outside[0] == outside[1]
+    assert inside[0] != inside[1]
+
+
+def ops_of(trace, phases, is_inside):
+    ops = trace.ops
+    columns = (ops.phase, ops.name, ops.moved_bytes, ops.flops, ops.outside_bytes)
+    rows = [(phase, trace.texts[text], *rest) for phase, text, *rest in zip(*columns, strict=True)]
+    return [row for row in rows if (row[0] in phases) == is_inside]

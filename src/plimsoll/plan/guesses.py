@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from plimsoll.plan.look import Look, heap_of
-from plimsoll.plan.mixes import Mix, whole
+from plimsoll.plan.mixes import Mix
 from plimsoll.plan.surrogate import Column, Surrogate
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.techniques import Choices
 
 
 @dataclass(frozen=True)
 class Guesses:
-    """Columns: the number of the mix, its micro-batch, the need, the seconds of a step, whether it is possible, and known."""
+    """Columns: the mix's number, its micro-batch, need and seconds of a step, whether it is possible, and traced."""
 
     mixes: Sequence[Mix]
     numbers: Column
@@ -33,7 +33,7 @@ class Guesses:
 
     def choices(self, row: int) -> Choices:
         """The whole choices of a row."""
-        return whole(self.mix(row), int(self.sizes[row]))
+        return (micro_batch_choice(int(self.sizes[row])), *self.mix(row))
 
 
 def guesses_of(

@@ -387,7 +387,7 @@ class _Search:
         return has_size and has_all and (after is None or can_follow(after, look.mix))
 
     def _best_guess(self, mixes: list[Mix], limit_bytes: int) -> Choices | None:
-        """The choices to take: what is traced or guessed to fit with room to spare, or what is faster and may just fit."""
+        """The choices to take: what is traced or guessed to fit with room to spare, or is faster and may just fit."""
         if not mixes:
             return None
         guesses = self._guessed(mixes)
@@ -408,7 +408,9 @@ class _Search:
         seconds = guesses.seconds
         fastest = seconds[rows].min()
         near = rows[seconds[rows] <= fastest + SAME_SECONDS * abs(fastest)]  # a guess may be below 0
-        best = min((len(guesses.mix(row)), -guesses.sizes[row], seconds[row], str(guesses.mix(row)), row) for row in near)
+        best = min(
+            (len(guesses.mix(row)), -guesses.sizes[row], seconds[row], str(guesses.mix(row)), row) for row in near
+        )
         return guesses.choices(best[-1])
 
     def _look_beside(self, chosen: Look) -> None:

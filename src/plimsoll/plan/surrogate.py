@@ -55,13 +55,14 @@ class _Effect:
     """What one choice does.
 
     Of each phase the bytes that it adds (``fixed_bytes``) and what it leaves of those that grow (``shares_left``);
-    ``beyond_share`` of what comes on top; ``seconds`` that it adds to a step of so many passes, which take
-    ``passes_seconds``.
+    ``beyond_share`` of what comes on top, with ``beyond_bytes`` more; ``seconds`` that it adds to a step of so many
+    passes, which take ``passes_seconds``.
     """
 
     fixed_bytes: dict[Phase, float]
     shares_left: dict[Phase, float]
     beyond_share: float
+    beyond_bytes: float
     saved_bytes: float
     seconds: float
     passes: int
@@ -113,7 +114,8 @@ class Surrogate:
         self._effects[choice] = _Effect(
             fixed_bytes=fixed,
             shares_left=shares,
-            beyond_share=max(_beyond(look), 0.0) / _beyond(without) if _beyond(without) > 0 else 1.0,
+            beyond_share=_share(_beyond(look), _beyond(without)),
+            beyond_bytes=max(_beyond(look) - max(_beyond(without), 0.0), 0.0),
             saved_bytes=max(
                 (without.need_bytes - look.need_bytes, *(_alive(without, one) - _alive(look, one) for one in phases))
             ),
@@ -133,6 +135,7 @@ class Surrogate:
                 fixed_bytes={phase: bytes_share * one for phase, one in effect.fixed_bytes.items()},
                 shares_left={phase: 1 - bytes_share * (1 - one) for phase, one in effect.shares_left.items()},
                 beyond_share=1 - bytes_share * (1 - effect.beyond_share),
+                beyond_bytes=bytes_share * effect.beyond_bytes,
                 seconds=seconds_share * effect.seconds,
             )
 
@@ -142,7 +145,9 @@ class Surrogate:
         if effect is not None:
             seconds = _WEAKER_SECONDS * effect.seconds
             if may_be_faster:
-                seconds = min(effect.seconds - _WORTH_SHARE * effect.passes_seconds, -_FASTER_SHARE * effect.passes_seconds)
+                seconds = min(
+                    effect.seconds - _WORTH_SHARE * effect.passes_seconds, -_FASTER_SHARE * effect.passes_seconds
+                )
             self._effects[choice] = replace(effect, seconds=seconds)
             self._supposed[choice] = strong
 
@@ -160,7 +165,7 @@ class Surrogate:
         points[look.micro_batch] = (need_off, seconds_off)
 
     def _put_right(self, choice: Choice, strong: Choice, look: Look) -> None:
-        """Take by how much a guess of a mix is off to be due to one choice in it, which is no slower than a stronger one."""
+        """Take what a guess of a mix is off by to be due to one choice in it, no slower than a stronger one."""
         effect, asked = self._effects[choice], ([look.mix], np.zeros(1, dtype=int), np.asarray([look.micro_batch]))
         seconds = float(self.guess(*asked)[1][0])
         self._effects[choice] = replace(effect, seconds=effect.seconds + 1)
@@ -177,8 +182,11 @@ class Surrogate:
             effect,
             fixed_bytes=fixed,
             shares_left=shares,
-            beyond_share=effect.beyond_share * (max(_beyond(look), 0.0) / beyond if beyond > 0 else 1.0),
-            seconds=min(effect.seconds + (look.seconds - seconds) / (of_a_second or 1.0), self._effects[strong].seconds),
+            beyond_share=effect.beyond_share * _share(_beyond(look), beyond),
+            beyond_bytes=effect.beyond_bytes + max(_beyond(look) - beyond, 0.0),
+            seconds=min(
+                effect.seconds + (look.seconds - seconds) / (of_a_second or 1.0), self._effects[strong].seconds
+            ),
         )
 
     def guess(self, mixes: Sequence[Choices], numbers: Column, micro_batches: Column) -> tuple[Column, Column]:
@@ -210,9 +218,11 @@ class Surrogate:
         return fixed, growing * self._share_left(known, phase, num_mixes)[numbers]
 
     def _beyond_bytes(self, known: Sequence[_Known], numbers: Column, micro_batches: Column) -> Any:
-        shares = [np.where(has, effect.beyond_share, 1.0) for has, effect in known]
-        left = np.prod(shares, axis=0) if shares else np.ones(numbers.max(initial=0) + 1)
-        return np.maximum(self._beyond.at(micro_batches), 0.0) * left[numbers]
+        left, added = np.ones(numbers.max(initial=0) + 1), np.zeros(numbers.max(initial=0) + 1)
+        for has, effect in known:
+            left *= np.where(has, effect.beyond_share, 1.0)
+            added += has * effect.beyond_bytes
+        return np.maximum(self._beyond.at(micro_batches), 0.0) * left[numbers] + added[numbers]
 
     def _seconds(self, known: Sequence[_Known], numbers: Column, micro_batches: Column) -> Any:
         plain, passes = self._plain_seconds(micro_batches), self._passes(micro_batches)
@@ -317,6 +327,11 @@ def _alive(look: Look, phase: Phase) -> float:
 def _growing(look: Look, phase: Phase) -> float:
     peak = look.phases.get(phase)
     return 0.0 if peak is None else peak.growing_bytes
+
+
+def _share(after: float, before: float) -> float:
+    """What is left, which is all of it at most."""
+    return min(max(after, 0.0) / before, 1.0) if before > 0 else 1.0
 
 
 def _beyond(look: Look) -> float:

@@ -46,8 +46,8 @@ from plimsoll.techniques.truncated_bptt import TruncatedBptt
 from plimsoll.workload import Workload
 
 __all__ = [
-    "FORGETFUL", "ONLY_IN", "TECHNIQUES", "UNOFFERED", "UNTRACED", "Choices", "Setting", "Technique", "conflict_among", "in_order",
-    "installed", "technique_of",
+    "FORGETFUL", "ONLY_IN", "TECHNIQUES", "UNOFFERED", "UNTRACED", "Choices", "Setting", "Technique", "conflict_among",
+    "in_order", "installed", "technique_of",
 ]  # fmt: skip
 
 TECHNIQUES: dict[str, Technique] = {

@@ -292,3 +292,41 @@ def test_a_need_that_is_guessed_below_nothing_does_not_stop_the_search(inhabited
     found, _ = searched(world, 400)
     assert found.fits
     assert found.fallbacks
+
+
+def test_what_does_not_hold_at_full_length_is_not_chosen(inhabited):
+    """The whole batch with ``recompute`` fits in short looks only; 8 samples do at any length."""
+    world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.01,))], pass_seconds=1))
+
+    def at_length(choices):
+        look = world.look_at(choices)
+        more = look.peak.model_copy(update={"high_bytes": look.need_bytes + 20})
+        return replace(look, peak=more) if look.micro_batch == BATCH_SIZE else look
+
+    short = search(world.problem(255), world.look_at)
+    assert short.chosen.micro_batch == BATCH_SIZE
+    found = search(world.problem(255), world.look_at, at_length=at_length)
+    assert found.fits
+    assert found.chosen.micro_batch < BATCH_SIZE
+    assert at_length(found.chosen.choices).need_bytes <= 255
+
+
+@pytest.mark.parametrize("name", ["evaluation", "optimizer_kernel"])
+def test_what_acts_in_one_part_of_a_step_is_traced_where_that_part_may_be_too_much(inhabited, name):
+    part = MadeUp(name, (0,), saves_fixed=40, reaches=frozenset({"optimizer states"}))
+    update_is_peak = name == "optimizer_kernel"
+    world = inhabited(World([part, MadeUp("recompute", (8,), saves_fixed=60, seconds=(0.1,))]))
+    searched(world, 230)  # of which the update alone needs 250
+    alone = [choices for choices in world.asked if [choice.technique for choice in choices[1:]] == [name]]
+    assert bool(alone) == update_is_peak
+
+
+def test_what_saves_less_of_an_update_than_can_be_told_is_not_traced(inhabited):
+    kernel = MadeUp("optimizer_kernel", (0,), seconds=(-0.1,), reaches=frozenset(), may_be_faster=True)
+    world = inhabited(World([kernel]))
+    searched_with = {}
+    for update_seconds in (0.01, 0.2):
+        world.asked.clear()
+        search(replace(world.problem(1000), update_seconds=update_seconds), world.look_at)
+        searched_with[update_seconds] = any(len(choices) > 1 for choices in world.asked)
+    assert searched_with == {0.01: False, 0.2: True}

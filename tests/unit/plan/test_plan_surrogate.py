@@ -144,3 +144,37 @@ def test_what_saves_neither_time_nor_memory_in_any_phase_is_of_no_use():
     assert not surrogate.is_free(STATES)
     surrogate.learn_effect(HALF, look(16, (HALF,), seconds=0.9), PLAIN[1])
     assert surrogate.is_useful(HALF)
+
+
+def test_what_comes_on_top_is_left_in_proportion_and_never_added_in_it():
+    """On top of 2 samples come 40 bytes and of 16 come 400: at 16 a tenth is left, or 100 bytes are added."""
+    plain = [look(2, beyond=40), look(16, beyond=400)]
+    surrogate = Surrogate(plain)
+    surrogate.learn_effect(HALF, look(16, (HALF,), beyond=40), plain[1])
+    surrogate.learn_effect(STATES, look(16, (STATES,), beyond=500), plain[1])
+    assert needs(surrogate, (HALF,), 2, 16) == [200 + 4, 260 + 40]
+    assert needs(surrogate, (STATES,), 2, 16) == [200 + 140, 260 + 500]
+    assert needs(surrogate, (HALF, STATES), 16) == [260 + 140]
+
+
+def test_what_moves_parameters_takes_its_time_in_each_pass():
+    surrogate = Surrogate(PLAIN)
+    surrogate.learn_effect(HALF, look(16, (HALF,), seconds=1.2), PLAIN[1], frozenset({"parameters"}))
+    assert times(surrogate, (HALF,), 16, 8, 2) == pytest.approx([1.2, times(Surrogate(PLAIN), (), 8)[0] + 0.2, 2.2])
+
+
+def test_what_is_supposed_of_a_weaker_choice_is_put_right_by_the_first_mix_with_it():
+    """It was taken to save as much in half the time, and saves half as much in a fifth."""
+    surrogate = Surrogate(PLAIN)
+    surrogate.learn_effect(HALF, look(16, (HALF,), per_sample=2, seconds=1.6), PLAIN[1])
+    surrogate.learn_effect(STATES, look(16, (STATES,), update=120, seconds=1.5), PLAIN[1])
+    surrogate.suppose(NONE, HALF, may_be_faster=False)
+    assert needs(surrogate, (NONE,), 160) == needs(surrogate, (HALF,), 160)
+    assert times(surrogate, (NONE,), 16) == pytest.approx([1.35])
+    surrogate.correct(look(16, (NONE, STATES), per_sample=6, update=120, seconds=1.6))
+    assert needs(surrogate, (NONE,), 160) == [100 + 6 * 160 + BEYOND]
+    assert times(surrogate, (NONE,), 16) == pytest.approx([1.2])
+    surrogate.suppose(NONE, HALF, may_be_faster=True)
+    assert times(surrogate, (NONE,), 16)[0] < 1.1
+    surrogate.correct(look(16, (NONE,), seconds=9.0))
+    assert times(surrogate, (NONE,), 16)[0] == pytest.approx(9.0)  # it is slower than the stronger one in this mix alone
