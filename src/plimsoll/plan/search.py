@@ -106,6 +106,9 @@ class _Search:
             leanest = self._leanest()
             return self._result(leanest, (), plain, fits=False, openings=self._openings(leanest))
         self._look_beside(chosen)
+        faster = self._traced_within(limit_bytes, None)
+        if faster is not None and faster.seconds < (1 - SAME_SECONDS) * chosen.seconds and self._holds(faster.choices):
+            chosen = faster
         return self._result(chosen, tuple(self._fallbacks(chosen)), plain, fits=True, openings=())
 
     def _needed_to_run(self) -> Choices:

@@ -177,4 +177,4 @@ def test_what_is_supposed_of_a_weaker_choice_is_put_right_by_the_first_mix_with_
     surrogate.suppose(NONE, HALF, may_be_faster=True)
     assert times(surrogate, (NONE,), 16)[0] < 1.1
     surrogate.correct(look(16, (NONE,), seconds=9.0))
-    assert times(surrogate, (NONE,), 16)[0] == pytest.approx(9.0)  # it is slower than the stronger one in this mix alone
+    assert times(surrogate, (NONE,), 16)[0] == pytest.approx(9.0)  # in this mix alone
