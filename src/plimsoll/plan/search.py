@@ -446,9 +446,9 @@ class _Search:
             if following is not None and following is not last:
                 yield following
                 last = following
-        leanest = self._least_after(
-            last, all_on_top(last, self._menu, self._compatibility.allows) if is_near else last.mix
-        )
+        is_wanted = is_near or last is chosen
+        mix = all_on_top(last, self._menu, self._compatibility.allows) if is_wanted else last.mix
+        leanest = self._least_after(last, mix)
         if leanest.need_bytes < FALLS_SHARE * last.need_bytes:
             yield leanest
             last = leanest

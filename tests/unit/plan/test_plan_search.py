@@ -53,7 +53,7 @@ def test_where_all_fits_nothing_is_traced_but_the_plain_training(inhabited):
     found, _ = searched(world, 1000)
     assert found.chosen.choices == (micro_batch_choice(16),)
     assert found.fits
-    assert not [choices for choices in world.asked[:3] if len(choices) > 1]
+    assert not [choices for choices in world.asked[:2] if len(choices) > 1]  # then what a fallback may need
 
 
 def test_a_smaller_micro_batch_comes_before_a_slow_technique(inhabited):
