@@ -372,7 +372,7 @@ class _Search:
         guesses = self._guessed(less)
         may_be = (guesses.sizes == look.micro_batch) & (guesses.needs <= limit_bytes)
         rows = np.flatnonzero(may_be & (guesses.seconds <= _MAY_BE_AS_FAST * look.seconds))
-        return next((one for one in map(guesses.choices, rows) if one not in self._looks), None)
+        return next((one for one in map(guesses.choices, rows.tolist()) if one not in self._looks), None)
 
     def _correct(self, choices: Choices) -> None:
         """Look at choices with each heap, and let the surrogates learn from it."""
@@ -417,10 +417,7 @@ class _Search:
         return guesses.choices(best[-1])
 
     def _look_beside(self, chosen: Look) -> None:
-        """Trace what should be as fast with another micro-batch, if nothing such is known: a trial may show that it is.
-
-        It need only probably fit, as it is taken if it was measured to.
-        """
+        """Trace what should be as fast with another micro-batch and probably fits, for a trial."""
         most_seconds, mixes = (1 + SAME_SECONDS) * chosen.seconds, self._learned_mixes()
         guesses = self._guessed(mixes)
         alike = {heap: self._look_at_choices(in_heap(self._reference.choices, heap)) for heap in self._surrogates}
@@ -429,7 +426,7 @@ class _Search:
         fits = (needs <= self._problem.limit_bytes) & (guesses.seconds <= most_seconds) & guesses.possible
         rows = np.flatnonzero(fits & (guesses.sizes != chosen.micro_batch))
         if len(rows) and not guesses.traced[rows].any():
-            self._correct(guesses.choices(rows[guesses.seconds[rows].argmin()]))
+            self._correct(guesses.choices(int(rows[guesses.seconds[rows].argmin()])))
 
     # -- what is behind the plan ---------------------------------------------------------------------------------------
 
@@ -470,7 +467,9 @@ class _Search:
         for _ in range(_MOST_LEANEST_LOOKS if mixes else 0):
             guesses = self._guessed(mixes)
             least = np.flatnonzero(guesses.needs <= about(guesses.needs.min()))
-            row = min(least, key=lambda row: (len(guesses.mix(row)), guesses.seconds[row], str(guesses.choices(row))))
+            row = min(
+                least.tolist(), key=lambda row: (len(guesses.mix(row)), guesses.seconds[row], str(guesses.choices(row)))
+            )
             best = guesses.choices(row)
             if best in self._looks:
                 break

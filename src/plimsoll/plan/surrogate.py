@@ -200,7 +200,8 @@ class Surrogate:
         members = _Members(mixes)
         known = self._known(members)
         needs = self._beyond_bytes(known, numbers, micro_batches)
-        needs += np.max([sum(self._phase_bytes(known, phase, numbers, micro_batches)) for phase in self._alive], axis=0)
+        phases = [self._phase_bytes(known, phase, numbers, micro_batches) for phase in self._alive]
+        needs += np.max([fixed + growing for fixed, growing in phases], axis=0)
         off_bytes, off_seconds = self._off_of(members, numbers, micro_batches)
         return np.rint(needs + off_bytes), self._seconds(known, numbers, micro_batches) + off_seconds
 
