@@ -26,7 +26,7 @@ from plimsoll.errors import PlimsollError, RecordError
 from plimsoll.identity import changes_of, identity_of
 from plimsoll.records.base import Record
 from plimsoll.records.device import Budget
-from plimsoll.records.job import HUB_PREFIX, CheckpointPolicy, Job
+from plimsoll.records.job import HUB_PREFIX, PATHS, CheckpointPolicy, Job
 
 if TYPE_CHECKING:
     from plimsoll.memory.lowering.base import Lowering
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Kept = TypeVar("Kept", bound=Record)
 
 _OWN_CODE = re.compile(r"[\w.]+:[\w.]+")
+_PATHS = frozenset({"model", "data.augment.synonyms"} | set(map(".".join, PATHS)))
 NOT_OF_A_TRACE: dict[str, Any] = {
     "budget": Budget(), "checkpoint": CheckpointPolicy(), "pin": (), "seed": 0, "device": "auto", "steps": 1,
 }  # fmt: skip
@@ -85,7 +86,7 @@ def facts_of(job: Job, texts: TextSketch | None, asked: Mapping[str, Any]) -> di
     fields["data"] |= {"train": None, "validation": job.data.validation and _share_or_file(job.data.validation)}
     try:
         return {
-            "job": _without_paths(fields),
+            "job": _by_content(fields),
             "texts": _plain(texts),
             "asked": {name: _plain(value) for name, value in asked.items()},
             "gpu": _gpu_here(job, asked["device"]) if "device" in asked else None,
@@ -117,18 +118,18 @@ def _plain(value: Any) -> Any:
     return list(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def _without_paths(value: Any) -> Any:
+def _by_content(value: Any, name: str = "") -> Any:
     """The fields of a job, where what a path leads to stands for the path."""
     if isinstance(value, dict):
-        return {name: _without_paths(inner) for name, inner in value.items()}
+        return {key: _by_content(inner, f"{name}.{key}".lstrip(".")) for key, inner in value.items()}
     if isinstance(value, list):
-        return list(map(_without_paths, value))
+        return [_by_content(inner) for inner in value]
     if not isinstance(value, str):
         return value
     if is_remote(value) or value.startswith(HUB_PREFIX) or _OWN_CODE.fullmatch(value):
         raise _Unknown
-    found = next(filter(os.path.exists, _named(value)), None)
-    return value if found is None else [str(Path(value).relative_to(found)), _state_of(found)]
+    found = next(filter(os.path.exists, _named(value)), None) if name in _PATHS else None
+    return value if found is None else {"path": [str(Path(value).relative_to(found)), _state_of(found)]}
 
 
 def _named(text: str) -> Iterator[str]:
