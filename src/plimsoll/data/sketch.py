@@ -97,8 +97,12 @@ def sketch_texts(job: Job) -> TextSketch:
     return TextSketch(vocab_size, num_labels, end_id, pad_id, tokenizer_bytes=tokenizer_bytes, guessed=guessed)
 
 
-def labels_seen(job: Job) -> int:
+def labels_seen(job: Job, *, by_heads: bool = False) -> int:
     """Count the labels of the texts of a job, as far as the names of the files or their heads show them.
+
+    Args:
+        job: whose texts they are.
+        by_heads: whether files are left out that cannot be read but as a whole, as an array of JSON and an archive.
 
     Raises:
         DataError: if there are no files, or their heads cannot be read as the job says.
@@ -106,7 +110,7 @@ def labels_seen(job: Job) -> int:
     if not job.is_labelled:
         return 0
     if job.data.label is not None or job.task == "token-classification":
-        return len(_labels_of_heads(job))
+        return len(_labels_of_heads(job, by_heads))
     # as `labels_from_folders` names them
     return len({Path(file.path).parent.name for file in _found(job.data.sources, reading_of(job))})
 
@@ -149,7 +153,7 @@ def _is_elsewhere(source: str) -> bool:
     return is_remote(source) or source.startswith(HUB_PREFIX)
 
 
-def _labels_of_heads(job: Job) -> Sequence[str]:
+def _labels_of_heads(job: Job, by_heads: bool) -> Sequence[str]:
     """Return the classes in the column of labels, or the tags of words, as far as the heads of the files show them."""
     reading = replace(reading_of(job), on_error="skip")
     with TemporaryDirectory(prefix="plimsoll-") as name:
@@ -162,8 +166,10 @@ def _labels_of_heads(job: Job) -> Sequence[str]:
                 begin.parent.mkdir()
                 begin.write_bytes(_head_of(file))
                 heads.append(str(begin))
-            if not files:
+            if not files and not by_heads:
                 heads.append(given)
+        if not heads:
+            return ()
         corpus = open_corpus(heads, reading, folder / "cache")
         return tuple(corpus.tag_counts) if reading.is_tagged else corpus.label_names
 

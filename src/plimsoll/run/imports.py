@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from plimsoll.memory.compiler import COMPILER, Deferring
+from plimsoll.named import is_own_function
 
 if TYPE_CHECKING:
     from plimsoll.records.job import Job
@@ -73,12 +74,10 @@ def _is_a_command() -> bool:
 
 
 def _has_known_imports(job: Job) -> bool:
-    augment, folder = job.data.augment, Path(job.model) if isinstance(job.model, str) else None
-    has_own_code = bool(augment and (augment.function or augment.token_function))
-    has_own_code = has_own_code or (folder is not None and ":" in str(folder) and not folder.is_dir())
-    has_others = (
-        job.quantization_aware or job.distill or job.ranks > 1 or (folder is not None and _is_quantized(folder))
-    )
+    augment = job.data.augment
+    has_own_code = is_own_function(job.model) or bool(augment and (augment.function or augment.token_function))
+    is_quantized = isinstance(job.model, str) and _is_quantized(Path(job.model))
+    has_others = job.quantization_aware or job.distill or job.ranks > 1 or is_quantized
     return not (has_own_code or has_others or job.allow)
 
 

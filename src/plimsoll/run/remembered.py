@@ -24,6 +24,7 @@ from plimsoll.data.sketch import TextSketch
 from plimsoll.device.surroundings import may_have_gpu, surroundings
 from plimsoll.errors import PlimsollError, RecordError
 from plimsoll.identity import changes_of, identity_of
+from plimsoll.named import is_own_function
 from plimsoll.records.base import Record
 from plimsoll.records.device import Budget
 from plimsoll.records.job import HUB_PREFIX, PATHS, CheckpointPolicy, Job
@@ -126,7 +127,8 @@ def _by_content(value: Any, name: str = "") -> Any:
         return [_by_content(inner) for inner in value]
     if not isinstance(value, str):
         return value
-    if is_remote(value) or value.startswith(HUB_PREFIX) or _OWN_CODE.fullmatch(value):
+    is_own = is_own_function(value) if name == "model" else bool(_OWN_CODE.fullmatch(value))
+    if is_own or is_remote(value) or value.startswith(HUB_PREFIX):
         raise _Unknown
     found = next(filter(os.path.exists, _named(value)), None) if name in _PATHS else None
     return value if found is None else {"path": [str(Path(value).relative_to(found)), _state_of(found)]}

@@ -220,7 +220,7 @@ def test_what_is_in_an_archive_counts_by_the_archive(made, tmp_path):
     assert not is_known(of)
 
 
-@pytest.mark.parametrize("model", ["mine:build", "mine.models:Small.build"])
+@pytest.mark.parametrize("model", ["mine:build", "mine.models:Small.build", "my-models.build:make"])
 def test_code_of_one_s_own_may_be_anything_and_is_looked_at_each_time(made, model):
     assert [is_known(job(model=model)) for _ in range(2)] == [False, False]
 
