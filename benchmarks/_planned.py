@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from plimsoll.data.prepare import prepare
 from plimsoll.data.sources import find_files
 from plimsoll.device.process import private_bytes
 from plimsoll.errors import PlimsollError
-from plimsoll.records.base import cache_folder
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Plan, Rung
 
@@ -311,21 +308,10 @@ def report_of(what: str, figures: dict[str, Any], table: str) -> str:
     return f"{what}\n\n{listed}.\n\n{table}\n"
 
 
-@contextmanager
-def forgetful_cache() -> Iterator[Path]:
-    """Make a cache folder for one run that knows this machine's speed and nothing else."""
-    with tempfile.TemporaryDirectory(prefix="plimsoll-") as cache:
-        for file in cache_folder().glob("speed-*.json"):
-            shutil.copy(file, cache)
-        yield Path(cache)
-
-
 def ends_with_its_code(main: Callable[[], None]) -> None:
-    """Run a benchmark with no traces of an earlier one; what the user did wrong is said without a traceback."""
+    """Run a benchmark; what the user did wrong is said without a traceback."""
     try:
-        with forgetful_cache() as cache:
-            os.environ["PLIMSOLL_CACHE"] = str(cache)
-            main()
+        main()
     except PlimsollError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
