@@ -27,12 +27,11 @@ from plimsoll.data.index import open_corpus
 from plimsoll.data.of_job import padding_of, reading_of
 from plimsoll.data.prepare import Prepared
 from plimsoll.data.sources import SourceFile, find_files
-from plimsoll.data.tokenizer import prepare_tokenizer
+from plimsoll.data.tokenizer import FEW_BYTES, prepare_tokenizer
 from plimsoll.errors import DataError
 from plimsoll.records.job import HUB_PREFIX, Job
 
 _HEAD_BYTES, _MOST_HEADS = 1 << 20, 16
-_MOST_TRAINED_BYTES = 1 << 20  # of texts from which a tokenizer is trained to see how large it becomes: half a second
 _CUT_ANYWHERE = (".jsonl", ".ndjson", ".csv", ".tsv")  # the begin of such a file is one, but for its last row
 
 
@@ -141,7 +140,7 @@ def _trained_vocab_size(job: Job) -> _Trained:
     if any(map(_is_elsewhere, sources)):
         return guess
     with suppress(DataError), TemporaryDirectory(prefix="plimsoll-") as name:  # who prepares them says what is wrong
-        if sum(file.num_bytes for file in _found(sources, reading_of(job))) <= _MOST_TRAINED_BYTES:
+        if sum(file.num_bytes for file in _found(sources, reading_of(job))) <= FEW_BYTES:
             corpus = open_corpus(sources, reading_of(job), Path(name))
             vocab_size = prepare_tokenizer(job.tokenizer, corpus, Path(name)).vocab_size
             most_bytes = byte_pairs.whole_bytes(min(corpus.num_bytes, most_distinct_bytes))

@@ -60,9 +60,15 @@ def spinner(quiet: bool, first: str = LOADING) -> Iterator[Callable[[str], None]
 
 @contextmanager
 def _line(first: str) -> Iterator[Callable[[str], None]]:
-    """Have another process draw a line with what is said last, and its seconds."""
+    """Have another process draw a line with what is said last, and its seconds; none where it cannot be started."""
     command = [sys.executable, "-I", "-S", ticker.__file__, first]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0) as process:
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    try:
+        started = subprocess.Popen(command, stdin=pipe, stdout=nothing, process_group=0)
+    except OSError:
+        yield lambda message: None
+        return
+    with started as process:
         assert process.stdin is not None
         told = process.stdin
 

@@ -221,7 +221,11 @@ def can_fork() -> bool:
     """Whether a fork has all that this process has: it has the thread that forks only, and no context of CUDA."""
     if not sys.platform.startswith("linux"):
         return False
-    if (probe := os.fork()) == 0:  # at a fork OpenBLAS ends its threads, until they are needed
+    try:
+        probe = os.fork()  # at which OpenBLAS ends its threads, until they are needed
+    except OSError:  # no more processes are allowed
+        return False
+    if probe == 0:
         os._exit(0)
     os.waitpid(probe, 0)
     return len(os.listdir("/proc/self/task")) == 1 and not _has_begun_cuda()

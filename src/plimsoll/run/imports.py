@@ -50,7 +50,7 @@ def leave_out_unused(job: Job, is_own: bool | None = None) -> None:
         is_own: whether the process is Plimsoll's own; by default if it was started as ``plimsoll``.
     """
     is_done = any(isinstance(finder, _Finder) for finder in sys.meta_path)
-    if not is_done and (_is_a_command() if is_own is None else is_own) and _has_known_imports(job):
+    if not is_done and (is_a_command() if is_own is None else is_own) and _has_known_imports(job):
         sys.meta_path.insert(0, _Finder())
 
 
@@ -67,7 +67,7 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def _is_a_command() -> bool:
+def is_a_command() -> bool:
     """Whether this process was started as ``plimsoll``, and is no program that calls it, which may use the rest too."""
     main = getattr(sys.modules.get("__main__"), "main", None)
     return getattr(main, "__module__", None) == "plimsoll.cli.main"

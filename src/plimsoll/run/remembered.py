@@ -5,8 +5,8 @@
 What is computed for a job depends on what was asked, on the job, on what of the texts decides the size of the model and
 of its batches, and on the surroundings (`plimsoll.device.surroundings`). Files and folders that a job names count by
 what they are and not by where they are. A trace depends on no budget: all plans of a training share them, and a
-prediction does. NOT kept: anything for jobs with code of one's own, which may import anything, or with a model, a
-tokenizer or vectors from an address.
+prediction does. NOT kept: anything in programs that call Plimsoll, for jobs with code of one's own, which may import
+anything, or with a model, a tokenizer or vectors from an address.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from plimsoll.named import is_own_function
 from plimsoll.records.base import Record
 from plimsoll.records.device import Budget
 from plimsoll.records.job import HUB_PREFIX, PATHS, CheckpointPolicy, Job
+from plimsoll.run.imports import is_a_command
 
 if TYPE_CHECKING:
     from plimsoll.memory.lowering.base import Lowering
@@ -80,8 +81,11 @@ def kept_or_made(
 
 
 def facts_of(job: Job, texts: TextSketch | None, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Everything that an answer depends on but the machine's speed; ``None`` if that cannot be told."""
-    if texts is None:
+    """Everything that an answer depends on but the machine's speed; ``None`` if that cannot be told.
+
+    It cannot in a program that calls Plimsoll, which may have changed how models compute.
+    """
+    if texts is None or not is_a_command():
         return None
     fields = job.model_dump(mode="json")
     fields["data"] |= {"train": None, "validation": job.data.validation and _share_or_file(job.data.validation)}

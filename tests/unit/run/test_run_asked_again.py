@@ -24,6 +24,12 @@ from prediction_records import fitting
 SMALL = {"architecture": "lstm", "embedding_size": 32, "hidden_size": 32}
 
 
+@pytest.fixture(autouse=True)
+def _as_a_command(monkeypatch):
+    """Programs keep nothing."""
+    monkeypatch.setattr("plimsoll.run.remembered.is_a_command", lambda: True)
+
+
 def job(**changes):
     fields = {"model": SMALL, "data": "nowhere.txt", "tokenizer": {"vocab_size": 1000}, "sequence_length": 32}
     return Job.from_fields(fields | changes)
@@ -66,6 +72,7 @@ def test_a_kept_prediction_is_found_without_torch():
     first, _ = prediction_of(job(), device="rtx3060")
     lines = f"""
         import sys
+        from plimsoll.cli.main import main
         from plimsoll.records.job import Job
         from plimsoll.run.asked_again import prediction_of
         found, is_kept = prediction_of(Job.from_json({job().to_json()!r}), device="rtx3060")

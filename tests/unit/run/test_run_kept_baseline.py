@@ -16,6 +16,12 @@ class Started:
         return estimate(400, 12, measured=400)
 
 
+@pytest.fixture(autouse=True)
+def _as_a_command(monkeypatch):
+    """Programs keep nothing."""
+    monkeypatch.setattr("plimsoll.run.remembered.is_a_command", lambda: True)
+
+
 def job(**changes):
     return Job.from_fields({"model": {"architecture": "gpt2"}, "data": "nowhere.txt"} | changes)
 
