@@ -146,15 +146,25 @@ def _named(text: str) -> Iterator[str]:
 
 def _state_of(path: str) -> list[list[Any]]:
     """Each file of a path: its name below it, size, times and a sample of its content."""
-    names = [path] if os.path.isfile(path) else sorted(
-        os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
-    )  # fmt: skip
+    names = [path] if os.path.isfile(path) else sorted(_files_below(path))
     stats = [(name, os.stat(name)) for name in names]
     files = [_File(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return [
         [os.path.relpath(name, path), *numbers, sample.hex(), changed]
         for (name, *numbers, sample), changed in zip(identity_of(files), changes_of(files), strict=True)
     ]
+
+
+def _files_below(path: str) -> Iterator[str]:
+    """The files of a folder and of those that links in it lead to, each folder once."""
+    seen = set()
+    for folder, inner, names in os.walk(path, followlinks=True):
+        stat = os.stat(folder)
+        if (stat.st_dev, stat.st_ino) in seen:
+            inner.clear()
+            continue
+        seen.add((stat.st_dev, stat.st_ino))
+        yield from (os.path.join(folder, name) for name in names)
 
 
 def _gpu_here(job: Job, device: str | None) -> dict[str, Any] | None:
