@@ -21,7 +21,7 @@ from plimsoll.run.rehearse import rehearse_job
 
 fields, on_card, techniques = json.loads(sys.argv[1])
 job = Job.from_fields(fields)
-texts = TextSketch(vocab_size=300, num_labels=3 if job.is_labelled else None, end_id=0)
+texts = TextSketch(vocab_size=2048, num_labels=3 if job.is_labelled else None, end_id=0)
 lowering = CudaLowering((8, 6)) if on_card else CpuLowering()
 given = (micro_batch_choice(2), *(Choice(technique=name, options=options) for name, options in techniques))
 
@@ -38,7 +38,7 @@ LLAMA = {"architecture": "llama", "num_key_value_heads": 2, **SMALL}
 MAMBA = {"architecture": "mamba", "num_hidden_layers": 2, "hidden_size": 8}
 BERT = {"architecture": "bert", **SMALL}
 GPT2 = {"architecture": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2}
-MOE = {"architecture": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 4, "num_experts": 2, "num_experts_per_tok": 1,
+MOE = {"architecture": "qwen3_moe", "num_key_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 1,
        "moe_intermediate_size": 8, **SMALL}  # fmt: skip
 NET = {"embedding_size": 8, "hidden_size": 8}
 CHECKPOINTS = [["checkpointing", {"blocks": "all"}]]
@@ -57,7 +57,7 @@ CHECKPOINTS = [["checkpointing", {"blocks": "all"}]]
         ({"model": GPT2}, CHECKPOINTS),
         ({"model": GPT2, "precision": "fp16"}, []),
         ({"model": BERT, "task": "classification"}, []),
-        ({"model": LLAMA, "precision": "bf16"}, [["chunked_loss", {"rows": "4"}]]),
+        ({"model": LLAMA, "precision": "bf16"}, [["chunked_loss", {"chunk_tokens": 4}]]),
         ({"model": MAMBA}, []),
         ({"model": MOE, "optimizer": {"name": "adafactor"}}, []),
     ],
