@@ -8,7 +8,7 @@ from plimsoll.records.cache import CacheContents
 from plimsoll.records.units import format_bytes
 from plimsoll.report.sheets import Column, Sheet
 
-_COLUMNS = (Column("Kind"), Column("Files", True), Column("Size", True), Column("Last used"))
+_COLUMNS = (Column("Kind"), Column("Files", True), Column("Size", True), Column("Last used", True))
 
 
 def cache_sheets(cache: CacheContents) -> tuple[Sheet, ...]:
