@@ -38,6 +38,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.trace import Phase, Trace
 from plimsoll.run.boundary import Position
 from plimsoll.run.folded import Folded, passes_repeat
+from plimsoll.run.folded_updates import FoldedUpdates
 from plimsoll.run.job_step import step_of
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearsed_ranks import rehearsed_ranks
@@ -259,6 +260,7 @@ def _rehearse(  # noqa: PLR0917 -- one call
     """A step on each batch; an evaluation where the training has one: after two, or when the states are dropped."""
     if passes_repeat(step.workload, choices):
         step._passes.folded = Folded(stage.recorder, step.workload, step._all_parameters)
+        step._commit.folded = FoldedUpdates(stage.recorder, step.workload.optimizer)
     if held_out is not None:
         num_samples = _evaluated_samples(batch_size_of(held_out), step.evaluated_at_once)
         with _disable_current_modes():  # to cut it is no part of the training
