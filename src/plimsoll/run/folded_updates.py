@@ -23,6 +23,8 @@ from plimsoll.memory.repeated import Stretch, notes_of, place_of, row_of, take_n
 from plimsoll.optimizers import settings_of
 from plimsoll.run.room import Members
 
+_MOST_PARAMETERS = 8  # of a piece: those of more are seldom alike, and to compare them takes time, too
+
 
 class FoldedUpdates:
     """The pieces of the updates of one dry run.
@@ -44,6 +46,8 @@ class FoldedUpdates:
             members: the parameters of the piece.
             do_piece: does it; ``None`` says that it is done.
         """
+        if len(members) > _MOST_PARAMETERS:
+            return do_piece()
         if self._step != self._recorder.step:
             self._step, self._done = self._recorder.step, {}
         with _disable_current_modes():  # to look at values is no part of the training

@@ -5,7 +5,7 @@ prediction and a run cannot drift apart. Three steps are rehearsed: the first ma
 has them, the third comes after an evaluation; a fourth would be like the third. A batch of many micro-batches is
 rehearsed with two of them and a smaller last one: the first meets no gradients, those after it do. Of a batch
 that is given, and whose samples are of different lengths, these are the two that need most. Passes that do what one
-before did are noted again (`plimsoll.run.folded`).
+before did are noted again (`plimsoll.run.folded`), and so are pieces of an update (`plimsoll.run.folded_updates`).
 
 Does NOT read the data: every sample is as long as the longest there can be, unless the lengths of batches are given.
 That is ``sequence_length`` where the texts are not prepared yet.
