@@ -1,19 +1,17 @@
 """Passes that are noted again: the trace is that of running each of them, and what may differ is run."""
 
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 
 import pytest
 import torch
 
+from folded_traces import all_run, settled
 from plimsoll.data.sketch import TextSketch
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.repeated import Stretch
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run import rehearse
 from plimsoll.run.folded import passes_repeat
 from plimsoll.run.rehearse import rehearse_job, rehearse_step
 from plimsoll.techniques import FORGETFUL, TECHNIQUES, in_order
@@ -43,27 +41,12 @@ def folds(monkeypatch):
     """How many passes were noted again; without one if they are all to be run."""
     noted, again = [], Stretch.again
 
-    def counted(self):
+    def counted(self, ended=()):
         noted.append(self)
-        return again(self)
+        return again(self, ended)
 
     monkeypatch.setattr(Stretch, "again", counted)
     return noted
-
-
-def all_run(monkeypatch, trace):
-    with monkeypatch.context() as patch:
-        patch.setattr(rehearse, "passes_repeat", lambda workload, choices: False)
-        return trace()
-
-
-def settled(trace):
-    """The trace with deaths inside one op in order: autocast on the CPU frees in the order of addresses."""
-    events = []
-    for _, of_op in groupby(zip(trace.event_op, trace.events, strict=True), key=itemgetter(0)):
-        for is_birth, run in groupby((event for _, event in of_op), key=lambda event: event > 0):
-            events += run if is_birth else sorted(run)
-    return trace.model_copy(update={"events": tuple(events)})
 
 
 def job(**changes):
