@@ -1,9 +1,11 @@
 """Passes that are noted again: the trace is that of running each of them, and what may differ is run."""
 
-from functools import partial
+from functools import partial, wraps
+from types import FunctionType
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from folded_traces import all_run, settled
 from plimsoll.data.sketch import TextSketch
@@ -12,7 +14,7 @@ from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.repeated import Stretch
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.folded import passes_repeat
+from plimsoll.run.folded import _Given, _known_leaf, passes_repeat
 from plimsoll.run.rehearse import rehearse_job, rehearse_step
 from plimsoll.techniques import FORGETFUL, TECHNIQUES, in_order
 from plimsoll.workload import model_loss
@@ -108,6 +110,12 @@ def gpt2_traced(model_loss=model_loss, prepare=lambda model: None):
     return rehearse_step(model, optimizer, setup.case.batches()[0], model_loss, CpuLowering(), **options)
 
 
+def of_transformers(function):
+    """The same as if transformers had it, whose code is known."""
+    names = {**function.__globals__, "__name__": "transformers.of_test"}
+    return FunctionType(function.__code__, names, closure=function.__closure__)
+
+
 def test_a_model_that_changes_from_pass_to_pass_is_run_each_time(folds):
     """An attribute of any module that is another after a pass: the next may do something else."""
 
@@ -117,7 +125,7 @@ def test_a_model_that_changes_from_pass_to_pass_is_run_each_time(folds):
 
     def prepare(model):
         model.lm_head.num_passes = 0
-        model.lm_head.register_forward_hook(count)
+        model.lm_head.register_forward_hook(of_transformers(count))
 
     traces = [gpt2_traced(prepare=one) for one in (prepare, lambda model: None)]
     num_zeros = [sum(trace.texts[name] == "aten.zeros_like.default" for name in trace.ops.name) for trace in traces]
@@ -128,7 +136,8 @@ def test_a_model_that_changes_from_pass_to_pass_is_run_each_time(folds):
 def test_a_list_that_a_model_fills_is_seen(folds):
     def prepare(model):
         model.lm_head.seen = []
-        model.lm_head.register_forward_hook(lambda module, args, output: module.seen.append(len(module.seen)))
+        noting = of_transformers(lambda module, args, output: module.seen.append(len(module.seen)))
+        model.lm_head.register_forward_hook(noting)
 
     gpt2_traced(prepare=prepare)
     assert folds == []
@@ -146,17 +155,46 @@ def test_code_that_is_not_known_is_run_each_time(folds):
     assert folds == []
 
 
-def test_values_that_are_others_are_run(folds):
-    """Masks and lengths decide what is run, so two batches of one shape may need different passes."""
-    setup = setup_for("gpt2", ["micro_batch"])
-    model, optimizer = setup.fresh()
-    batch = setup.case.batches()[0]
-    batch["labels"] = batch["labels"].float()  # whose values no dry run knows
-    options = {"units": "samples", "choices": (micro_batch_choice(8),), "clip_norm": None, "precision": "fp32"}
-    model.forward = partial(_without_labels, model.forward)
-    rehearse_step(model, optimizer, batch, model_loss, CpuLowering(), **options)
+def test_pieces_are_alike_whose_values_are_known_and_the_same():
+    """Masks and lengths decide what is run, so two pieces of one shape may need different passes."""
+    mask = torch.ones(2, 3, dtype=torch.int64)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+
+    def given(leaf, is_share=True, without=()):
+        return _Given([_known_leaf(leaf)], is_share, [*without])
+
+    assert given(mask).is_like(given(mask.clone()))
+    assert given("a name").is_like(given("a name"))
+    for other in (
+        given(mask.tril()), given(mask.int()), given(mask.T.contiguous()), given(1), given(mask, is_share=False),
+        given(mask, without=[parameter]), _Given([], True, []),
+    ):  # fmt: skip
+        assert not given(mask).is_like(other)
+    with FakeTensorMode() as mode:
+        unknown = given(mode.from_tensor(mask))
+    assert not unknown.is_like(unknown)
+
+
+def _through(forward, *args):
+    return forward(*args)
+
+
+@pytest.mark.parametrize("place", ["hook", "backward hook", "forward", "class"])
+def test_code_that_is_called_with_a_module_is_known_or_all_passes_are_run(place, folds, monkeypatch):
+    """What counts in a closure is seen nowhere."""
+
+    def prepare(model):
+        head = model.lm_head
+        match place:
+            case "hook":
+                head.register_forward_hook(lambda module, args, output: output)
+            case "backward hook":
+                head.register_full_backward_hook(lambda module, grad_input, grad_output: None)
+            case "forward":
+                head.forward = partial(wraps(head.forward)(_through), head.forward)
+            case "class":
+                own = type(head).forward
+                monkeypatch.setattr(type(head), "forward", lambda self, *args: own(self, *args))
+
+    gpt2_traced(prepare=prepare)
     assert folds == []
-
-
-def _without_labels(forward, input_ids, labels):
-    return forward(input_ids=input_ids, labels=input_ids)
