@@ -153,7 +153,9 @@ class KnownValues:
         if is_known and torch.Tag.dynamic_output_shape in op.tags:
             real = self._really(op, args, kwargs)
             return tree_map(lambda value: self.fake(value) if isinstance(value, Tensor) else value, real)
-        if op in _UNKNOWN_LENGTH:
+        if op in _LIFTS and (lifted := self._layouts.like(args[0])) is not None:
+            result = lifted
+        elif op in _UNKNOWN_LENGTH:
             result = self._unknown_length(op, args, kwargs)
         elif op is GROUPED:
             result = grouped_result(*args, **kwargs)
