@@ -88,10 +88,10 @@ class Places(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Understand what a call says of devices, and do the call."""
-        if func not in _UNDERSTOOD:
-            return func(*args, **_on_cpu(kwargs)) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
+        if func not in _UNDERSTOOD or (func is Tensor.__deepcopy__ and not isinstance(args[0], FakeTensor)):
+            return func(*args, **_on_cpu(kwargs))
+        if func is Tensor.__deepcopy__:
             return _deep_copy(*args)
         if func in _FACTORIES:
             self._makes_on_host = kwargs.get("device") is None
@@ -105,9 +105,7 @@ class Places(TorchFunctionMode):
             tensor = func(*(_known_device(arg) if _is_device(arg) else arg for arg in args), **_on_cpu(kwargs))
             is_told = kwargs.get("device") is not None or any(map(_is_device, args[1:]))
             return self._moved(tensor) if is_told else tensor
-        if func is Tensor.cpu:
-            return args[0] if self.on_host(args[0]) else self._copied(args[0], to_host=True)
-        return func(*args, **_on_cpu(kwargs))  # copies a tensor that is not fake
+        return args[0] if self.on_host(args[0]) else self._copied(args[0], to_host=True)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         """The tensor on the device: itself if it is there. A parameter stays the object that optimizers know."""
