@@ -28,6 +28,24 @@ def test_positions_are_known_without_a_batch():
         assert values_of(positions.view(2, 2)[1]) == [2, 3]
 
 
+class Doubling(Tensor):
+    """Integers whose every sum is doubled by a dispatch of their own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        with torch._C._DisableTorchDispatch():
+            result = op(*args, **(kwargs or {}))
+            return result * 2 if op is torch.ops.aten.add.Tensor else result.as_subclass(cls)
+
+
+def test_values_of_a_class_of_its_own_are_computed_its_way():
+    plain = torch.tensor([1, 2])
+    own = plain.as_subclass(Doubling)
+    with rehearsal(CpuLowering()) as place:
+        assert values_of(place.fake_batch(own) + 1) == [4, 6]
+        assert values_of(place.fake_batch(plain) + 1) == [2, 3]
+
+
 def test_a_view_sees_what_is_written_through_another():
     with rehearsal(CpuLowering()):
         numbers = torch.zeros(4, dtype=torch.int64)
