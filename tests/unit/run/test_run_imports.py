@@ -50,6 +50,7 @@ main()
 NET = {"architecture": "lstm", "embedding_size": 8, "hidden_size": 8}
 GPT = {"architecture": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}
 ON_CARD = ["predict", "job.yaml", "--device", "rtx3060"]
+PLAN = ["plan", "job.yaml", "--device", "rtx3060"]
 
 
 @pytest.mark.cold
@@ -60,8 +61,9 @@ ON_CARD = ["predict", "job.yaml", "--device", "rtx3060"]
         (["predict", "job.yaml", "--set", "optimizer.l=3"], GPT, 660),  # 583
         pytest.param(ON_CARD, NET, 2600, marks=pytest.mark.long),  # 2313; 2593 with the compiler
         pytest.param(ON_CARD, GPT, 3000, marks=pytest.mark.long),  # 2673; 3591 with all that transformers takes along
+        pytest.param(PLAN, NET, 2600, marks=pytest.mark.long),  # 2361; 2741 with scipy
     ],
-    ids=["help", "refusal", "lstm", "gpt2"],
+    ids=["help", "refusal", "lstm", "gpt2", "plan"],
 )
 def test_a_command_imports_no_more_than_so_many_modules(tmp_path, arguments, model, ceiling):
     """With an eighth of headroom, for other versions of libraries; Python's own modules count too."""
