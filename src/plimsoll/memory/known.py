@@ -3,7 +3,8 @@
 A fake tensor has a shape and no values, yet models ask for some: whether a mask has padding, how long each sequence
 is. The batch's integers are known, so every op on known integers is also done for real, beside the fake one (they are
 small: at most `MOST_ELEMENTS`). What is asked of a tensor whose values are not known (a loss, a gradient norm, a
-router's choice) is answered with 0, or with as many elements as there can be, and said in ``assumptions``.
+router's choice) is answered with 0, or with as many elements as there can be, and said in ``assumptions``. A number
+that is drawn, by which a layer may be left out, is almost 1, which leaves none out: a long run needs as much.
 
 It does NOT compute floating point values except of a few elements.
 """
@@ -70,6 +71,7 @@ _FACTORIES = {
     aten.tril_indices.default,
     aten.triu_indices.default,
 }
+_ALMOST_ONE = 1 - 2**-8  # also in bfloat16
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}  # what `torch.tensor` does with the numbers it was given
 
 KEEPS_ALL = "was taken to keep every element"
@@ -152,6 +154,7 @@ class KnownValues:
             tensors = tensors_in((*args, *kwargs.values()))
         known = [self._value(tensor) is not None for tensor in tensors]
         is_known = (all(known) if tensors else op in _FACTORIES) and op.overloadpacket is not aten.set_
+        is_known = is_known and (op is aten.rand.default or torch.Tag.nondeterministic_seeded not in op.tags)
         if is_known and torch.Tag.dynamic_output_shape in op.tags:
             real = self._really(op, args, kwargs)
             return tree_map(lambda value: self.fake(value) if isinstance(value, Tensor) else value, real)
@@ -174,6 +177,8 @@ class KnownValues:
         return result
 
     def _really(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op is aten.rand.default:
+            op, args = aten.full.default, (*args, _ALMOST_ONE)
         real_args = self._real(args)
         real_kwargs = {name: self._real(value) for name, value in kwargs.items()}
         with _below_modes(tensors_in((*real_args, *real_kwargs.values()))), torch.no_grad():

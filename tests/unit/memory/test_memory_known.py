@@ -121,6 +121,22 @@ def unknown(place: Rehearsal, *shape: int) -> Tensor:
     return place.fake_batch(torch.empty(*shape))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_number_that_is_drawn_leaves_no_layer_out(dtype):
+    with rehearsal(CpuLowering()) as place:
+        assert 0.99 < float(torch.rand([], dtype=dtype)) < 1
+    assert place.trace().assumptions == ()
+
+
+def test_what_is_drawn_by_known_numbers_is_not_known():
+    with rehearsal(CpuLowering()) as place:
+        chances = place.fake_batch(torch.tensor([1, 1])).float()
+        assert values_of(chances.long()) == [1, 1]
+        for drawn in (torch.bernoulli(chances), chances.uniform_()):
+            with pytest.raises(InputError, match="not known"):
+                values_of(drawn.long())
+
+
 def test_a_value_that_was_overwritten_is_unknown_and_one_made_later_in_its_place_is_known():
     with rehearsal(CudaLowering((9, 0))) as place:
         for _ in range(50):  # some of the later tensors get the memory of an earlier one

@@ -30,7 +30,7 @@ ARCHITECTURES = {
     "llama": FEW_KEYS,
     "qwen2": FEW_KEYS,
     "gemma2": FEW_KEYS | {"head_dim": 8},
-    "opt": SMALL | {"ffn_dim": 32, "word_embed_proj_dim": 16},
+    "opt": SMALL | {"ffn_dim": 32, "word_embed_proj_dim": 16, "layerdrop": 0.5},
     "gpt_neox": SMALL | {"intermediate_size": 32},
     "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},
     "mixtral": FEW_KEYS | {"num_local_experts": 2},
