@@ -8,9 +8,10 @@ from _endurance_judge import Figures, Verdict
 from plimsoll.records.units import format_bytes
 
 
-def title(arguments: argparse.Namespace) -> str:
+def title(arguments: argparse.Namespace, budget_bytes: int) -> str:
     """What was endured."""
-    return f"{arguments.minutes:g} minutes of {arguments.model} within {arguments.budget}, disturbed all the time"
+    within = format_bytes(budget_bytes)
+    return f"{arguments.minutes:g} minutes of {arguments.model} within {within}, disturbed all the time"
 
 
 def rows(verdicts: dict[str, Verdict], seconds: float) -> str:
@@ -28,7 +29,7 @@ def summary(verdicts: dict[str, Verdict], seconds: float, arguments: argparse.Na
     loss, again = figures["losses"]["largest_loss_difference"], figures["replay"]
     size, kinds, survived, processes = (said for _, said in _what_was_done(figures, seconds))
     return _table(
-        title(arguments),
+        title(arguments, seen["budget_bytes"]),
         [
             ("trained", size),
             ("done to it", f"{sum(done['disturbances'].values()):,} things: {kinds}"),

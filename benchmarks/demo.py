@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import threading
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from _results import file_result
 from _results import table as markdown
 from plimsoll.data.prepare import prepare
 from plimsoll.device.process import private_bytes
-from plimsoll.errors import OutputError, PlimsollError
+from plimsoll.errors import OutputError, PlimsollError, PlimsollWarning
 from plimsoll.records.units import format_bytes, parse_bytes
 from plimsoll.report.progress import stages
 
@@ -154,7 +155,8 @@ def prepared_job(data: str | None, num_steps: int, out: Path) -> tuple[Path, Pat
     }
     job_file, prepared = out / "job.yaml", out / "prepared.json"
     job_file.write_text(yaml.safe_dump(job, sort_keys=False))
-    with stages(quiet=False) as progress:
+    with stages(quiet=False) as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlimsollWarning)  # `plimsoll train` says it
         prepare(plimsoll.Job.from_yaml(job_file), out / "data", progress).save(prepared)
     return job_file, prepared
 

@@ -57,14 +57,17 @@ from demo import standard_library
 from plimsoll.data.sources import find_files
 from plimsoll.device.process import private_bytes
 from plimsoll.records.base import write_atomically
+from plimsoll.records.job import Job
 from plimsoll.records.run import OomEvent, RunRecord
 from plimsoll.records.units import parse_bytes
+from plimsoll.run.baseline import job_baseline
 from plimsoll.run.directory import RunDirectory
 
 HERE = Path(__file__).parent
 MORE_STEPS_THAN_CAN_BE_DONE = 10**9
 SAID_SECONDS = 10.0
 UNASKED = "ended by itself"  # what is noted of a run that nobody asked to end
+MIB = 1 << 20
 SAMPLE_SECONDS = 0.02
 NUM_LINES = 20_000
 LONG_TEXT_SHARE = 1 / 300
@@ -76,7 +79,8 @@ MODELS: dict[str, Any] = {
     },
     "lstm": {"architecture": "lstm", "embedding_size": 48, "hidden_size": 64, "num_layers": 1},
 }  # fmt: skip
-BUDGETS = {"gpt2": "400MiB", "lstm": "320MiB"}
+ROOM = {"gpt2": "146MiB", "lstm": "104MiB"}
+"""What a budget leaves beside the process itself, which takes more or less with each version and processor."""
 
 
 def main() -> None:
@@ -87,6 +91,7 @@ def main() -> None:
     require_same(folder, arguments)
     if not (folder / "job.yaml").is_file():
         write_job(folder, arguments)
+    budget_bytes = Job.from_yaml(folder / "job.yaml").budget.device_bytes
     state = State(folder)
     try:
         with (folder / "train.log").open("ab") as log:
@@ -96,10 +101,10 @@ def main() -> None:
         replayed = replay(folder / "disturbed")
     except KeyboardInterrupt:
         sys.exit("stopped, and what was done is kept: the same command goes on")
-    verdicts = judged(folder, state, parse_bytes(arguments.budget), replayed)
+    verdicts = judged(folder, state, budget_bytes, replayed)
     print(table := rows(verdicts, state.seconds))
     readme = summary(verdicts, state.seconds, arguments)
-    file_result(arguments.out, "endurance", f"Endurance: {title(arguments)}", table, readme)
+    file_result(arguments.out, "endurance", f"Endurance: {title(arguments, budget_bytes)}", table, readme)
     faults = [fault for verdict in verdicts.values() for fault in verdict.faults]
     for fault in faults:
         print(f"NOT AS IT SHOULD BE: {fault}")
@@ -116,7 +121,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of what is done when (default: %(default)s)")
     parser.add_argument("--every", type=float, default=6, help="seconds between two disturbances, on average")
     parser.add_argument("--model", choices=MODELS, default="gpt2", help="default: %(default)s")
-    parser.add_argument("--budget", help=f"of the training process (default: {BUDGETS})")
+    parser.add_argument(
+        "--budget", help=f"of the training process (default: what it takes without a model, and {ROOM})"
+    )
     parser.add_argument("--checkpoint-every", type=int, default=20, help="steps (default: %(default)s)")
     parser.add_argument(
         "--plan", action=argparse.BooleanOptionalAction, default=True, help="plan first (half a minute)"
@@ -126,9 +133,7 @@ def parsed() -> argparse.Namespace:
         "--folder", type=Path, default=Path("endurance-out"), help="for everything (default: %(default)s)"
     )
     add_out(parser)
-    arguments = parser.parse_args()
-    arguments.budget = arguments.budget or BUDGETS[arguments.model]
-    return arguments
+    return parser.parse_args()
 
 
 def require_same(folder: Path, arguments: argparse.Namespace) -> None:
@@ -169,7 +174,13 @@ def write_job(folder: Path, arguments: argparse.Namespace) -> None:
         "evaluate_every": 10 * arguments.checkpoint_every,
         "checkpoint": {"every": arguments.checkpoint_every, "keep": 2},
     }  # fmt: skip
+    job["budget"] = arguments.budget or budget_of(job, parse_bytes(ROOM[arguments.model]))
     write_atomically(folder / "job.yaml", yaml.safe_dump(job, sort_keys=False).encode())
+
+
+def budget_of(job: dict[str, Any], room_bytes: int) -> str:
+    """Measure what a training process takes before it has a model, and leave room beside it."""
+    return f"{(job_baseline(Job.from_fields(job)).likely_bytes + room_bytes) // MIB}MiB"
 
 
 class State:
@@ -241,7 +252,7 @@ def disturb(folder: Path, state: State, arguments: argparse.Namespace, log: Any)
 
     def start() -> Command:
         goes_on = any(run.glob("checkpoints/step-*"))
-        given = [str(folder / "job.yaml"), "--budget", arguments.budget, *([] if arguments.plan else ["--no-plan"])]
+        given = [str(folder / "job.yaml"), *([] if arguments.plan else ["--no-plan"])]
         begun = ["--resume"] if goes_on else [*given, *(["--force"] if run.exists() else [])]
         return Command([*begun, "--out", str(run)], folder, log, failpoints(drawn))
 
@@ -356,7 +367,7 @@ def compare_with(folder: Path, state: State, arguments: argparse.Namespace, log:
     if any(run.glob("checkpoints/step-*")):
         return finish(folder, "undisturbed", [], log)
     planned = ["--plan", str(plan)] if arguments.plan else ["--no-plan"]
-    given = [str(folder / "job.yaml"), "--budget", arguments.budget, "--set", f"steps={state.num_steps}", *planned]
+    given = [str(folder / "job.yaml"), "--set", f"steps={state.num_steps}", *planned]
     command = Command([*given, "--out", str(run), *(["--force"] if run.exists() else [])], folder, log)
     must_end_well(command, folder)
     return None

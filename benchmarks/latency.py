@@ -95,6 +95,7 @@ class Place:
         self._folder = folder
         self._cache = folder / "cache"
         self._environment = os.environ | {"PLIMSOLL_CACHE": str(self._cache)}
+        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has been compiled, once
         (folder / "corpus").mkdir()
         self._write_text(folder / "corpus" / "library.txt")
         for name, job in (("readme", README_JOB), ("gpt2", GPT2_JOB), ("short", SHORT_STEPS_JOB)):

@@ -92,7 +92,7 @@ def clear(names: tuple[str, ...] = ()) -> CacheContents:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             except OSError as error:
                 raise OutputError(f"cannot remove {error.filename}: {error.strerror}; allow writing there") from None
-    return before.model_copy(update={"kinds": tuple(removed)})
+    return before.model_copy(update={"kinds": tuple(removed), "is_removed": True})
 
 
 def _path_of(kind: Kind, facts: Facts) -> Path:

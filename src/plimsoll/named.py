@@ -12,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any
+from typing import Any, TypeGuard
 
 from plimsoll.errors import InputError, JobError
 from plimsoll.records.job import OptimizerChoice, Task, near
@@ -46,6 +46,11 @@ _REFUSED_OPTIMIZERS = {
 }
 
 
+def is_own_function(model: str | dict[str, Any]) -> TypeGuard[str]:
+    """Whether a model of a job is a function of the user's, ``module:function``, and not a folder."""
+    return isinstance(model, str) and ":" in model and not Path(model).is_dir()
+
+
 def require_model_name(model: str | dict[str, Any], task: Task) -> None:
     """Refuse a model that names no architecture, no folder and no function.
 
@@ -57,7 +62,7 @@ def require_model_name(model: str | dict[str, Any], task: Task) -> None:
         JobError: it names the nearest architecture.
     """
     if isinstance(model, str):
-        if not (model in RECURRENT or Path(model).is_dir() or ":" in model):
+        if not (model in RECURRENT or Path(model).is_dir() or is_own_function(model)):
             raise _no_such_model(model, task)
         return
     architecture = model.get("architecture")

@@ -47,11 +47,15 @@ def index(  # noqa: PLR0917 -- typer calls it by name
       plimsoll data index reviews.jsonl.gz --set data.text=body --set data.on_error=skip
       plimsoll data index job.yaml --json
     """
-    from plimsoll.data.inspect import index_corpus
+
+    def work(job: Job, cache: Path, progress: Report) -> Any:
+        from plimsoll.data.inspect import index_corpus
+
+        return index_corpus(job, cache, progress)
 
     _answer(
         "indexing",
-        index_corpus,
+        work,
         lambda found: f"{found.num_texts:,} texts",
         texts,
         changes,
@@ -81,11 +85,15 @@ def tokenize(  # noqa: PLR0917 -- as above
       plimsoll data tokenize corpus --set tokenizer=path/to/tokenizer
       plimsoll data tokenize corpus --set tokenizer.vocab_size=32000 --cache tokens
     """
-    from plimsoll.data.inspect import tokenize_corpus
+
+    def work(job: Job, cache: Path, progress: Report) -> Any:
+        from plimsoll.data.inspect import tokenize_corpus
+
+        return tokenize_corpus(job, cache, progress)
 
     _answer(
         "tokenizing",
-        tokenize_corpus,
+        work,
         lambda found: f"{found.num_tokens:,} tokens",
         texts,
         changes,
@@ -115,11 +123,15 @@ def inspect(  # noqa: PLR0917 -- as above
       plimsoll data inspect reviews.csv --set task=classification --set data.label=stars
       plimsoll data inspect corpus --set sequence_length=1024 -o corpus.html
     """
-    from plimsoll.data.inspect import inspect_corpus
+
+    def work(job: Job, cache: Path, progress: Report) -> Any:
+        from plimsoll.data.inspect import inspect_corpus
+
+        return inspect_corpus(job, cache, progress)
 
     _answer(
         "the inspection",
-        inspect_corpus,
+        work,
         lambda found: f"{found.corpus.num_texts:,} texts, {found.num_tokens:,} tokens",
         texts,
         changes,
@@ -148,11 +160,15 @@ def bench(  # noqa: PLR0917 -- as above
       plimsoll data bench job.yaml
       plimsoll data bench corpus --set data.workers=2 --json
     """
-    from plimsoll.run.feed import time_corpus
+
+    def work(job: Job, cache: Path, progress: Report) -> Any:
+        from plimsoll.run.feed import time_corpus
+
+        return time_corpus(job, cache, progress)
 
     _answer(
         "the timing",
-        time_corpus,
+        work,
         lambda found: f"{len(found.rates)} rates",
         texts,
         changes,
@@ -181,9 +197,9 @@ def _answer(  # noqa: PLR0917 -- as above
     from plimsoll.report.progress import stages
 
     with answering(what, as_json):
-        job = job_of(texts, changes)
-        check_output(output, force)
         with stages(quiet or as_json) as progress:
+            job = job_of(texts, changes)
+            check_output(output, force)
             found = work(job, _cache(cache), progress)
         hand_over(found, sentence(found), output, as_json)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,7 @@ from plimsoll.cli import (
     watch,
     workers,
 )
-from plimsoll.cli.output import complain, tell
+from plimsoll.cli.output import complain, format_warning, tell
 from plimsoll.device.threads import spin_briefly
 from plimsoll.errors import Interrupted, PlimsollError
 from plimsoll.forked import end_as_asked
@@ -116,6 +117,7 @@ def main() -> None:
     """
     end_as_asked()
     spin_briefly()
+    warnings.formatwarning = format_warning
     if sys.argv[1:2] == ["fork-server"]:
         sys.argv[1:] = workers.forked_as(Path(sys.argv[2]))
     try:

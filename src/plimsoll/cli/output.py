@@ -11,11 +11,12 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from plimsoll.errors import OutputError, PlimsollError
+from plimsoll.errors import OutputError, PlimsollError, PlimsollWarning
 from plimsoll.run.leftovers import own_folder
 
 _VARIABLE = "PLIMSOLL_FAILURE_FILE"
@@ -40,6 +41,18 @@ def complain(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+_usual_format = warnings.formatwarning
+
+
+def format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Format a warning of ours as a line for people, who need no place in the source; any other as ever."""
+    if issubclass(category, PlimsollWarning):
+        return f"warning: {message}\n"
+    return _usual_format(message, category, filename, lineno, line)
 
 
 def failure(name: str, message: str, exit_code: int) -> str:

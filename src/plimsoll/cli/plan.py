@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from plimsoll.records.placement import InferencePlan
     from plimsoll.records.plan import Pin, Plan
     from plimsoll.records.ways import Ways
+    from plimsoll.run.asked_again import Progress
 
 _IMPOSSIBLE = 1
 _USUAL_TOKENS = 256
@@ -98,8 +99,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
       plimsoll plan models/gpt --inference --task generate --max-new-tokens 64 --device rtx3060
     """
     from plimsoll.cli.answer import answering, check_output, hand_over, limit_bytes_of
-    from plimsoll.records.job import Job
-    from plimsoll.run.refusals import require_sound
+    from plimsoll.report.progress import spinner
 
     with answering("the planning", as_json):
         # Everything that can be refused is refused before the work.
@@ -114,14 +114,19 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
         check_output(output, force)
         _check_export(export, inference or compare or as_json or output is not None)
         found: InferencePlan | Plan | Ways
-        if inference:
-            tokens = (max_length or _USUAL_TOKENS, max_new_tokens or 0)
-            found, sentence = _plan_inference(subject, task, tokens, dtype, (device, limit_bytes), quiet or as_json)
-        else:
-            job, wishes = Job.from_yaml(subject, tuple(changes or ())), _wishes(pins or (), forbids or ())
-            require_sound(job, device, limit_bytes, *wishes)
-            make = _compare if compare else _plan_training
-            found, sentence = make(job, wishes, calibration, (device, limit_bytes), quiet or as_json)
+        with spinner(quiet or as_json) as progress:
+            where = (device, limit_bytes)
+            if inference:
+                tokens = (max_length or _USUAL_TOKENS, max_new_tokens or 0)
+                found, sentence = _plan_inference(subject, task, tokens, dtype, where, progress)
+            else:
+                from plimsoll.records.job import Job
+                from plimsoll.run.refusals import require_sound
+
+                job, wishes = Job.from_yaml(subject, tuple(changes or ())), _wishes(pins or (), forbids or ())
+                require_sound(job, device, limit_bytes, *wishes)
+                make = _compare if compare else _plan_training
+                found, sentence = make(job, wishes, calibration, where, progress, quiet=quiet or as_json)
         if export is not None:
             _print_export(cast("Plan", found), export)
         else:
@@ -171,11 +176,10 @@ def _check_kind(subject: Path, kinds: tuple[bool, bool], of_training: list[str],
 
 def _plan_training(
     job: Job, wishes: tuple[tuple[Pin, ...], tuple[str, ...]], calibration: Path | None,
-    where: tuple[str | None, int | None], quiet: bool,
+    where: tuple[str | None, int | None], progress: Progress, *, quiet: bool,
 ) -> tuple[Plan, str]:  # fmt: skip
     from plimsoll.records.comparison import Calibration
     from plimsoll.report.plan_sheets import headline
-    from plimsoll.report.progress import spinner
     from plimsoll.run.imports import leave_out_unused
 
     learned = None if calibration is None else Calibration.load(calibration)
@@ -184,16 +188,15 @@ def _plan_training(
     from plimsoll.run.learning import known_calibration
 
     (pins, forbids), (device, limit_bytes) = wishes, where
-    with spinner(quiet=quiet) as progress:
-        found, is_kept = plan_of(
-            job,
-            device=device,
-            limit_bytes=limit_bytes,
-            pins=pins,
-            forbids=forbids,
-            calibration=learned or known_calibration(),
-            progress=progress,
-        )
+    found, is_kept = plan_of(
+        job,
+        device=device,
+        limit_bytes=limit_bytes,
+        pins=pins,
+        forbids=forbids,
+        calibration=learned or known_calibration(),
+        progress=progress,
+    )
     if is_kept and not quiet:
         typer.echo(KEPT_SENTENCE, err=True)
     return found, headline(found)
@@ -201,10 +204,9 @@ def _plan_training(
 
 def _compare(
     job: Job, wishes: tuple[tuple[Pin, ...], tuple[str, ...]], calibration: Path | None,
-    where: tuple[str | None, int | None], quiet: bool,
+    where: tuple[str | None, int | None], progress: Progress, *, quiet: bool,
 ) -> tuple[Ways, str]:  # fmt: skip
     from plimsoll.records.comparison import Calibration
-    from plimsoll.report.progress import spinner
     from plimsoll.report.ways_sheets import done_line, headline
 
     (pins, forbids), (device, limit_bytes) = wishes, where
@@ -214,7 +216,7 @@ def _compare(
     learned = None if calibration is None else Calibration.load(calibration)
     from plimsoll.run.baseline import baseline_for
 
-    with spinner(quiet=quiet) as progress, baseline_for(job, device) as started:
+    with baseline_for(job, device) as started:
         from plimsoll.run.learning import known_calibration
         from plimsoll.run.ways import compare_ways
 
@@ -232,10 +234,9 @@ def _compare(
 
 def _plan_inference(  # noqa: PLR0917 -- called once
     subject: Path, task: str | None, tokens: tuple[int, int], dtype: str | None, where: tuple[str | None, int | None],
-    quiet: bool,
+    progress: Progress,
 ) -> tuple[InferencePlan, str]:  # fmt: skip
     from plimsoll.report.placement_sheets import headline
-    from plimsoll.report.progress import spinner
     from plimsoll.run.inference_model import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
@@ -245,17 +246,16 @@ def _plan_inference(  # noqa: PLR0917 -- called once
     from plimsoll.run.plan_inference import plan_inference
 
     (longest_tokens, new_tokens), (device, limit_bytes) = tokens, where
-    with spinner(quiet=quiet) as progress:
-        found = plan_inference(
-            folder,
-            task or default_task(folder),
-            longest_tokens=longest_tokens,
-            new_tokens=new_tokens,
-            limit_bytes=limit_bytes,
-            device=device,
-            dtype=DTYPES[cast("Dtype", dtype or "stored")],
-            progress=progress,
-        )
+    found = plan_inference(
+        folder,
+        task or default_task(folder),
+        longest_tokens=longest_tokens,
+        new_tokens=new_tokens,
+        limit_bytes=limit_bytes,
+        device=device,
+        dtype=DTYPES[cast("Dtype", dtype or "stored")],
+        progress=progress,
+    )
     return found, headline(found)
 
 

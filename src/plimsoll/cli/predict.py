@@ -66,26 +66,26 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
       plimsoll predict job.yaml --what-if -o prediction.html
     """
     from plimsoll.cli.answer import answering, check_output, hand_over, limit_bytes_of
-    from plimsoll.records.comparison import Calibration
-    from plimsoll.records.job import Job
-    from plimsoll.report.prediction_sheets import verdict_sentence
     from plimsoll.report.progress import spinner
-    from plimsoll.run.imports import leave_out_unused
-    from plimsoll.run.refusals import require_sound
 
     with answering("the prediction", as_json):
-        # Everything that can be refused is refused before the work.
-        job = Job.from_yaml(job_file, tuple(changes or ()))
-        limit_bytes = limit_bytes_of(budget)
-        _check_micro_batch(micro_batch, job)
-        check_output(output, force)
-        num_tokens = _read_lengths(lengths)
-        learned = None if calibration is None else Calibration.load(calibration)
-        require_sound(job, device, limit_bytes)
-        leave_out_unused(job)
-        from plimsoll.run.asked_again import KEPT_SENTENCE, prediction_of
-
         with spinner(quiet=quiet or as_json) as progress:
+            from plimsoll.records.comparison import Calibration
+            from plimsoll.records.job import Job
+            from plimsoll.run.imports import leave_out_unused
+            from plimsoll.run.refusals import require_sound
+
+            # Everything that can be refused is refused before the work.
+            job = Job.from_yaml(job_file, tuple(changes or ()))
+            limit_bytes = limit_bytes_of(budget)
+            _check_micro_batch(micro_batch, job)
+            check_output(output, force)
+            num_tokens = _read_lengths(lengths)
+            learned = None if calibration is None else Calibration.load(calibration)
+            require_sound(job, device, limit_bytes)
+            leave_out_unused(job)
+            from plimsoll.run.asked_again import KEPT_SENTENCE, prediction_of
+
             prediction, is_kept = prediction_of(
                 job,
                 device=device,
@@ -99,6 +99,8 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
             )
         if is_kept and not quiet:
             typer.echo(KEPT_SENTENCE, err=True)
+        from plimsoll.report.prediction_sheets import verdict_sentence
+
         hand_over(prediction, verdict_sentence(prediction), output, as_json)
     if not prediction.fits:
         sys.exit(_DOES_NOT_FIT)

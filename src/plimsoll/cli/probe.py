@@ -18,7 +18,11 @@ def probe(
       plimsoll probe --json
     """
     from plimsoll.cli.output import show
-    from plimsoll.device.probe import probe_machine
+    from plimsoll.report.progress import spinner
     from plimsoll.report.render import render
 
-    show(render(probe_machine(), "json" if as_json else "text"))
+    with spinner(quiet=as_json):
+        from plimsoll.device.probe import probe_machine
+
+        machine = probe_machine()
+    show(render(machine, "json" if as_json else "text"))

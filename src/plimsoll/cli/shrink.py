@@ -76,28 +76,31 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
     from plimsoll.errors import Interrupted
     from plimsoll.records.plan import parse_pin
     from plimsoll.records.shrink_methods import chain_of
-    from plimsoll.report.progress import stages
-    from plimsoll.report.render import render
-    from plimsoll.run.shrink import RefusedError
-    from plimsoll.run.shrink import shrink as make_smaller
-    from plimsoll.run.shrink_request import ShrinkOptions
-    from plimsoll.run.shrink_source import find_source
+    from plimsoll.report.progress import spinner, stages
 
     with failures_shown() if as_json else nullcontext():
         _check(target, methods, forbids, recover, budget, tries, samples)
-        options = ShrinkOptions(
-            target_bytes=_target_bytes(target),
-            budget_bytes=limit_bytes_of(budget),
-            methods=chain_of([parse_pin(method) for method in methods or ()]),
-            forbids=tuple(forbids or ()),
-            recover_steps=recover,
-            distills=not no_distill,
-            most_tries=tries,
-            most_samples=samples,
-        )
-        source = find_source(
-            model, data, tuple(columns) if columns else None, label, False if no_header else None, tuple(changes or ())
-        )
+        with spinner(quiet or as_json):
+            from plimsoll.report.render import render
+            from plimsoll.run.shrink import RefusedError
+            from plimsoll.run.shrink import shrink as make_smaller
+            from plimsoll.run.shrink_request import ShrinkOptions
+            from plimsoll.run.shrink_source import find_source
+
+            options = ShrinkOptions(
+                target_bytes=_target_bytes(target),
+                budget_bytes=limit_bytes_of(budget),
+                methods=chain_of([parse_pin(method) for method in methods or ()]),
+                forbids=tuple(forbids or ()),
+                recover_steps=recover,
+                distills=not no_distill,
+                most_tries=tries,
+                most_samples=samples,
+            )
+            source = find_source(
+                model, data, tuple(columns) if columns else None, label, False if no_header else None,
+                tuple(changes or ()),
+            )  # fmt: skip
         with told() as file:
             try:
                 with stages(quiet or as_json) as progress:

@@ -76,12 +76,8 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     """
     from plimsoll.cli.output import show
     from plimsoll.errors import InputError
-    from plimsoll.records.plan import parse_pin
-    from plimsoll.records.run import RunRecord
-    from plimsoll.report.render import render
+    from plimsoll.report.progress import spinner
     from plimsoll.run.orphans import is_rank
-    from plimsoll.run.refusals import require_sound
-    from plimsoll.run.supervise import supervise
 
     is_silent, is_quiet = is_rank() and os.environ["RANK"] != "0", quiet or as_json
     with _failures_shown(out) if as_json and not is_silent else nullcontext():
@@ -103,15 +99,24 @@ def train(  # noqa: PLR0917 -- typer calls it by name
                 directory = _opened(out, job_file)
                 with directory.claimed():  # nothing is changed under a process that trains here
                     return _gone_on(directory, _job(directory.job, budget, changes), from_step, is_quiet, then)
-            job, trial = _job(_given(job_file, out), budget, changes), ("--no-trial",) if no_trial else ()
-            require_sound(job, pins=map(parse_pin, pins or ()), forbids=forbids or ())
+            with spinner(is_quiet):
+                from plimsoll.records.plan import parse_pin
+                from plimsoll.run.refusals import require_sound
+
+                job, trial = _job(_given(job_file, out), budget, changes), ("--no-trial",) if no_trial else ()
+                require_sound(job, pins=map(parse_pin, pins or ()), forbids=forbids or ())
             return _begun(out, job, planning, cache, force, is_quiet, then, trial)
+
+        from plimsoll.run.supervise import supervise
 
         code = _as_a_rank(out, run, resume, from_step, is_quiet, trial=not no_trial) if is_rank() else run(supervise)
         if code:
             sys.exit(code)
     if is_silent:
         return
+    from plimsoll.records.run import RunRecord
+    from plimsoll.report.render import render
+
     show(render(RunRecord.from_directory(out), "json" if as_json else "text"))
 
 

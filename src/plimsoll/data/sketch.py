@@ -27,12 +27,11 @@ from plimsoll.data.index import open_corpus
 from plimsoll.data.of_job import padding_of, reading_of
 from plimsoll.data.prepare import Prepared
 from plimsoll.data.sources import SourceFile, find_files
-from plimsoll.data.tokenizer import prepare_tokenizer
+from plimsoll.data.tokenizer import FEW_BYTES, prepare_tokenizer
 from plimsoll.errors import DataError
 from plimsoll.records.job import HUB_PREFIX, Job
 
 _HEAD_BYTES, _MOST_HEADS = 1 << 20, 16
-_MOST_TRAINED_BYTES = 1 << 20  # of texts from which a tokenizer is trained to see how large it becomes: half a second
 _CUT_ANYWHERE = (".jsonl", ".ndjson", ".csv", ".tsv")  # the begin of such a file is one, but for its last row
 
 
@@ -97,8 +96,12 @@ def sketch_texts(job: Job) -> TextSketch:
     return TextSketch(vocab_size, num_labels, end_id, pad_id, tokenizer_bytes=tokenizer_bytes, guessed=guessed)
 
 
-def labels_seen(job: Job) -> int:
+def labels_seen(job: Job, *, by_heads: bool = False) -> int:
     """Count the labels of the texts of a job, as far as the names of the files or their heads show them.
+
+    Args:
+        job: whose texts they are.
+        by_heads: whether files are left out that cannot be read but as a whole, as an array of JSON and an archive.
 
     Raises:
         DataError: if there are no files, or their heads cannot be read as the job says.
@@ -106,7 +109,7 @@ def labels_seen(job: Job) -> int:
     if not job.is_labelled:
         return 0
     if job.data.label is not None or job.task == "token-classification":
-        return len(_labels_of_heads(job))
+        return len(_labels_of_heads(job, by_heads))
     # as `labels_from_folders` names them
     return len({Path(file.path).parent.name for file in _found(job.data.sources, reading_of(job))})
 
@@ -137,7 +140,7 @@ def _trained_vocab_size(job: Job) -> _Trained:
     if any(map(_is_elsewhere, sources)):
         return guess
     with suppress(DataError), TemporaryDirectory(prefix="plimsoll-") as name:  # who prepares them says what is wrong
-        if sum(file.num_bytes for file in _found(sources, reading_of(job))) <= _MOST_TRAINED_BYTES:
+        if sum(file.num_bytes for file in _found(sources, reading_of(job))) <= FEW_BYTES:
             corpus = open_corpus(sources, reading_of(job), Path(name))
             vocab_size = prepare_tokenizer(job.tokenizer, corpus, Path(name)).vocab_size
             most_bytes = byte_pairs.whole_bytes(min(corpus.num_bytes, most_distinct_bytes))
@@ -149,7 +152,7 @@ def _is_elsewhere(source: str) -> bool:
     return is_remote(source) or source.startswith(HUB_PREFIX)
 
 
-def _labels_of_heads(job: Job) -> Sequence[str]:
+def _labels_of_heads(job: Job, by_heads: bool) -> Sequence[str]:
     """Return the classes in the column of labels, or the tags of words, as far as the heads of the files show them."""
     reading = replace(reading_of(job), on_error="skip")
     with TemporaryDirectory(prefix="plimsoll-") as name:
@@ -162,8 +165,10 @@ def _labels_of_heads(job: Job) -> Sequence[str]:
                 begin.parent.mkdir()
                 begin.write_bytes(_head_of(file))
                 heads.append(str(begin))
-            if not files:
+            if not files and not by_heads:
                 heads.append(given)
+        if not heads:
+            return ()
         corpus = open_corpus(heads, reading, folder / "cache")
         return tuple(corpus.tag_counts) if reading.is_tagged else corpus.label_names
 

@@ -51,6 +51,8 @@ if TYPE_CHECKING:  # the training process imports this module, but need not pay 
 
 UNKNOWN_TOKEN = "<|unk|>"
 _SAMPLE_BYTES = 64 << 20
+FEW_BYTES = 1 << 20
+"""Of texts from which one thread trains a tokenizer in half a second, after which the process can still be forked."""
 _LEAST_COUNTED_WORDS, _COUNTED_WORDS_PER_TOKEN, _MOST_CHUNKS = 1 << 18, 4, 1 << 16
 _RECIPE = 2  # raise it when training with the same settings gives other tokens
 _LOADED_RECIPE = 2  # raise it when the same files give another tokenizer
@@ -207,14 +209,14 @@ def _facts(folder: Path) -> Facts:
 
 
 @contextmanager
-def tokenizer_threads() -> Iterator[None]:
-    """Let ``tokenizers`` use its threads inside, and none after.
+def tokenizer_threads(are_worth_it: bool = True) -> Iterator[None]:
+    """Let ``tokenizers`` use its threads inside, if they are worth it, and none after.
 
     A process that forks after the library has started threads would get a warning on standard error and, if the child
     tokenises, might hang; with the variable set to "false" from then on neither happens. Where memory is limited there
     are none: a thread may be refused its stack, and the library panics or hangs. A value the user set stays.
     """
-    os.environ[_THREADS] = _USER_THREADS or ("false" if _is_limited() else "true")
+    os.environ[_THREADS] = _USER_THREADS or ("true" if are_worth_it and not _is_limited() else "false")
     try:
         yield
     finally:
@@ -275,7 +277,7 @@ def _train_bpe(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    with tokenizer_threads():
+    with tokenizer_threads(corpus.num_bytes > FEW_BYTES):
         trained_on = train_byte_pairs(backend, _counted(corpus, progress), trainer, source.vocab_size, budget_bytes)
     return backend, trained_on.num_left_out
 

@@ -21,9 +21,10 @@ from plimsoll.device.base import backend_for
 
 _READ_BY_LIBRARIES = (
     "ATEN_", "CUBLAS", "CUDA_", "CUDNN", "DNNL_", "GLIBC_TUNABLES", "GLOO_", "GOMP_", "HIP_", "HSA_", "KMP_", "LD_",
-    "MALLOC_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "ROC", "TORCH_",
-    "TOKENIZERS_", "TRANSFORMERS_", "USE_",
+    "MALLOC_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "NUMPY_", "PYTHON", "PYTORCH_", "ROC",
+    "TORCH_", "TORCHDYNAMO_", "TOKENIZERS_", "TRANSFORMERS_", "USE_",
 )  # fmt: skip
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-ctrl", "/dev/nvmap")
 """Of NVIDIA, of Windows below WSL, of AMD, of NVIDIA's boards."""
 
@@ -46,6 +47,7 @@ def surroundings() -> dict[str, str | int | None]:
         "usable memory": cpu.capacity_bytes,
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
+        "huge pages": _huge_pages(),
         "environment": _digest(f"{name}={os.environ[name]}" for name in sorted(os.environ) if _is_read(name)),
     }
 
@@ -70,6 +72,14 @@ def _distributions(folders: tuple[str, ...]) -> str:
             infos = (entry for entry in entries if entry.name.endswith((".dist-info", ".egg-info", ".egg-link")))
             found += [f"{entry.name} {entry.stat().st_mtime_ns}" for entry in infos]
     return _digest(sorted(found))
+
+
+def _huge_pages() -> str:
+    """Whether the kernel gives memory in large pages, by which a process takes more."""
+    try:
+        return _HUGE_PAGES.read_text("utf-8").strip()
+    except OSError:
+        return "unknown"
 
 
 @cache

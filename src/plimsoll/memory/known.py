@@ -3,7 +3,8 @@
 A fake tensor has a shape and no values, yet models ask for some: whether a mask has padding, how long each sequence
 is. The batch's integers are known, so every op on known integers is also done for real, beside the fake one (they are
 small: at most `MOST_ELEMENTS`). What is asked of a tensor whose values are not known (a loss, a gradient norm, a
-router's choice) is answered with 0, or with as many elements as there can be, and said in ``assumptions``.
+router's choice) is answered with 0, or with as many elements as there can be, and said in ``assumptions``. A number
+that is drawn, by which a layer may be left out, is almost 1, which leaves none out: a long run needs as much.
 
 It does NOT compute floating point values except of a few elements.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from math import prod
 from typing import Any
 
@@ -19,11 +21,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from plimsoll.errors import InputError
 from plimsoll.memory.grouped import GROUPED, grouped_result
 from plimsoll.memory.layouts import Layouts
+from plimsoll.memory.lowering.base import tensors_in
 from plimsoll.records.trace import Assumption
 
 MOST_ELEMENTS = 1 << 22
@@ -68,6 +71,7 @@ _FACTORIES = {
     aten.tril_indices.default,
     aten.triu_indices.default,
 }
+_ALMOST_ONE = 1 - 2**-8  # also in bfloat16
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}  # what `torch.tensor` does with the numbers it was given
 
 KEEPS_ALL = "was taken to keep every element"
@@ -143,17 +147,20 @@ class KnownValues:
             return self._scalar(args[0])
         if op is aten._pin_memory.default:  # a copy, for memory
             op, args = aten.clone.default, args[:1]
-        tensors = _tensors((*args, *kwargs.values()))
+        tensors = tensors_in((*args, *kwargs.values()))
         if not all(isinstance(tensor, FakeTensor) for tensor in tensors) and op not in _LIFTS:
             self._refuse_to_train(op, args)
             args, kwargs = tree_map(self._adopted, (args, kwargs))
-            tensors = _tensors((*args, *kwargs.values()))
+            tensors = tensors_in((*args, *kwargs.values()))
         known = [self._value(tensor) is not None for tensor in tensors]
         is_known = (all(known) if tensors else op in _FACTORIES) and op.overloadpacket is not aten.set_
+        is_known = is_known and (op is aten.rand.default or torch.Tag.nondeterministic_seeded not in op.tags)
         if is_known and torch.Tag.dynamic_output_shape in op.tags:
             real = self._really(op, args, kwargs)
             return tree_map(lambda value: self.fake(value) if isinstance(value, Tensor) else value, real)
-        if op in _UNKNOWN_LENGTH:
+        if op in _LIFTS and (lifted := self._layouts.like(args[0])) is not None:
+            result = lifted
+        elif op in _UNKNOWN_LENGTH:
             result = self._unknown_length(op, args, kwargs)
         elif op is GROUPED:
             result = grouped_result(*args, **kwargs)
@@ -161,19 +168,27 @@ class KnownValues:
             result = self._layouts.run(op, args, kwargs, tensors)
         if not any(known) and not is_known:
             return result
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
+        made = [one for one in tensors_in((result,)) if isinstance(one, FakeTensor)]
         if not is_known or not all(map(_is_small, made or tensors)):
             self._forget_written(op, args)
             return result
-        values = [leaf for leaf in tree_leaves(self._really(op, args, kwargs)) if isinstance(leaf, Tensor)]
-        for fake, value in zip(made, values, strict=True):
+        for fake, value in zip(made, tensors_in((self._really(op, args, kwargs),)), strict=True):
             setattr(fake, _ATTRIBUTE, value)
         return result
 
     def _really(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        real_args, real_kwargs = tree_map(lambda x: self._value(x) if isinstance(x, Tensor) else x, (args, kwargs))
-        with _disable_current_modes(), torch.no_grad():
+        if op is aten.rand.default:
+            op, args = aten.full.default, (*args, _ALMOST_ONE)
+        real_args = self._real(args)
+        real_kwargs = {name: self._real(value) for name, value in kwargs.items()}
+        with _below_modes(tensors_in((*real_args, *real_kwargs.values()))), torch.no_grad():
             return op(*real_args, **real_kwargs)
+
+    def _real(self, value: Any) -> Any:
+        """What stands in an argument of an op on real tensors."""
+        if isinstance(value, Tensor):
+            return self._value(value)
+        return type(value)(map(self._real, value)) if isinstance(value, list | tuple) else value
 
     def _value(self, tensor: Tensor) -> Tensor | None:
         """The real tensor with the values of a fake one, ``None`` if they are not known."""
@@ -189,7 +204,7 @@ class KnownValues:
     def _scalar(self, tensor: Tensor) -> Any:
         value = self._value(tensor)
         if value is not None:
-            with _disable_current_modes():
+            with _below_modes((value,)):
                 return value.item()
         where = self._where()
         if where is not None:
@@ -220,7 +235,7 @@ class KnownValues:
             return
         written = [argument.is_write for argument in op._schema.arguments[: len(args)]]
         for is_written, value in zip(written, args, strict=True):
-            for tensor in _tensors((value,)):
+            for tensor in tensors_in((value,)):
                 if not isinstance(tensor, FakeTensor) and (
                     is_written or (tensor.requires_grad and torch.is_grad_enabled())
                 ):
@@ -235,7 +250,7 @@ class KnownValues:
             return
         for argument, value in zip(op._schema.arguments, args, strict=False):
             if argument.is_write:
-                for tensor in _tensors((value,)):
+                for tensor in tensors_in((value,)):
                     known = getattr(tensor, _ATTRIBUTE, None)
                     if known is not None:
                         storage = known.untyped_storage()
@@ -248,15 +263,12 @@ def _zero(dtype: torch.dtype) -> bool | int | float | complex:
     return 0j if dtype.is_complex else 0.0 if dtype.is_floating_point else 0
 
 
-def _tensors(values: Iterable[Any]) -> list[Any]:
-    """The tensors among the arguments of an op, which are nested in lists at most."""
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, tuple | list):
-            found += _tensors(value)
-    return found
+def _below_modes(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Let ops on plain tensors pass all dispatch modes by; those of other classes need them looked up one by one."""
+    if all(type(one) is Tensor for one in tensors):
+        guard: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+        return guard
+    return _disable_current_modes()
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -26,7 +26,7 @@ _META = torch.device("meta")
 _VIEWS = frozenset({
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.detach.default,
     aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim,
-    aten.alias.default, aten.unbind.int, aten.unsafe_split.Tensor,
+    aten.alias.default, aten.unbind.int, aten.split.Tensor, aten.unsafe_split.Tensor,
 })  # fmt: skip
 
 _FREE_LAYOUT = {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}  # follows from values, or is exchanged
@@ -75,18 +75,27 @@ class Layouts:
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
         """Run an op; ``tensors`` are those among its arguments."""
-        if not tensors or not self._are_plain(tensors):
+        if not self._are_plain(tensors):
             return op(*args, **kwargs)
         kind = self._kind_of.get(op)
         if kind is None:
             kind = self._kind_of[op] = _kind_of(op)
-        if kind.name == "view":
+        if kind.name == "view" and tensors:
             return self._view(op, args, kwargs, tensors[0].fake_device)
         if kind.name == "new":
             return self._new(op, args, kwargs, tensors)
         if kind.name == "writes":
             return self._written(op, args, kwargs, kind)
         return op(*args, **kwargs)
+
+    def like(self, real: Tensor) -> Tensor | None:
+        """Return a fake tensor like a real one of the CPU that has its memory for itself; ``None`` of another."""
+        if type(real) is not Tensor or real.requires_grad or not real.is_cpu or real.layout is not torch.strided:
+            return None
+        if real.dtype.is_complex or not _fills_its_memory(real):
+            return None
+        with torch._C._DisableTorchDispatch():
+            return self._made(_Layout(tuple(real.shape), real.stride(), real.dtype, real.device))
 
     def _are_plain(self, tensors: list[Any]) -> bool:
         """Whether all are dense and of this mode (what a library copies may have one of its own), none a constant."""

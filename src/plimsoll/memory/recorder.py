@@ -208,7 +208,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one op and note what it made."""
         if func is _DEVICE_OF and type(args[0]) is FakeTensor:  # asked more often than there are ops
             return args[0].device
-        if any(kind.__name__ == "DTensor" for kind in types):
+        if types != (FakeTensor,) and any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it comes again, with the pieces
         kwargs = kwargs or {}
         if func is _DEVICE_OF or func is _IS_SAME_SIZE:  # asked of fake tensors; no memory
@@ -221,8 +221,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = self._run(func, args, kwargs)
         for tensor in self._made(func, result):
             self._storages.see(tensor)
-        self._storages.begin_scratch(scratch.after)
-        self._storages.end_scratch()
+        if scratch is not NO_SCRATCH:
+            self._storages.begin_scratch(scratch.after)
+            self._storages.end_scratch()
         unwritten = self._unwritten(func, args, result)
         if unwritten is not None:
             self._storages.note_unwritten(*unwritten)
@@ -452,23 +453,23 @@ class _Storages:
         return table, tuple(self._events), tuple(self._event_op)
 
     def _add(self, num_bytes: int, category: Category | None, shape: str, on_host: bool) -> int:
-        row = len(self._num_bytes)
+        row, op_row = len(self._num_bytes), self._recorder.op_row
         self._num_bytes.append(num_bytes)
         self._category.append(category)
-        self._born.append(self._recorder.op_row)
+        self._born.append(op_row)
         self._died.append(-1)
         self._shape.append(self._recorder.text(shape))
         self._name.append(0)
         self._on_host.append(on_host)
         self._has_outside |= on_host
         self._events.append(row + 1)
-        self._event_op.append(self._recorder.op_row)
+        self._event_op.append(op_row)
         return row
 
     def _end(self, row: int) -> None:
-        self._died[row] = self._recorder.op_row
+        self._died[row] = op_row = self._recorder.op_row
         self._events.append(-row - 1)
-        self._event_op.append(self._recorder.op_row)
+        self._event_op.append(op_row)
 
     def _dies(self, reference: weakref.ref[Any]) -> None:
         address, row = self._watch.pop(reference)

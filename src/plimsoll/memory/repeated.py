@@ -13,7 +13,8 @@ by the caller, once for all.
     if stretch.is_closed:
         (loss,) = stretch.again()
 
-A `Stretch` is noted again with all its storages, event by event as it was.
+A `Stretch` is noted again with all its storages, event by event as it was. Storages that are older and end in it have
+others in their place the next time, which are said.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ def place_of(recorder: Recorder) -> Place:
     return Place(recorder.op_row + 1, len(storages._events), len(storages._num_bytes), graphs.num_noted)
 
 
+def row_of(recorder: Recorder, tensor: Tensor) -> int:
+    """Return the row of a tensor's storage, -1 if it has none."""
+    return recorder._storages._row_of.get(tensor.untyped_storage()._cdata, -1)
+
+
 class Stretch:
     """What was recorded since a place.
 
@@ -62,34 +68,44 @@ class Stretch:
         recorder: the record.
         begin: the place.
         made: the tensors that were made since and are still there.
+        ended: the rows of older storages that have ended since.
     """
 
-    def __init__(self, recorder: Recorder, begin: Place, made: Sequence[Tensor]) -> None:
-        self._recorder, self._begin = recorder, begin
+    def __init__(self, recorder: Recorder, begin: Place, made: Sequence[Tensor], ended: Sequence[int] = ()) -> None:
+        self._recorder, self._begin, self._ended = recorder, begin, ended
         storages, graphs = recorder._storages, recorder._graphs
         rows = slice(begin.storage, None)
         self._end = place_of(recorder)
         self._died, self._category, self._name = storages._died[rows], storages._category[rows], storages._name[rows]
         self._nodes = graphs.noted(begin.node)
-        self._made = [_Made.of(tensor, storages._row_of) for tensor in made]
+        self._made = [_Made.of(tensor, recorder) for tensor in made]
 
     @property
     def is_closed(self) -> bool:
-        """Whether all that was made is gone but for the tensors that are known, and nothing older has gone.
+        """Whether only the known tensors are left of what was made, and of what is older only what was said has gone.
 
         ``False`` with copies that run beside the computation or with a replayed graph: these are rehearsed each time.
         """
         begin, storages, beside = self._begin, self._recorder._storages, self._recorder.beside
         alive = [row for row, died in enumerate(self._died, start=begin.storage) if died < 0]
         is_closed = sorted(one.row for one in self._made) == alive and all(one.is_plain for one in self._made)
-        older_ends = any(-event - 1 < begin.storage for event in storages._events[begin.event :] if event < 0)
+        older_ends = sorted(-event - 1 for event in storages._events[begin.event :] if -begin.storage <= event < 0)
         is_beside = any(one[0] >= begin.op for one in (*beside.copies, *beside.waits))
-        return is_closed and not older_ends and not is_beside and not any(self._recorder._ops[-1][begin.op :])
+        return (
+            is_closed
+            and older_ends == sorted(self._ended)
+            and not is_beside
+            and not any(self._recorder._ops[-1][begin.op :])
+        )
 
-    def again(self) -> list[Tensor]:
-        """Note all of it once more; returns what then is there in place of the tensors that were made."""
+    def again(self, ended: Sequence[int] = ()) -> list[Tensor]:
+        """Note all of it once more; returns what then is there in place of the tensors that were made.
+
+        Args:
+            ended: the rows of what ends this time.
+        """
         recorder, begin, end = self._recorder, self._begin, self._end
-        storages = recorder._storages
+        storages, ended_by_row = recorder._storages, dict(zip(self._ended, ended, strict=True))
         ops, events = slice(begin.op, end.op), slice(begin.event, end.event)
         to_op, to_row = recorder.op_row + 1 - begin.op, len(storages._num_bytes) - begin.storage
         recorder._graphs.note_again(self._nodes, begin.op + to_op, to_op)
@@ -104,8 +120,15 @@ class Stretch:
         storages._name += self._name
         storages._born += [row + to_op for row in storages._born[rows]]
         storages._died += [row + to_op if row >= 0 else row for row in self._died]
-        storages._events += [one + to_row if one > 0 else one - to_row for one in storages._events[events]]
-        storages._event_op += [row + to_op for row in storages._event_op[events]]
+        event_ops = [row + to_op for row in storages._event_op[events]]
+        for event, op_row in zip(storages._events[events], event_ops, strict=True):
+            if event > 0 or -event > begin.storage:
+                storages._events.append(event + to_row if event > 0 else event - to_row)
+            else:
+                row = ended_by_row[-event - 1]
+                storages._events.append(-row - 1)
+                storages._died[row] = op_row
+        storages._event_op += event_ops
         unwritten = {row: size for row, size in storages._unwritten.items() if begin.storage <= row < end.storage}
         storages._unwritten |= {row + to_row: size for row, size in unwritten.items()}
         made = [one.anew() for one in self._made]
@@ -124,18 +147,35 @@ class _Made(NamedTuple):
     dtype: torch.dtype
     mode: Any
     device: torch.device
+    notes: dict[str, Any]
 
     @classmethod
-    def of(cls, tensor: Any, row_of: dict[int, int]) -> _Made:
+    def of(cls, tensor: Any, recorder: Recorder) -> _Made:
         is_plain = type(tensor) is FakeTensor and tensor.layout is torch.strided and not tensor.requires_grad
         if not is_plain:
-            return cls(-1, False, tensor.shape, (), tensor.dtype, None, tensor.device)
-        is_plain = tensor.storage_offset() == 0 and not any(name.startswith("_plimsoll") for name in vars(tensor))
-        row = row_of.get(tensor.untyped_storage()._cdata, -1)
+            return cls(-1, False, tensor.shape, (), tensor.dtype, None, tensor.device, {})
+        row = row_of(recorder, tensor)
         layout = tensor.shape, tensor.stride(), tensor.dtype
-        return cls(row, is_plain, *layout, tensor.fake_mode, tensor.fake_device)
+        is_plain = tensor.storage_offset() == 0
+        return cls(row, is_plain, *layout, tensor.fake_mode, tensor.fake_device, notes_of(tensor))
 
     def anew(self) -> Tensor:
         with _disable_current_modes():
             empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-            return FakeTensor(self.mode, empty, self.device)
+            made = FakeTensor(self.mode, empty, self.device)
+            take_notes(made, self.notes)
+        return made
+
+
+def notes_of(tensor: Tensor) -> dict[str, Any]:
+    """What a dry run has noted of a fake tensor: its values, where they are known, and where it lies."""
+    noted = {name: value for name, value in vars(tensor).items() if name.startswith("_plimsoll")}
+    with _disable_current_modes():
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in noted.items()}
+
+
+def take_notes(tensor: Tensor, notes: dict[str, Any]) -> None:
+    """Note of a fake tensor what `notes_of` has said of another."""
+    with _disable_current_modes():
+        for name, value in notes.items():
+            setattr(tensor, name, value.clone() if isinstance(value, Tensor) else value)

@@ -54,6 +54,7 @@ _COPIES_ROWS_IN = "fsdp::all_gather_copy_in"  # this rank's rows into their plac
 Flops = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 _NONE = (0, 0)
+_NESTED = (list, tuple)
 _said: ContextVar[tuple[int, int] | None] = ContextVar("said", default=None)  # ``None`` where nobody counts
 
 
@@ -148,7 +149,7 @@ class WorkCounter:
     def _add(self, sizes: list[int], value: Any, times: int) -> None:
         if isinstance(value, Tensor):
             sizes[self._on_host(value)] += times * _num_bytes(value)
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, _NESTED):
             for inner in value:
                 self._add(sizes, inner, times)
 
@@ -156,7 +157,7 @@ class WorkCounter:
 def _num_bytes(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return _num_bytes(tensor._values()) if tensor.layout is torch.sparse_coo else 0
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
 
 
 @cache

@@ -46,7 +46,7 @@ from plimsoll.models.recurrent import (
 )
 from plimsoll.models.recurrent_tagger import build_tagger
 from plimsoll.models.vectors import prepare_embedding, with_dimension
-from plimsoll.named import RECURRENT, require_labels, require_model_name
+from plimsoll.named import RECURRENT, is_own_function, require_labels, require_model_name
 from plimsoll.records.embeddings import VectorSource
 from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task
 from plimsoll.weights.saving import save_weights
@@ -104,7 +104,7 @@ def _model(job: Job, shape: TextShape, device: str, files: MappedPool | None) ->
         return _new_model({"architecture": job.model}, shape, device, job.embeddings)
     if Path(job.model).is_dir():
         return _loaded_model(Path(job.model), shape, device, files)
-    if ":" in job.model:
+    if is_own_function(job.model):
         with torch.device(device):
             return build_imported(
                 job.model, vocab_size=shape.vocab_size, num_labels=shape.num_labels, end_id=shape.end_id
@@ -126,7 +126,7 @@ def sketch_model(job: Job) -> nn.Module | None:
     if isinstance(job.model, str):
         if Path(job.model).is_dir():
             return None
-        if ":" in job.model:
+        if is_own_function(job.model):
             find_imported(job.model, vocab_size=0, num_labels=num_labels, end_id=0)
             return None
     is_recurrent = isinstance(job.model, dict) and job.model.get("architecture") in RECURRENT

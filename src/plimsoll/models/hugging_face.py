@@ -11,7 +11,9 @@ It does NOT cover the Hugging Face Hub, encoder-decoder models, and models that 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast
 
@@ -110,7 +112,12 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
     """
     with quiet():
         config = _new_config(architecture, fields, shape)
-        _fit_length(config, set(fields), shape, _skeleton(config, shape))
+        skeleton = _skeleton(config, shape)
+        _fit_length(config, set(fields), shape, skeleton)
+        modules = [weakref.ref(module) for module in skeleton.modules()]
+        del skeleton
+        if any(module() is not None for module in modules):  # mamba's, of the first time: a rehearsal would count them
+            gc.collect()
         with torch.device(device):
             model = _built(config, shape)
     return _ready(model, shape)

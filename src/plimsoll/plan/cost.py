@@ -20,7 +20,7 @@ the data, evaluation, and waiting for ranks that are slower than this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from plimsoll.device.launches import VIEW_SHARE
 from plimsoll.memory.captures import captured_rows
@@ -222,6 +222,7 @@ def _stretches(
     once, last_phase = Lanes(speed.overlaps), None
     beside, waits = dict(trace.copies) if speed.overlaps else {}, _waits_by_row(trace)
     is_captured = captured_rows(trace)
+    kernels: dict[Hashable, float] = {}  # ops of one kind and size come again and again
     rows = [row for row, phase in enumerate(ops.phase) if phase not in _NOT_COUNTED]
     wanted = max((ops.step[row] for row in rows), default=0) if step is None else step
     for row in rows:
@@ -243,8 +244,10 @@ def _stretches(
             else:
                 stretch.fetched += seconds
             continue
-        kernel_seconds = _kernel_seconds(trace, row, name, speed)
-        kernel_seconds += fresh_bytes.get(row, 0) * speed.fresh_seconds_per_byte
+        asked = name, ops.flops[row], ops.moved_bytes[row], ops.outside_bytes[row], ops.dtype[row]
+        if asked not in kernels:
+            kernels[asked] = _kernel_seconds(trace, row, name, speed)
+        kernel_seconds = kernels[asked] + fresh_bytes.get(row, 0) * speed.fresh_seconds_per_byte
         if row in beside:
             seconds = speed.kernel_seconds + ops.outside_bytes[row] / speed.link_bytes_per_second
             stretch.copy(row, speed.op_seconds, seconds, to_device=beside[row])

@@ -21,6 +21,7 @@ from plimsoll.data.sketch import TextSketch
 from plimsoll.device.probe import versions
 from plimsoll.errors import InputError
 from plimsoll.models.imported import find_imported
+from plimsoll.named import is_own_function
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 
@@ -45,7 +46,7 @@ def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
     if job.distill is not None:  # wherever its folder is
         facts["distill"] = json.dumps(job.distill.model_dump(mode="json", exclude={"teacher"}), sort_keys=True)
         facts["configuration of the teacher"] = _hash_of((Path(job.distill.teacher) / "config.json").read_bytes())
-    if isinstance(job.model, str) and ":" in job.model:
+    if is_own_function(job.model):
         facts["code of the model"] = _source_of(job.model, texts)
     if isinstance(job.model, str) and Path(job.model).is_dir():
         facts["configuration of the model"] = _hash_of((Path(job.model) / "config.json").read_bytes())

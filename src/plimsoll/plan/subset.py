@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 _TIGHTER = 1e-6  # of the room, taken off when a solution is over it by the solver's tolerance
 _MOST_TRIES = 8
@@ -41,6 +40,8 @@ def choose_blocks(
         return ()
     if (need - earlier @ gains > room_bytes).any():
         return None
+    from scipy.optimize import Bounds, LinearConstraint, milp  # half a second of a plan that checkpoints nothing
+
     can_help = (gains > 0) & (np.arange(num_blocks) < num_blocks - 1)  # nothing comes after the last one
     scale = max(int(need[-1]), 1)
     seconds = np.asarray(recompute_seconds, dtype=float)

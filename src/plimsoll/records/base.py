@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -95,9 +96,14 @@ class Record(Frozen, Shown):
 
 def cache_folder() -> Path:
     """Return the folder for what can be made again."""
-    own = os.environ.get("PLIMSOLL_CACHE")
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plimsoll"
-    return Path(own) if own else usual
+    if own := os.environ.get("PLIMSOLL_CACHE"):
+        return Path(own)
+    if usual := os.environ.get("XDG_CACHE_HOME"):
+        return Path(usual) / "plimsoll"
+    try:
+        return Path.home() / ".cache" / "plimsoll"
+    except RuntimeError:  # a user without a home, as containers have them
+        return Path(tempfile.gettempdir()) / f"plimsoll-{os.getuid()}"
 
 
 def sync(path: Path) -> None:

@@ -17,10 +17,14 @@ class CachedKind(Frozen):
 
 
 class CacheContents(Record):
-    """Everything in a cache folder; ``most_bytes`` is what predictions, plans, baselines and traces take together."""
+    """Everything in a cache folder; ``most_bytes`` is what predictions, plans, baselines and traces take together.
+
+    ``is_removed``: it is what was there before it was removed.
+    """
 
     record_kind: ClassVar[str] = "cache"
 
     folder: str
     most_bytes: int
     kinds: tuple[CachedKind, ...]
+    is_removed: bool = False

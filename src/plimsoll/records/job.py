@@ -390,7 +390,7 @@ def _normalised(fields: dict[str, Any], folder: Path | None) -> dict[str, Any]:
         groups["budget"] = {full_names.get(name, name): value for name, value in groups["budget"].items()}
     if "optimizer" in groups:
         groups["optimizer"] = _with_arguments(groups["optimizer"])
-    for group, name in _PATHS:
+    for group, name in PATHS:
         is_share = name == "validation" and _is_share(groups.get(group, {}).get(name))
         if folder is not None and name in groups.get(group, {}) and not is_share:
             groups[group][name] = _from_folder(groups[group][name], folder)
@@ -400,7 +400,7 @@ def _normalised(fields: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     return fields | groups
 
 
-_PATHS = (
+PATHS = (
     ("data", "train"), ("data", "validation"), ("tokenizer", "path"), ("embeddings", "path"), ("distill", "teacher"),
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ from plimsoll.records.cache import CacheContents
 from plimsoll.records.units import format_bytes
 from plimsoll.report.sheets import Column, Sheet
 
-_COLUMNS = (Column("Kind"), Column("Files", True), Column("Size", True), Column("Last used"))
+_COLUMNS = (Column("Kind"), Column("Files", True), Column("Size", True), Column("Last used", True))
 
 
 def cache_sheets(cache: CacheContents) -> tuple[Sheet, ...]:
@@ -19,7 +19,8 @@ def cache_sheets(cache: CacheContents) -> tuple[Sheet, ...]:
     ]
     total_bytes = sum(kind.num_bytes for kind in cache.kinds)
     rows.append(("all", f"{sum(kind.num_files for kind in cache.kinds):,}", format_bytes(total_bytes), ""))
-    return (Sheet(f"Cache {cache.folder}", _COLUMNS, tuple(rows)),)
+    title = f"Removed from {cache.folder}" if cache.is_removed else f"Cache {cache.folder}"
+    return (Sheet(title, _COLUMNS, tuple(rows)),)
 
 
 def _moment(seconds: float | None) -> str:

@@ -6,6 +6,7 @@ The line is there from the beginning, also while libraries are loaded: a process
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -60,9 +61,18 @@ def spinner(quiet: bool, first: str = LOADING) -> Iterator[Callable[[str], None]
 
 @contextmanager
 def _line(first: str) -> Iterator[Callable[[str], None]]:
-    """Have another process draw a line with what is said last, and its seconds."""
+    """Have another process draw a line with what is said last, and its seconds; none where it cannot be started."""
     command = [sys.executable, "-I", "-S", ticker.__file__, first]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0) as process:
+    # Of the same process group: Ctrl-Z stops it, too. Ctrl-C is for this process, so that is blocked in it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    except OSError:
+        yield lambda message: None
+        return
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with started as process:
         assert process.stdin is not None
         told = process.stdin
 

@@ -80,10 +80,14 @@ def _sketched(job: Job) -> TextSketch | None:
 def _facts_of_answer(
     job: Job, texts: TextSketch | None, calibration: Calibration | None, asked: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    return facts_of(job, texts, {"device": None, **asked, "calibration": calibration})
+    named = job.model if isinstance(job.model, str) else None  # which the answer says
+    return facts_of(job, texts, {"device": None, **asked, "calibration": calibration, "model": named})
 
 
 def _measured() -> dict[str, Any]:
     """What was measured of this machine's speed, perhaps for this very answer."""
-    files = [path for name in _MEASURED for path in cache_folder().glob(name)]
-    return {"measured": sorted([path.name, path.read_text("utf-8", "replace")] for path in files)}
+    found = []
+    for path in (path for name in _MEASURED for path in cache_folder().glob(name)):
+        with suppress(OSError):  # who needs it measures again
+            found.append([path.name, path.read_text("utf-8", "replace")])
+    return {"measured": sorted(found)}

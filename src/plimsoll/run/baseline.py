@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -197,8 +198,14 @@ def load_model_code(job: Job) -> None:
     Raises:
         JobError: if there is no such model.
     """
+    _load_model_code(job.to_json())
+
+
+@cache
+def _load_model_code(job_text: str) -> None:
     from plimsoll.models.build import build_model, sketch_model
 
+    job = Job.from_json(job_text)
     if sketch_model(job) is None:
         with suppress(JobError):  # who traces it says what is wrong with it
             build_model(job, job.tokenizer.vocab_size, 2 if job.is_labelled else None, 0, device="meta")

@@ -57,6 +57,7 @@ from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint
+from plimsoll.run.folded_updates import FoldedUpdates
 from plimsoll.run.room import (
     MOST_STATES,
     Members,
@@ -168,6 +169,7 @@ class StepCommit:
         ranks: Ranks | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.folded: FoldedUpdates | None = None  # in a dry run whose passes repeat
         self.outcome: OomEvent | None = None
         self.was_called = False
         self.recovered: list[OomEvent] = []
@@ -280,7 +282,8 @@ class StepCommit:
             must_fit = waiting[::-1] if must_prove and nothing_happened else []
             others = [one for one in must_fit if one.place == piece.place]
             with outside_the_device() if piece.place[1] else nullcontext():
-                event = self._do(piece, others)
+                do_piece = partial(self._do, piece, others)
+                event = do_piece() if others or self.folded is None else self.folded.run(piece.members(), do_piece)
             if event is None:
                 nothing_happened = False
                 continue

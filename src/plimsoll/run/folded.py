@@ -2,10 +2,11 @@
 
 The first micro-batch of the second step does what that of the first step did, and so on: each kind of pass runs once,
 on the same values, with or without gradients to add to. Another does the same if nothing else decides what it does. So
-all passes are run but where the code of all modules is torch's, transformers' or ours, no technique keeps anything from
-pass to pass (`plimsoll.techniques.FORGETFUL`), and a pass leaves every attribute of the modules as it was.
+all passes are run but where the code of all modules and hooks is torch's, transformers' or ours, no technique keeps
+anything from pass to pass (`plimsoll.techniques.FORGETFUL`), and a pass leaves every attribute of the modules the same.
 
-Does NOT see what a module changes inside an attribute that is no collection.
+Does NOT see what a module changes inside an attribute that is no collection, nor what a function keeps that was
+registered with a library, as one for attention.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +30,7 @@ from plimsoll.techniques import FORGETFUL, Choices
 from plimsoll.workload import Workload, model_loss
 
 _KNOWN_CODE = {"torch", "transformers", "plimsoll", "peft"}
+_CALLED = ("func", "__func__", "__wrapped__", "forward")
 
 
 def passes_repeat(workload: Workload, choices: Choices) -> bool:
@@ -36,8 +40,24 @@ def passes_repeat(workload: Workload, choices: Choices) -> bool:
         and workload.ranks.is_alone
         and workload.captured is None
         and all(choice.technique in FORGETFUL for choice in choices)
-        and all(type(module).__module__.partition(".")[0] in _KNOWN_CODE for module in workload.model.modules())
+        and all(_is_known(one) for module in workload.model.modules() for one in (type(module), *_put_on(module)))
     )
+
+
+def _put_on(module: nn.Module) -> Iterator[Any]:
+    """What is called with a module and is none of its class: hooks, and a method that was exchanged."""
+    for name, value in vars(module).items():
+        if name.endswith("_hooks"):
+            yield from value.values()
+    if "forward" in vars(module):
+        yield module.forward
+
+
+def _is_known(code: Any) -> bool:
+    """Whether a class, a function or a callable object is of a library that we know, and so is what it wraps."""
+    home = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", "")
+    is_known = isinstance(code, partial | MethodType) or str(home).partition(".")[0] in _KNOWN_CODE
+    return is_known and all(_is_known(getattr(code, name)) for name in _CALLED if hasattr(code, name))
 
 
 class Folded:

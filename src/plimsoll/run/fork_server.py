@@ -44,6 +44,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _MOST_BYTES = 1 << 17  # of a request
 _NOT_FORKED, _GO = b"0", b"go"
 _CUDA_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
+_SOCKET = "PLIMSOLL_SOCKET"
 _MOST_FILES = 4  # with a request: by which it is told to go on, and the three streams
 ROOM_FOR_ARGUMENTS = "-" * 4096
 """The last argument of a server's command line, over which those of its forks are written."""
@@ -81,9 +82,13 @@ class ForkServer:
     def __enter__(self) -> Self:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # A group of its own: Ctrl-C is for the process that asks.
+            number = theirs.fileno()
             self._process = subprocess.Popen(
-                self._command, stdin=theirs.fileno(), env=ending_with_this(), process_group=0
+                self._command,
+                stdin=subprocess.DEVNULL,  # code of the user's that reads it finds its end
+                pass_fds=[number],
+                env=ending_with_this() | {_SOCKET: str(number)},
+                process_group=0,  # Ctrl-C is for the process that asks
             )
         return self
 
@@ -148,7 +153,7 @@ def _adopting() -> Iterator[bool]:
 
 
 def serve() -> list[str]:
-    """Fork a process for each request that comes on standard input, and return its arguments in it.
+    """Fork a process for each request of the one that started this server, and return its arguments in it.
 
     In the server itself it does not return: the server ends where it cannot fork, or nobody can ask any more.
     """
@@ -156,9 +161,8 @@ def serve() -> list[str]:
     if not can_fork():
         sys.exit(0)
     show_arguments([sys.executable, "-m", "plimsoll", *sys.argv[1:-1]])
-    with socket.socket(fileno=sys.stdin.fileno()) as asking:
+    with socket.socket(fileno=int(os.environ.pop(_SOCKET))) as asking:
         request, _ = next_fork(asking)
-    os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # standard input, in the place of the socket
     os.setpgid(0, 0)
     if "numpy" in sys.modules:  # which draws other numbers in each process, as Python and not as torch
         sys.modules["numpy"].random.seed()
@@ -221,7 +225,11 @@ def can_fork() -> bool:
     """Whether a fork has all that this process has: it has the thread that forks only, and no context of CUDA."""
     if not sys.platform.startswith("linux"):
         return False
-    if (probe := os.fork()) == 0:  # at a fork OpenBLAS ends its threads, until they are needed
+    try:
+        probe = os.fork()  # at which OpenBLAS ends its threads, until they are needed
+    except OSError:  # no more processes are allowed
+        return False
+    if probe == 0:
         os._exit(0)
     os.waitpid(probe, 0)
     return len(os.listdir("/proc/self/task")) == 1 and not _has_begun_cuda()

@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from plimsoll.memory.compiler import COMPILER, Deferring
+from plimsoll.named import is_own_function
 
 if TYPE_CHECKING:
     from plimsoll.records.job import Job
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _INSTALLED = "transformers.utils.import_utils"
 """Where transformers asks what is installed, in functions that `functools.lru_cache` keeps the answers of."""
 _LOOKS_THROUGH = "create_import_structure_from_path"
+_READS = "fetch__all__"
 _HIDDEN = ("accelerate", "scipy", "sklearn", "torchao")
 
 
@@ -49,7 +51,7 @@ def leave_out_unused(job: Job, is_own: bool | None = None) -> None:
         is_own: whether the process is Plimsoll's own; by default if it was started as ``plimsoll``.
     """
     is_done = any(isinstance(finder, _Finder) for finder in sys.meta_path)
-    if not is_done and (_is_a_command() if is_own is None else is_own) and _has_known_imports(job):
+    if not is_done and (is_a_command() if is_own is None else is_own) and _has_known_imports(job):
         sys.meta_path.insert(0, _Finder())
 
 
@@ -66,19 +68,17 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def _is_a_command() -> bool:
+def is_a_command() -> bool:
     """Whether this process was started as ``plimsoll``, and is no program that calls it, which may use the rest too."""
     main = getattr(sys.modules.get("__main__"), "main", None)
     return getattr(main, "__module__", None) == "plimsoll.cli.main"
 
 
 def _has_known_imports(job: Job) -> bool:
-    augment, folder = job.data.augment, Path(job.model) if isinstance(job.model, str) else None
-    has_own_code = bool(augment and (augment.function or augment.token_function))
-    has_own_code = has_own_code or (folder is not None and ":" in str(folder) and not folder.is_dir())
-    has_others = (
-        job.quantization_aware or job.distill or job.ranks > 1 or (folder is not None and _is_quantized(folder))
-    )
+    augment = job.data.augment
+    has_own_code = is_own_function(job.model) or bool(augment and (augment.function or augment.token_function))
+    is_quantized = isinstance(job.model, str) and _is_quantized(Path(job.model))
+    has_others = job.quantization_aware or job.distill or job.ranks > 1 or is_quantized
     return not (has_own_code or has_others or job.allow)
 
 
@@ -115,6 +115,8 @@ class _Asking(Loader):
         self._loader.exec_module(module)
         if hasattr(module, _LOOKS_THROUGH):
             setattr(module, _LOOKS_THROUGH, _once(getattr(module, _LOOKS_THROUGH)))
+        if hasattr(module, _READS):
+            setattr(module, _READS, _from_the_end(getattr(module, _READS)))
         with _hidden(_HIDDEN):
             for name in _HIDDEN:
                 _ask(module, f"is_{name}_available")
@@ -130,6 +132,11 @@ def _once(look_through: Callable[[str], Any]) -> Callable[[str | Path], Any]:
     """Remember what is in a folder: transformers reads the files of all its models twice when it is imported."""
     known = cache(look_through)
     return lambda path: known(str(path).removesuffix("/__init__.py"))
+
+
+def _from_the_end(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Give what reads ``__all__`` in 1600 files no lines before it: it splits all of a file, and takes the last."""
+    return lambda text: read(text[text.rfind("\n__all__") + 1 :])
 
 
 def _ask(module: ModuleType, question: str) -> None:

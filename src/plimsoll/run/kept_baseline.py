@@ -21,8 +21,7 @@ from plimsoll.records.prediction import Estimate
 from plimsoll.run.remembered import NOT_OF_A_TRACE, facts_of
 
 _NOT_OF_A_BASELINE = NOT_OF_A_TRACE | {
-    "data": DataSource(train="any"), "batch_size": 1, "batch_tokens": None, "sequence_length": 2,
-    "evaluate_every": None,
+    "batch_size": 1, "batch_tokens": None, "sequence_length": 2, "evaluate_every": None,
 }  # fmt: skip
 
 
@@ -42,7 +41,10 @@ class Baseline(Protocol):
 @contextmanager
 def kept_baseline(job: Job, start: Callable[[], AbstractContextManager[Baseline]]) -> Iterator[Baseline]:
     """Yield what is known, or what is started for it, which is then kept."""
-    of = job.model_copy(update=_NOT_OF_A_BASELINE)
+    # Of the data: what reads texts in training, and code of the user's, are imported.
+    imported = {"on_the_fly": job.data.on_the_fly, "augment": job.data.augment}
+    data = DataSource(train="any").model_copy(update=imported)
+    of = job.model_copy(update=_NOT_OF_A_BASELINE | {"data": data})
     facts = facts_of(of, TextSketch(job.tokenizer.vocab_size, None, 0), {})
     known = None if facts is None else _known(facts)
     if known is not None:

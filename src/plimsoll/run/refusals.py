@@ -106,7 +106,7 @@ def _checks_of_data(job: Job) -> Iterator[Callable[[], object]]:
 
 def _require_texts(job: Job) -> None:
     require_files(job)
-    num_labels = labels_seen(job)
+    num_labels = labels_seen(job, by_heads=True)
     if job.is_labelled and job.data.label is None and job.task == "classification":  # all folders have been seen
         require_labels(job.task, num_labels)
 

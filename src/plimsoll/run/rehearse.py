@@ -5,7 +5,7 @@ prediction and a run cannot drift apart. Three steps are rehearsed: the first ma
 has them, the third comes after an evaluation; a fourth would be like the third. A batch of many micro-batches is
 rehearsed with two of them and a smaller last one: the first meets no gradients, those after it do. Of a batch
 that is given, and whose samples are of different lengths, these are the two that need most. Passes that do what one
-before did are noted again (`plimsoll.run.folded`).
+before did are noted again (`plimsoll.run.folded`), and so are pieces of an update (`plimsoll.run.folded_updates`).
 
 Does NOT read the data: every sample is as long as the longest there can be, unless the lengths of batches are given.
 That is ``sequence_length`` where the texts are not prepared yet.
@@ -38,6 +38,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.trace import Phase, Trace
 from plimsoll.run.boundary import Position
 from plimsoll.run.folded import Folded, passes_repeat
+from plimsoll.run.folded_updates import FoldedUpdates
 from plimsoll.run.job_step import step_of
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearsed_ranks import rehearsed_ranks
@@ -259,6 +260,7 @@ def _rehearse(  # noqa: PLR0917 -- one call
     """A step on each batch; an evaluation where the training has one: after two, or when the states are dropped."""
     if passes_repeat(step.workload, choices):
         step._passes.folded = Folded(stage.recorder, step.workload, step._all_parameters)
+        step._commit.folded = FoldedUpdates(stage.recorder, step.workload.optimizer)
     if held_out is not None:
         num_samples = _evaluated_samples(batch_size_of(held_out), step.evaluated_at_once)
         with _disable_current_modes():  # to cut it is no part of the training

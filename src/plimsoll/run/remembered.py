@@ -5,8 +5,8 @@
 What is computed for a job depends on what was asked, on the job, on what of the texts decides the size of the model and
 of its batches, and on the surroundings (`plimsoll.device.surroundings`). Files and folders that a job names count by
 what they are and not by where they are. A trace depends on no budget: all plans of a training share them, and a
-prediction does. NOT kept: anything for jobs with code of one's own, which may import anything, or with a model, a
-tokenizer or vectors from an address.
+prediction does. NOT kept: anything in programs that call Plimsoll, for jobs with code of one's own, which may import
+anything, or with a model, a tokenizer or vectors from an address.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from plimsoll.data.sketch import TextSketch
 from plimsoll.device.surroundings import may_have_gpu, surroundings
 from plimsoll.errors import PlimsollError, RecordError
 from plimsoll.identity import changes_of, identity_of
+from plimsoll.named import is_own_function
 from plimsoll.records.base import Record
 from plimsoll.records.device import Budget
-from plimsoll.records.job import HUB_PREFIX, CheckpointPolicy, Job
+from plimsoll.records.job import HUB_PREFIX, PATHS, CheckpointPolicy, Job
+from plimsoll.run.imports import is_a_command
 
 if TYPE_CHECKING:
     from plimsoll.memory.lowering.base import Lowering
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 Kept = TypeVar("Kept", bound=Record)
 
 _OWN_CODE = re.compile(r"[\w.]+:[\w.]+")
+_PATHS = frozenset({"model", "data.augment.synonyms"} | set(map(".".join, PATHS)))
 NOT_OF_A_TRACE: dict[str, Any] = {
     "budget": Budget(), "checkpoint": CheckpointPolicy(), "pin": (), "seed": 0, "device": "auto", "steps": 1,
 }  # fmt: skip
@@ -78,14 +81,17 @@ def kept_or_made(
 
 
 def facts_of(job: Job, texts: TextSketch | None, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Everything that an answer depends on but the machine's speed; ``None`` if that cannot be told."""
-    if texts is None:
+    """Everything that an answer depends on but the machine's speed; ``None`` if that cannot be told.
+
+    It cannot in a program that calls Plimsoll, which may have changed how models compute.
+    """
+    if texts is None or not is_a_command():
         return None
     fields = job.model_dump(mode="json")
     fields["data"] |= {"train": None, "validation": job.data.validation and _share_or_file(job.data.validation)}
     try:
         return {
-            "job": _without_paths(fields),
+            "job": _by_content(fields),
             "texts": _plain(texts),
             "asked": {name: _plain(value) for name, value in asked.items()},
             "gpu": _gpu_here(job, asked["device"]) if "device" in asked else None,
@@ -117,18 +123,19 @@ def _plain(value: Any) -> Any:
     return list(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def _without_paths(value: Any) -> Any:
+def _by_content(value: Any, name: str = "") -> Any:
     """The fields of a job, where what a path leads to stands for the path."""
     if isinstance(value, dict):
-        return {name: _without_paths(inner) for name, inner in value.items()}
+        return {key: _by_content(inner, f"{name}.{key}".lstrip(".")) for key, inner in value.items()}
     if isinstance(value, list):
-        return list(map(_without_paths, value))
+        return [_by_content(inner) for inner in value]
     if not isinstance(value, str):
         return value
-    if is_remote(value) or value.startswith(HUB_PREFIX) or _OWN_CODE.fullmatch(value):
+    is_own = is_own_function(value) if name == "model" else bool(_OWN_CODE.fullmatch(value))
+    if is_own or is_remote(value) or value.startswith(HUB_PREFIX):
         raise _Unknown
-    found = next(filter(os.path.exists, _named(value)), None)
-    return value if found is None else [str(Path(value).relative_to(found)), _state_of(found)]
+    found = next(filter(os.path.exists, _named(value)), None) if name in _PATHS else None
+    return value if found is None else {"path": [str(Path(value).relative_to(found)), _state_of(found)]}
 
 
 def _named(text: str) -> Iterator[str]:
@@ -139,15 +146,25 @@ def _named(text: str) -> Iterator[str]:
 
 def _state_of(path: str) -> list[list[Any]]:
     """Each file of a path: its name below it, size, times and a sample of its content."""
-    names = [path] if os.path.isfile(path) else sorted(
-        os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
-    )  # fmt: skip
+    names = [path] if os.path.isfile(path) else sorted(_files_below(path))
     stats = [(name, os.stat(name)) for name in names]
     files = [_File(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return [
         [os.path.relpath(name, path), *numbers, sample.hex(), changed]
         for (name, *numbers, sample), changed in zip(identity_of(files), changes_of(files), strict=True)
     ]
+
+
+def _files_below(path: str) -> Iterator[str]:
+    """The files of a folder and of those that links in it lead to, each folder once."""
+    seen = set()
+    for folder, inner, names in os.walk(path, followlinks=True):
+        stat = os.stat(folder)
+        if (stat.st_dev, stat.st_ino) in seen:
+            inner.clear()
+            continue
+        seen.add((stat.st_dev, stat.st_ino))
+        yield from (os.path.join(folder, name) for name in names)
 
 
 def _gpu_here(job: Job, device: str | None) -> dict[str, Any] | None:

@@ -4,9 +4,9 @@
         tracers.expect(lowering, choices, is_short)     # begins one
         tracers.take(lowering, choices, is_short)       # waits for it
 
-There are as many processes as cores. They are forked before this process computes, or there are none: a fork has none
-of the threads that torch has started, and would wait for them for ever. What goes wrong in one of them, its death too,
-is no fault: the trace is made here, which says what is wrong.
+There are as many processes as cores in a command, and none in a program of one's own. They are forked before this
+process computes, or there are none: a fork has none of the threads that torch has started, and would wait for them for
+ever. What goes wrong in one of them, its death too, is no fault: the trace is made here, which says what is wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from plimsoll.memory.lowering.base import Lowering
 from plimsoll.records.job import Job
 from plimsoll.records.trace import Trace
 from plimsoll.run.fork_server import can_fork
+from plimsoll.run.imports import is_a_command
 from plimsoll.run.remembered import trace_of
 from plimsoll.techniques import Choices
 
@@ -45,8 +46,9 @@ class Tracers:
         """Fork the processes, which end with the block."""
         num_processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
         with ExitStack() as stack:
-            with _uninterrupted():
-                pool = forked_pool(stack, num_processes, _begin) if num_processes > 1 and can_fork() else None
+            with _uninterrupted():  # a program may have threads and what does not survive a fork
+                is_forked = num_processes > 1 and is_a_command() and can_fork()
+                pool = forked_pool(stack, num_processes, _begin) if is_forked else None
             yield cls(job, texts, pool)
 
     def expect(self, lowering: Lowering, choices: Choices, is_short: bool) -> None:

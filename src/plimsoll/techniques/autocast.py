@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
@@ -92,11 +94,18 @@ def lstm_fault(model: nn.Module, dtype: Half) -> str | None:
 @functools.cache
 def _runs_lstm(dtype: torch.dtype) -> bool:
     """Whether an LSTM of a CPU runs in autocast, found out by one."""
+    if not _get_current_dispatch_mode_stack():
+        return _ran_lstm(dtype)
+    with ThreadPoolExecutor(1) as beside:  # in a rehearsal: a thread has real tensors, and is no part of the trace
+        return beside.submit(_ran_lstm, dtype).result()
+
+
+def _ran_lstm(dtype: torch.dtype) -> bool:
     with torch.random.fork_rng(devices=[]):
         module = nn.LSTM(1, 1)
     try:
         with torch.autocast("cpu", dtype):
-            module(torch.zeros(1, 1, 1))
+            module.forward(torch.zeros(1, 1, 1))  # without the hooks of all modules
     except RuntimeError as error:
         if "could not create a primitive" not in str(error):
             raise

@@ -2,11 +2,12 @@
 
 import json
 import os
+import warnings
 
 import pytest
 
-from plimsoll.cli.output import failure, show, tell, told
-from plimsoll.errors import JobError
+from plimsoll.cli.output import failure, format_warning, show, tell, told
+from plimsoll.errors import JobError, PlimsollWarning
 from processes import run_program
 
 # As `... | true`: the reader is gone before anything is written.
@@ -28,6 +29,15 @@ def test_without_a_reader_it_ends_in_silence_as_unix_tools_do(num_characters):
 def test_with_a_reader_it_is_printed(capsys):
     show("a record")
     assert capsys.readouterr().out == "a record\n"
+
+
+def test_a_warning_of_ours_is_a_line_and_others_are_as_ever():
+    assert format_warning(PlimsollWarning("2 files are left out"), PlimsollWarning, __file__, 1) == (
+        "warning: 2 files are left out\n"
+    )
+    other = (UserWarning("another"), UserWarning, __file__, 1)
+    assert format_warning(*other) == warnings.formatwarning(*other)
+    assert "test_cli_output.py:1: UserWarning: another" in format_warning(*other)
 
 
 def test_a_failure_is_one_json_object():

@@ -45,7 +45,7 @@ def test_of_much_text_no_tokenizer_is_trained(tmp_path: Path, monkeypatch: pytes
     text = tmp_path / "text.txt"
     text.write_text("word " * 100)
     assert sketch_texts(job_of(text)) == TextSketch(261, None, 0, tokenizer_bytes=whole_bytes(500))
-    monkeypatch.setattr("plimsoll.data.sketch._MOST_TRAINED_BYTES", 499)
+    monkeypatch.setattr("plimsoll.data.sketch.FEW_BYTES", 499)
     assert sketch_texts(job_of(text)) == TextSketch(
         8000, None, 0, tokenizer_bytes=230 << 20, guessed=frozenset({"vocabulary"})
     )

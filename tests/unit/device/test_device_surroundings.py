@@ -1,11 +1,15 @@
 """What an answer made here depends on beside its job: the same twice, and another where anything of it changes."""
 
+import platform
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from plimsoll import errors
 from plimsoll.device import surroundings as module
+from plimsoll.device.base import backend_for
 from plimsoll.device.surroundings import may_have_gpu, surroundings
 
 
@@ -60,6 +64,30 @@ def test_a_driver_is_told_without_torch(monkeypatch, tmp_path):
     assert not may_have_gpu()
     (tmp_path / "none").touch()
     assert may_have_gpu()
+
+
+def test_the_machine_counts(monkeypatch, tmp_path):
+    """Each fact of it alone: other limits of a container, another processor, Python, kernel or libc."""
+    before, probed = surroundings(), backend_for("cpu").probe()
+    others = {
+        "processor": {"name": "another"}, "cores": {"num_cores": probed.num_cores + 1},
+        "memory": {"hardware_bytes": probed.hardware_bytes + 1}, "usable memory": {"capacity_bytes": 1 << 30},
+    }  # fmt: skip
+    for name, update in others.items():
+        with monkeypatch.context() as patch:
+            other = probed.model_copy(update=update)
+            patch.setattr(module, "backend_for", lambda kind, other=other: SimpleNamespace(probe=lambda: other))
+            assert changed(before) == {name}
+    (tmp_path / "enabled").write_text("[never]")
+    for name, owner, attribute, value in (
+        ("python", sys, "version", "4.0"), ("kernel", platform, "release", lambda: "9.9"),
+        ("libc", platform, "libc_ver", lambda: ("musl", "1")),
+        ("processor", module, "_processor_flags", lambda: "none"),
+        ("huge pages", module, "_HUGE_PAGES", tmp_path / "enabled"),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, value)
+            assert changed(before) == {name}
 
 
 def test_where_there_is_no_driver_torch_has_no_gpu():

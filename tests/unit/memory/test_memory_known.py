@@ -28,6 +28,24 @@ def test_positions_are_known_without_a_batch():
         assert values_of(positions.view(2, 2)[1]) == [2, 3]
 
 
+class Doubling(Tensor):
+    """Integers whose every sum is doubled by a dispatch of their own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        with torch._C._DisableTorchDispatch():
+            result = op(*args, **(kwargs or {}))
+            return result * 2 if op is torch.ops.aten.add.Tensor else result.as_subclass(cls)
+
+
+def test_values_of_a_class_of_its_own_are_computed_its_way():
+    plain = torch.tensor([1, 2])
+    own = plain.as_subclass(Doubling)
+    with rehearsal(CpuLowering()) as place:
+        assert values_of(place.fake_batch(own) + 1) == [4, 6]
+        assert values_of(place.fake_batch(plain) + 1) == [2, 3]
+
+
 def test_a_view_sees_what_is_written_through_another():
     with rehearsal(CpuLowering()):
         numbers = torch.zeros(4, dtype=torch.int64)
@@ -101,6 +119,22 @@ def test_floating_point_values_of_a_few_elements_are_known():
 def unknown(place: Rehearsal, *shape: int) -> Tensor:
     """A tensor whose values nobody knows."""
     return place.fake_batch(torch.empty(*shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_number_that_is_drawn_leaves_no_layer_out(dtype):
+    with rehearsal(CpuLowering()) as place:
+        assert 0.99 < float(torch.rand([], dtype=dtype)) < 1
+    assert place.trace().assumptions == ()
+
+
+def test_what_is_drawn_by_known_numbers_is_not_known():
+    with rehearsal(CpuLowering()) as place:
+        chances = place.fake_batch(torch.tensor([1, 1])).float()
+        assert values_of(chances.long()) == [1, 1]
+        for drawn in (torch.bernoulli(chances), chances.uniform_()):
+            with pytest.raises(InputError, match="not known"):
+                values_of(drawn.long())
 
 
 def test_a_value_that_was_overwritten_is_unknown_and_one_made_later_in_its_place_is_known():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from plimsoll.memory.layouts import Layouts
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -33,6 +34,7 @@ def test_a_training_is_the_same_where_torch_is_asked_each_time(case, lowering, m
         mixes.append((time_segments_choice(4), micro_batch_choice(2)))
     remembered = [traced(*mix) for mix in mixes]
     monkeypatch.setattr(Layouts, "run", lambda self, op, args, kwargs, tensors: op(*args, **kwargs))
+    monkeypatch.setattr(Layouts, "like", lambda self, real: None)
     assert [traced(*mix) for mix in mixes] == remembered
 
 
@@ -57,6 +59,39 @@ def test_what_was_asked_once_is_not_asked_again():
         assert num_asked() > before
         with pytest.raises(RuntimeError, match="roadcast"):
             first.mul_(torch.empty(5))
+
+
+def test_what_is_made_without_tensors_is_asked_once_and_has_memory_of_its_own():
+    makers = (torch.empty, torch.zeros, torch.ones, torch.rand)
+    before = torch.get_default_dtype()
+    with rehearsal(CpuLowering()):
+        made = [make(3, 2) for make in makers]
+        num_before = num_asked()
+        made += [make(3, 2) for make in makers]
+        assert num_asked() == num_before
+        assert len({one.untyped_storage()._cdata for one in made}) == len(made)
+        assert {(one.shape, one.dtype, one.device.type) for one in made} == {((3, 2), torch.float32, "cpu")}
+        assert torch.zeros(3, 2, dtype=torch.int64).dtype == torch.int64
+        assert torch.zeros(3, 2, device="meta").device.type == "meta"
+        try:
+            torch.set_default_dtype(torch.float64)
+            assert torch.zeros(3, 2).dtype == torch.float64
+        finally:
+            torch.set_default_dtype(before)
+
+
+def test_numbers_that_are_made_a_tensor_are_not_asked_of_torch_and_stay_known():
+    with rehearsal(CpuLowering()):
+        num_before = num_asked()
+        first, second = torch.tensor(3.0), torch.tensor([3, 4])
+        assert first.add_(1) is first
+        assert (first.item(), second.tolist(), first.detach().view(1).item()) == (4.0, [3, 4], 4.0)
+        assert [one.untyped_storage().nbytes() for one in (first, second)] == [4, 16]
+        with _disable_current_modes():
+            part = torch.arange(4)[1:]
+        assert num_asked() == num_before
+        assert torch.ops.aten.lift_fresh(part).untyped_storage().nbytes() == 32  # with what is beside it
+        assert num_asked() > num_before
 
 
 def test_an_op_on_lists_that_an_optimizer_does_is_asked_once_also_of_a_later_rehearsal():
@@ -105,7 +140,8 @@ def test_what_shares_memory_shares_it_each_time():
         whole, aten = torch.empty(4, 6), torch.ops.aten
         for _ in range(2):
             views = aten.alias(whole), aten._reshape_alias(whole, [24], [1]), whole[1:, None]
-            for part in (*aten.unsafe_split(whole, 2, 1), *whole.unbind(), *views):
+            parts = *aten.unsafe_split(whole, 2, 1), *whole.split(2), *whole.unbind()
+            for part in (*parts, *views):
                 assert part.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 

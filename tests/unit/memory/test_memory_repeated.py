@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from plimsoll.memory.known import known_of
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
-from plimsoll.memory.repeated import Stretch, place_of, stands_for
+from plimsoll.memory.repeated import Stretch, place_of, row_of, stands_for
 from plimsoll.memory.trace import rehearsal
 
 SIDE = 128  # more values than a dry run computes with
@@ -89,3 +90,29 @@ def test_a_stretch_that_leaves_or_ends_something_else_is_not_closed():
 
     for work in (leaves, ends, gives_a_view, has_a_graph):
         assert not trained(work, 1, is_noted_again=False)[1], work
+
+
+def test_older_storages_that_end_have_others_in_their_place():
+    """And what is noted of a tensor, such as its value, is noted of the one in its place."""
+
+    def consumed(is_noted_again):
+        with rehearsal(CpuLowering(), lambda: "forward", keeps_all=True) as stage:
+            stage.recorder.step = 1
+            given = [torch.zeros(SIDE, SIDE) for _ in range(3)]
+            counts, stretch = [], None
+            while given:
+                row = row_of(stage.recorder, given[-1])
+                if stretch is not None and is_noted_again:
+                    counts += stretch.again([row])
+                    given.pop()
+                    continue
+                begin = place_of(stage.recorder)
+                given.pop().add_(1)
+                counts.append(torch.tensor(3.0))
+                stretch = Stretch(stage.recorder, begin, counts[-1:], [row])
+                assert stretch.is_closed
+            counts[0].add_(1)
+            assert [known_of(one).item() for one in counts] == [4, 3, 3]
+            return stage.trace()
+
+    assert consumed(is_noted_again=True) == consumed(is_noted_again=False)

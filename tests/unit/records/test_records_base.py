@@ -6,6 +6,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ import way_records
 from cache_records import cache_contents
 from hand_traces import trace_of
 from plimsoll.errors import OutputError, RecordError
-from plimsoll.records.base import Record, write_atomically
+from plimsoll.records.base import Record, cache_folder, write_atomically
 from plimsoll.records.comparison import Calibration, Comparison, Learned, Side, Target
 from plimsoll.records.lint import LintReport, Unread
 from plimsoll.records.plan import Plan
@@ -133,6 +134,13 @@ def test_a_file_that_cannot_be_read_is_a_record_error(tmp_path: Path):
     (tmp_path / "plan.json").write_bytes(b"\xff\xfe")
     with pytest.raises(RecordError, match="can't decode byte 0xff.*give a JSON file"):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_the_cache_is_in_the_temporary_folder_of_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch):
+    for name in ("PLIMSOLL_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # of whom there is no entry, as in many containers
+    assert cache_folder() == Path(tempfile.gettempdir(), "plimsoll-54321")
 
 
 def test_a_record_cannot_be_changed(plan: Plan):

@@ -38,6 +38,18 @@ def test_a_spinner_says_what_is_done_on_a_terminal_and_nothing_else(capfd, monke
     assert capfd.readouterr().err.endswith("\x1b[J")  # the line is gone
 
 
+def test_without_a_process_to_draw_it_there_is_no_line(capfd, monkeypatch):
+    def refuse(*arguments, **options):
+        raise BlockingIOError
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    with spinner(quiet=False) as say:
+        say("tracing")
+    assert capfd.readouterr() == ("", "")
+
+
 def test_bars_take_the_place_of_the_line(capfd, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")

@@ -24,6 +24,12 @@ from prediction_records import fitting
 SMALL = {"architecture": "lstm", "embedding_size": 32, "hidden_size": 32}
 
 
+@pytest.fixture(autouse=True)
+def _as_a_command(monkeypatch):
+    """Programs keep nothing."""
+    monkeypatch.setattr("plimsoll.run.remembered.is_a_command", lambda: True)
+
+
 def job(**changes):
     fields = {"model": SMALL, "data": "nowhere.txt", "tokenizer": {"vocab_size": 1000}, "sequence_length": 32}
     return Job.from_fields(fields | changes)
@@ -66,6 +72,7 @@ def test_a_kept_prediction_is_found_without_torch():
     first, _ = prediction_of(job(), device="rtx3060")
     lines = f"""
         import sys
+        from plimsoll.cli.main import main
         from plimsoll.records.job import Job
         from plimsoll.run.asked_again import prediction_of
         found, is_kept = prediction_of(Job.from_json({job().to_json()!r}), device="rtx3060")
@@ -128,6 +135,13 @@ def test_what_was_measured_of_the_machine_counts(made):
     assert is_known(job())
 
 
+def test_a_measurement_that_cannot_be_read_is_none(made):
+    unreadable = Path(os.environ["PLIMSOLL_CACHE"], "speed-of-none.json")
+    unreadable.mkdir()
+    assert [is_known(job()) for _ in range(2)] == [False, True]
+    unreadable.rmdir()
+
+
 def test_an_answer_that_measured_the_machine_is_found_with_what_it_measured(monkeypatch):
     folder = Path(os.environ["PLIMSOLL_CACHE"])
 
@@ -171,10 +185,10 @@ def folder(tmp_path):
     return path
 
 
-def test_a_folder_counts_by_what_is_in_it_and_not_by_its_name(made, folder):
+def test_a_folder_counts_by_what_is_in_it(made, folder):
     assert not is_known(job(model=str(folder)))
     moved = folder.rename(folder.with_name("moved"))
-    assert is_known(job(model=str(moved)))
+    assert not is_known(job(model=str(moved)))  # whose name the answer says
     for name in ("config.json", "model.safetensors"):
         stat, content = (moved / name).stat(), (moved / name).read_bytes()
         (moved / name).write_bytes(content[:-1] + b"!")
@@ -182,9 +196,32 @@ def test_a_folder_counts_by_what_is_in_it_and_not_by_its_name(made, folder):
         assert not is_known(job(model=str(moved)))
     (moved / "adapter_config.json").touch()
     assert not is_known(job(model=str(moved)))
+    (folder.parent / "elsewhere").mkdir()
+    (moved / "inner").symlink_to(folder.parent / "elsewhere")
+    (moved / "inner" / "itself").symlink_to(moved)
+    assert is_known(job(model=str(moved)))
+    (folder.parent / "elsewhere" / "weights").touch()
+    assert not is_known(job(model=str(moved)))
     (moved / "adapter_config.json").rename(moved / "another.json")
     assert not is_known(job(model=str(moved)))
     assert is_known(job(model=str(moved)))
+
+
+def test_a_trace_of_a_folder_is_found_wherever_that_is(folder):
+    facts = module.facts_of(job(model=str(folder)), TextSketch(1000, None, 0), {})
+    moved = folder.rename(folder.with_name("moved"))
+    assert facts == module.facts_of(job(model=str(moved)), TextSketch(1000, None, 0), {})
+
+
+def test_a_folder_that_is_called_as_a_value_is_none_of_the_job(made, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("lstm", "rnn", "fp32", "bf16"):
+        Path(name).mkdir()
+    assert not is_known(job())
+    for changes in ({"model": SMALL | {"architecture": "rnn"}}, {"precision": "bf16"}):
+        assert not is_known(job(**changes))
+    (Path("lstm") / "run.json").touch()
+    assert is_known(job())
 
 
 def test_what_is_in_an_archive_counts_by_the_archive(made, tmp_path):
@@ -196,7 +233,7 @@ def test_what_is_in_an_archive_counts_by_the_archive(made, tmp_path):
     assert not is_known(of)
 
 
-@pytest.mark.parametrize("model", ["mine:build", "mine.models:Small.build"])
+@pytest.mark.parametrize("model", ["mine:build", "mine.models:Small.build", "my-models.build:make"])
 def test_code_of_one_s_own_may_be_anything_and_is_looked_at_each_time(made, model):
     assert [is_known(job(model=model)) for _ in range(2)] == [False, False]
 

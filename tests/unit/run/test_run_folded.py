@@ -1,20 +1,20 @@
 """Passes that are noted again: the trace is that of running each of them, and what may differ is run."""
 
-from functools import partial
-from itertools import groupby
-from operator import itemgetter
+from functools import partial, wraps
+from types import FunctionType
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from folded_traces import all_run, settled
 from plimsoll.data.sketch import TextSketch
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.repeated import Stretch
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run import rehearse
-from plimsoll.run.folded import passes_repeat
+from plimsoll.run.folded import _Given, _known_leaf, passes_repeat
 from plimsoll.run.rehearse import rehearse_job, rehearse_step
 from plimsoll.techniques import FORGETFUL, TECHNIQUES, in_order
 from plimsoll.workload import model_loss
@@ -30,7 +30,7 @@ ARCHITECTURES = {
     "llama": FEW_KEYS,
     "qwen2": FEW_KEYS,
     "gemma2": FEW_KEYS | {"head_dim": 8},
-    "opt": SMALL | {"ffn_dim": 32, "word_embed_proj_dim": 16},
+    "opt": SMALL | {"ffn_dim": 32, "word_embed_proj_dim": 16, "layerdrop": 0.5},
     "gpt_neox": SMALL | {"intermediate_size": 32},
     "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},
     "mixtral": FEW_KEYS | {"num_local_experts": 2},
@@ -43,27 +43,12 @@ def folds(monkeypatch):
     """How many passes were noted again; without one if they are all to be run."""
     noted, again = [], Stretch.again
 
-    def counted(self):
+    def counted(self, ended=()):
         noted.append(self)
-        return again(self)
+        return again(self, ended)
 
     monkeypatch.setattr(Stretch, "again", counted)
     return noted
-
-
-def all_run(monkeypatch, trace):
-    with monkeypatch.context() as patch:
-        patch.setattr(rehearse, "passes_repeat", lambda workload, choices: False)
-        return trace()
-
-
-def settled(trace):
-    """The trace with deaths inside one op in order: autocast on the CPU frees in the order of addresses."""
-    events = []
-    for _, of_op in groupby(zip(trace.event_op, trace.events, strict=True), key=itemgetter(0)):
-        for is_birth, run in groupby((event for _, event in of_op), key=lambda event: event > 0):
-            events += run if is_birth else sorted(run)
-    return trace.model_copy(update={"events": tuple(events)})
 
 
 def job(**changes):
@@ -80,6 +65,7 @@ def test_the_trace_of_a_job_is_that_of_all_its_passes(architecture, target, fold
     In half precision four: the scaler of the loss makes its scale in the first.
     """
     precision = "fp16" if architecture in ("gpt2", "lstm") else "fp32"
+    monkeypatch.setattr("plimsoll.techniques.autocast._runs_lstm", lambda dtype: True)  # as a processor with kernels
     one = job(
         model={"architecture": architecture, **ARCHITECTURES[architecture]}, precision=precision,
         data={"train": "nowhere.txt", "validation": 0.1}, evaluate_every=2,
@@ -124,6 +110,12 @@ def gpt2_traced(model_loss=model_loss, prepare=lambda model: None):
     return rehearse_step(model, optimizer, setup.case.batches()[0], model_loss, CpuLowering(), **options)
 
 
+def of_transformers(function):
+    """The same as if transformers had it, whose code is known."""
+    names = {**function.__globals__, "__name__": "transformers.of_test"}
+    return FunctionType(function.__code__, names, closure=function.__closure__)
+
+
 def test_a_model_that_changes_from_pass_to_pass_is_run_each_time(folds):
     """An attribute of any module that is another after a pass: the next may do something else."""
 
@@ -133,7 +125,7 @@ def test_a_model_that_changes_from_pass_to_pass_is_run_each_time(folds):
 
     def prepare(model):
         model.lm_head.num_passes = 0
-        model.lm_head.register_forward_hook(count)
+        model.lm_head.register_forward_hook(of_transformers(count))
 
     traces = [gpt2_traced(prepare=one) for one in (prepare, lambda model: None)]
     num_zeros = [sum(trace.texts[name] == "aten.zeros_like.default" for name in trace.ops.name) for trace in traces]
@@ -144,7 +136,8 @@ def test_a_model_that_changes_from_pass_to_pass_is_run_each_time(folds):
 def test_a_list_that_a_model_fills_is_seen(folds):
     def prepare(model):
         model.lm_head.seen = []
-        model.lm_head.register_forward_hook(lambda module, args, output: module.seen.append(len(module.seen)))
+        noting = of_transformers(lambda module, args, output: module.seen.append(len(module.seen)))
+        model.lm_head.register_forward_hook(noting)
 
     gpt2_traced(prepare=prepare)
     assert folds == []
@@ -162,17 +155,46 @@ def test_code_that_is_not_known_is_run_each_time(folds):
     assert folds == []
 
 
-def test_values_that_are_others_are_run(folds):
-    """Masks and lengths decide what is run, so two batches of one shape may need different passes."""
-    setup = setup_for("gpt2", ["micro_batch"])
-    model, optimizer = setup.fresh()
-    batch = setup.case.batches()[0]
-    batch["labels"] = batch["labels"].float()  # whose values no dry run knows
-    options = {"units": "samples", "choices": (micro_batch_choice(8),), "clip_norm": None, "precision": "fp32"}
-    model.forward = partial(_without_labels, model.forward)
-    rehearse_step(model, optimizer, batch, model_loss, CpuLowering(), **options)
+def test_pieces_are_alike_whose_values_are_known_and_the_same():
+    """Masks and lengths decide what is run, so two pieces of one shape may need different passes."""
+    mask = torch.ones(2, 3, dtype=torch.int64)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+
+    def given(leaf, is_share=True, without=()):
+        return _Given([_known_leaf(leaf)], is_share, [*without])
+
+    assert given(mask).is_like(given(mask.clone()))
+    assert given("a name").is_like(given("a name"))
+    for other in (
+        given(mask.tril()), given(mask.int()), given(mask.T.contiguous()), given(1), given(mask, is_share=False),
+        given(mask, without=[parameter]), _Given([], True, []),
+    ):  # fmt: skip
+        assert not given(mask).is_like(other)
+    with FakeTensorMode() as mode:
+        unknown = given(mode.from_tensor(mask))
+    assert not unknown.is_like(unknown)
+
+
+def _through(forward, *args):
+    return forward(*args)
+
+
+@pytest.mark.parametrize("place", ["hook", "backward hook", "forward", "class"])
+def test_code_that_is_called_with_a_module_is_known_or_all_passes_are_run(place, folds, monkeypatch):
+    """What counts in a closure is seen nowhere."""
+
+    def prepare(model):
+        head = model.lm_head
+        match place:
+            case "hook":
+                head.register_forward_hook(lambda module, args, output: output)
+            case "backward hook":
+                head.register_full_backward_hook(lambda module, grad_input, grad_output: None)
+            case "forward":
+                head.forward = partial(wraps(head.forward)(_through), head.forward)
+            case "class":
+                own = type(head).forward
+                monkeypatch.setattr(type(head), "forward", lambda self, *args: own(self, *args))
+
+    gpt2_traced(prepare=prepare)
     assert folds == []
-
-
-def _without_labels(forward, input_ids, labels):
-    return forward(input_ids=input_ids, labels=input_ids)

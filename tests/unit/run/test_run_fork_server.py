@@ -152,3 +152,30 @@ def test_other_systems_than_linux_fork_nothing(monkeypatch: pytest.MonkeyPatch):
     assert not can_fork()
     with fork_server._adopting() as is_adopting:
         assert not is_adopting
+
+
+def test_where_no_more_processes_are_allowed_nothing_is_forked(monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> int:
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "fork", refuse)
+    assert not can_fork()
+
+
+SKETCHED = """
+import sys
+from plimsoll.data.sketch import sketch_texts
+from plimsoll.records.job import Job
+from plimsoll.run.fork_server import can_fork
+job = Job.from_fields({"model": "lstm", "data": sys.argv[1], "tokenizer": {"vocab_size": 300}})
+sketched = sketch_texts(job)
+print(sketched.guessed, can_fork())
+"""
+
+
+@pytest.mark.cold
+def test_a_command_that_has_trained_a_small_tokenizer_can_be_forked(tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat, the dog did not\n" * 5000)
+    done = run_program(SKETCHED, text)
+    assert done.stdout == "frozenset() True\n", done.stderr

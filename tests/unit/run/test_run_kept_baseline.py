@@ -16,6 +16,12 @@ class Started:
         return estimate(400, 12, measured=400)
 
 
+@pytest.fixture(autouse=True)
+def _as_a_command(monkeypatch):
+    """Programs keep nothing."""
+    monkeypatch.setattr("plimsoll.run.remembered.is_a_command", lambda: True)
+
+
 def job(**changes):
     return Job.from_fields({"model": {"architecture": "gpt2"}, "data": "nowhere.txt"} | changes)
 
@@ -34,9 +40,12 @@ def test_it_is_the_same_for_other_data_sizes_and_budgets():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"model": {"architecture": "bert"}}, {"optimizer": "sgd"}, {"ranks": 2}, {"task": "classification"}],
+    [
+        {"model": {"architecture": "bert"}}, {"optimizer": "sgd"}, {"ranks": 2}, {"task": "classification"},
+        {"data": {"train": "nowhere.txt", "on_the_fly": True, "long_texts": "truncate"}},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_another_training_may_import_something_else(changes):
     assert is_started(job())
     assert is_started(job(**changes))
@@ -44,7 +53,10 @@ def test_another_training_may_import_something_else(changes):
 
 
 def test_code_of_one_s_own_may_import_anything():
-    assert [is_started(job(model="mine:build")) for _ in range(2)] == [True, True]
+    noise = {"train": "nowhere.txt", "borders": "sentence", "augment": {"token_function": "mine:noise"}}
+    assert is_started(job())
+    for own in (job(model="mine:build"), job(data=noise)):
+        assert [is_started(own) for _ in range(2)] == [True, True]
 
 
 def test_what_is_no_estimate_is_read_anew(monkeypatch):

@@ -9,6 +9,7 @@ import yaml
 from tests.processes import environment, run_program
 
 from plimsoll.assemble import require_buildable
+from plimsoll.data.sketch import labels_seen
 from plimsoll.errors import BudgetError, DataError, InputError, JobError
 from plimsoll.named import require_technique
 from plimsoll.records.job import Job
@@ -72,6 +73,14 @@ def test_what_is_sound_passes(job):
     require_sound(job())
     require_sound(job(task="classification", data={"train": "rows.jsonl", "label": "class"}), "rtx3060", 8 << 30)
     require_sound(job(budget="116MiB", device="cpu"), pins=[parse_pin("heap=never")], forbids=["lora"])
+
+
+def test_a_file_that_can_only_be_read_as_a_whole_is_left_to_who_reads_it(job, tmp_path, monkeypatch):
+    (tmp_path / "rows.json").write_text('[{"text": "One.", "class": "a"}, {"text": "Two.", "class": "b"}]')
+    of = job(task="classification", data={"train": "rows.json", "label": "class"})
+    assert labels_seen(of) == 2
+    monkeypatch.setattr("plimsoll.data.sketch.open_corpus", None)
+    require_sound(of)
 
 
 def test_all_faults_are_said_at_once(job):

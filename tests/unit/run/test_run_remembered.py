@@ -3,6 +3,7 @@
 What else an answer for a job depends on is tested with whole answers (`test_run_asked_again`).
 """
 
+import pytest
 import torch
 
 from plimsoll.data.sketch import TextSketch
@@ -13,6 +14,12 @@ from plimsoll.run import rehearse
 from plimsoll.run.remembered import trace_of
 
 SMALL = {"architecture": "lstm", "embedding_size": 32, "hidden_size": 32}
+
+
+@pytest.fixture(autouse=True)
+def _as_a_command(monkeypatch):
+    """Programs keep nothing."""
+    monkeypatch.setattr("plimsoll.run.remembered.is_a_command", lambda: True)
 
 
 def job(**changes):

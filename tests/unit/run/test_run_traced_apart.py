@@ -24,6 +24,12 @@ TEXTS = TextSketch(1000, None, 0)
 UNKNOWN = Choice(technique="no such technique")
 
 
+@pytest.fixture(autouse=True)
+def _as_a_command(monkeypatch):
+    """Programs fork nothing."""
+    monkeypatch.setattr(module, "is_a_command", lambda: True)
+
+
 @pytest.fixture
 def tracers(monkeypatch):
     """Two processes, whatever this machine has; none are forked from one whose earlier tests have begun threads."""
@@ -66,6 +72,13 @@ def test_a_process_that_has_begun_threads_is_not_forked(monkeypatch):
     monkeypatch.setattr(module, "can_fork", lambda: False)
     with Tracers.started(JOB, TEXTS) as started:
         started.expect(CpuLowering(), (micro_batch_choice(2),), is_short=True)
+        assert started.take(CpuLowering(), (micro_batch_choice(2),), is_short=True) is None
+
+
+def test_a_program_is_not_forked(monkeypatch):
+    monkeypatch.setattr(module, "is_a_command", lambda: False)
+    monkeypatch.setattr(module, "can_fork", None)
+    with Tracers.started(JOB, TEXTS) as started:
         assert started.take(CpuLowering(), (micro_batch_choice(2),), is_short=True) is None
 
 

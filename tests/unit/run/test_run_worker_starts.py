@@ -214,7 +214,7 @@ def test_a_plan_is_of_what_was_prepared_also_one_that_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job asks for 8,000 tokens, and its text gives 261, which only who reads it knows."""
-    monkeypatch.setattr("plimsoll.data.sketch._MOST_TRAINED_BYTES", 0)
+    monkeypatch.setattr("plimsoll.data.sketch.FEW_BYTES", 0)
     (tmp_path / "text.txt").write_text("word " * 800)
     job = small_job(tmp_path / "text.txt", tokenizer={}, budget={"device": "2GiB"})
     directory = RunDirectory.create(tmp_path / "run", force=False)
@@ -333,7 +333,7 @@ def test_what_is_trained_is_told_by_the_step_unless_it_is_quiet(
     train_here(new_run("quiet", steps=1))
     assert capsys.readouterr().err == ""
     train_here(new_run("told", steps=1), quiet=False)
-    first, second = filter(None, capsys.readouterr().err.splitlines())
+    *_, first, second = filter(None, capsys.readouterr().err.splitlines())  # before them, who keeps the machine busy
     assert first.startswith("step 1/1 ")
     assert "tokens/s" in first
     assert second.startswith("step 1: validation loss ")

@@ -18,7 +18,6 @@ import torch.optim.optimizer as optimizer_module
 import torch.utils._foreach_utils as foreach_utils
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """``(op, args, kwargs) -> result``: how an op is executed."""
@@ -38,6 +37,7 @@ class Scratch(NamedTuple):
 
 
 NO_SCRATCH = Scratch()
+_NESTED = (list, tuple)
 
 ScratchBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], Scratch]
 """``(op, args, kwargs) -> sizes`` of what the target's kernel takes while it runs, beside its results."""
@@ -77,9 +77,18 @@ class Lowering(Protocol):
 
 def tensors_of(op: Any, result: Any) -> Iterable[Tensor]:
     """Return the tensors among an op's results, in their order."""
-    if isinstance(result, Tensor):
-        return (result,)
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return tensors_in((result,))
+
+
+def tensors_in(values: Iterable[Any]) -> list[Any]:
+    """Return the tensors among what an op takes or gives, which are nested in lists at most."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, _NESTED):
+            found += tensors_in(value)
+    return found
 
 
 @contextmanager

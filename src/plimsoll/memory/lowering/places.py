@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from plimsoll.memory.lowering.base import Run
+from plimsoll.memory.lowering.base import Run, tensors_in
 from plimsoll.outside import MARK
 
 _ON_HOST = MARK
@@ -70,19 +69,17 @@ class Places(TorchFunctionMode):
         def run_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
             if not tensors:  # ops over lists, as optimizers use them
-                tensors = [leaf for arg in args if isinstance(arg, list | tuple) for leaf in tree_leaves(arg)]
-                tensors = [leaf for leaf in tensors if isinstance(leaf, Tensor)]
+                tensors = tensors_in(args)
             if self._copies_to_host is not None:
                 makes_on_host = self._copies_to_host
             elif tensors:
-                makes_on_host = all(hasattr(leaf, _ON_HOST) or not isinstance(leaf, FakeTensor) for leaf in tensors)
+                makes_on_host = _are_on_host(tensors)
             else:
                 makes_on_host = self._makes_on_host
             result = run(op, args, kwargs)
             if makes_on_host:
-                for leaf in tree_leaves(result):
-                    if isinstance(leaf, Tensor):
-                        self.put_on_host(leaf)
+                for leaf in tensors_in((result,)):
+                    self.put_on_host(leaf)
             return result
 
         return run_in_place
@@ -92,7 +89,9 @@ class Places(TorchFunctionMode):
     ) -> Any:
         """Understand what a call says of devices, and do the call."""
         kwargs = kwargs or {}
-        if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
+        if func not in _UNDERSTOOD or (func is Tensor.__deepcopy__ and not isinstance(args[0], FakeTensor)):
+            return func(*args, **_on_cpu(kwargs))
+        if func is Tensor.__deepcopy__:
             return _deep_copy(*args)
         if func in _FACTORIES:
             self._makes_on_host = kwargs.get("device") is None
@@ -106,9 +105,7 @@ class Places(TorchFunctionMode):
             tensor = func(*(_known_device(arg) if _is_device(arg) else arg for arg in args), **_on_cpu(kwargs))
             is_told = kwargs.get("device") is not None or any(map(_is_device, args[1:]))
             return self._moved(tensor) if is_told else tensor
-        if func is Tensor.cpu:
-            return args[0] if self.on_host(args[0]) else self._copied(args[0], to_host=True)
-        return func(*args, **_on_cpu(kwargs))
+        return args[0] if self.on_host(args[0]) else self._copied(args[0], to_host=True)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         """The tensor on the device: itself if it is there. A parameter stays the object that optimizers know."""
@@ -123,6 +120,15 @@ class Places(TorchFunctionMode):
 
 
 _CPU = torch.device("cpu")
+_UNDERSTOOD = {Tensor.__deepcopy__, Tensor.cuda, Tensor.to, Tensor.cpu, *_FACTORIES}
+"""Calls that `Places` does otherwise than they are said."""
+
+
+def _are_on_host(tensors: list[Tensor]) -> bool:
+    for tensor in tensors:  # noqa: SIM110 -- asked of each op, and a generator takes as long as all else
+        if isinstance(tensor, FakeTensor) and not hasattr(tensor, _ON_HOST):
+            return False
+    return True
 
 
 def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> Any:

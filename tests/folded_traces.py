@@ -1,0 +1,22 @@
+"""Traces in which what repeats was noted again, and those of running all of it."""
+
+from itertools import groupby
+from operator import itemgetter
+
+from plimsoll.run import rehearse
+
+
+def all_run(monkeypatch, trace):
+    """Trace without noting anything again."""
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearse, "passes_repeat", lambda workload, choices: False)
+        return trace()
+
+
+def settled(trace):
+    """The trace with deaths inside one op in order: autocast on the CPU frees in the order of addresses."""
+    events = []
+    for _, of_op in groupby(zip(trace.event_op, trace.events, strict=True), key=itemgetter(0)):
+        for is_birth, run in groupby((event for _, event in of_op), key=lambda event: event > 0):
+            events += run if is_birth else sorted(run)
+    return trace.model_copy(update={"events": tuple(events)})
