@@ -54,7 +54,7 @@ def plan_here(case: str) -> None:
     from plimsoll.run.plan import plan_job
     from plimsoll.run.targets import Target
 
-    counts, guesses = counted(Target, "count"), counted(Surrogate, "need_bytes")
+    counts, guesses = counted(Target, "count"), counted(Surrogate, "guess")
     model, vocab_size, batch_size, device, budget_gib, _ = CASES[case]
     fields = {
         "model": model, "task": "language-modeling", "data": {"train": "nowhere.txt"}, "sequence_length": 512,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from plimsoll.plan.look import Look, heap_of
-from plimsoll.plan.mixes import Mix
+from plimsoll.plan.mixes import Mix, about
+from plimsoll.plan.reasons import SAME_SECONDS
 from plimsoll.plan.surrogate import Column, Surrogate
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.techniques import Choices
@@ -34,6 +35,21 @@ class Guesses:
     def choices(self, row: int) -> Choices:
         """The whole choices of a row."""
         return (micro_batch_choice(int(self.sizes[row])), *self.mix(row))
+
+    def best_of(self, rows: Column) -> Choices | None:
+        """Of those about as fast as the fastest, the fewest techniques, then the largest size."""
+        if not len(rows):
+            return None
+        fastest = self.seconds[rows].min()
+        near = rows[self.seconds[rows] <= fastest + SAME_SECONDS * abs(fastest)]  # a guess may be below 0
+        ranks = ((len(self.mix(row)), -self.sizes[row], self.seconds[row], str(self.mix(row)), row) for row in near)
+        return self.choices(min(ranks)[-1])
+
+    def leanest(self) -> Choices:
+        """What needs least; of those that need about as little, the fewest techniques."""
+        rows = np.flatnonzero(self.needs <= about(self.needs.min())).tolist()
+        row = min(rows, key=lambda row: (len(self.mix(row)), self.seconds[row], str(self.choices(row))))
+        return self.choices(row)
 
 
 def guesses_of(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plimsoll.memory.predict import Counted
-from plimsoll.records.plan import Choice, Duration, Rung
+from plimsoll.records.plan import Choice, Duration, Rejected, Rung
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Category, Phase
 from plimsoll.techniques import UNTRACED, Choices, in_order
@@ -99,3 +99,19 @@ def phase_peaks(counted: Counted) -> dict[Phase, PhasePeak]:
             growing_bytes = int(growing[row]) if phase in _PASSES else 0
             found[phase] = PhasePeak(int(live.total[row]) - growing_bytes, growing_bytes)
     return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """The mix in force and its fallbacks; ``fits`` is False if ``chosen`` is only what needs least.
+
+    ``candidates`` are others that are about as fast by the model, for a trial.
+    """
+
+    chosen: Look
+    fallbacks: tuple[Look, ...]
+    plain: Look
+    fits: bool
+    rejected: tuple[Rejected, ...]
+    openings: tuple[Look, ...]
+    candidates: tuple[Look, ...] = ()

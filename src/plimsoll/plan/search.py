@@ -14,8 +14,7 @@ The same problem always has the same plan: nothing is drawn, and nothing depends
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, combinations
 from math import isqrt
 
 import numpy as np
@@ -24,12 +23,12 @@ from plimsoll.memory.lowering.cudnn_rnn import MOST_STEPS
 from plimsoll.plan.blocks import some_blocks
 from plimsoll.plan.candidates import FALLS_SHARE, can_follow, candidates_beside
 from plimsoll.plan.guesses import Guesses, guesses_of
-from plimsoll.plan.look import Look, LookAt, heap_of, in_heap
+from plimsoll.plan.look import Found, Look, LookAt, heap_of, in_heap
 from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of, openings_of
-from plimsoll.plan.mixes import LEAST_PART, SAME_BYTES, Mix, about, all_on_top, least_of, mixes_of, whole
+from plimsoll.plan.mixes import LEAST_PART, SAME_BYTES, Mix, all_on_top, least_of, mixes_of, whole
 from plimsoll.plan.reasons import SAME_SECONDS, rejected
-from plimsoll.plan.surrogate import Column, Surrogate
-from plimsoll.records.plan import Choice, Rejected, micro_batch_choice
+from plimsoll.plan.surrogate import Surrogate
+from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.trace import Phase
 from plimsoll.techniques import ONLY_IN, UNTRACED, Choices, in_order, technique_of
 
@@ -38,6 +37,9 @@ _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
 _SLOW = 1.1  # of the time with the whole batch: passes are too small
 _MAY_BE_AS_FAST = 1.1  # of the time of the fastest: where a guess says more, it is
 _GUESSES_OFF = 0.025  # of the limit: what is guessed to need more is looked at if nothing else may fit
+# What is guessed to need up to so much of the limit, and to take no more than so much of the time, is looked at, until
+# so many looks in a row have found nothing: guesses of many techniques together are up to a third too high.
+_FAR_OFF, _MUCH_FASTER, _MOST_MISSED = 1.25, 0.95, 3
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 # Of what the plan needs: close by where it needs most of the limit, since most that runs out lacked a little. A peak
 # that is higher still is for the leanest.
@@ -45,22 +47,6 @@ _FALLBACK_SHARES = (0.9, 0.75, 0.6)
 
 
 Expect = Callable[[Sequence[Choices]], None]
-
-
-@dataclass(frozen=True)
-class Found:
-    """The mix in force and its fallbacks; ``fits`` is False if ``chosen`` is only what needs least.
-
-    ``candidates`` are others that are about as fast by the model, for a trial.
-    """
-
-    chosen: Look
-    fallbacks: tuple[Look, ...]
-    plain: Look
-    fits: bool
-    rejected: tuple[Rejected, ...]
-    openings: tuple[Look, ...]
-    candidates: tuple[Look, ...] = ()
 
 
 def search(
@@ -105,6 +91,7 @@ class _Search:
         if chosen is None:
             leanest = self._leanest()
             return self._result(leanest, (), plain, fits=False, openings=self._openings(leanest))
+        chosen = self._stretched(chosen, limit_bytes)
         self._look_beside(chosen)
         faster = self._traced_within(limit_bytes, None)
         if faster is not None and faster.seconds < (1 - SAME_SECONDS) * chosen.seconds and self._holds(faster.choices):
@@ -196,6 +183,19 @@ class _Search:
                 learned += self._guess(others[:1], strongest)
             if learned:
                 self._learned[name] = learned
+        if not only_faster:
+            self._learn_pairs([self._menu.options[name][-1] for name in wanted if name in self._learned])
+
+    def _learn_pairs(self, choices: Sequence[Choice]) -> None:
+        """Trace two that save the same category together: one may move what the other leaves, or have no more to do."""
+        for first, second in combinations(choices, 2):
+            reaches = technique_of(first.technique).reaches
+            if len(reaches) != 1 or reaches != technique_of(second.technique).reaches:
+                continue
+            for heap, surrogate in self._surrogates.items():
+                mix = in_heap(whole((*self._menu.base, first, second), self._learned_at), heap)
+                if self._compatibility.allows(mix):
+                    surrogate.learn_together(first, second, self._look_at_choices(mix))
 
     def _guess(self, weaker: Sequence[Choice], strongest: Choice) -> Sequence[Choice]:
         """Take weaker options to do as much, in less time, until one is traced as part of a mix."""
@@ -350,6 +350,23 @@ class _Search:
             self._correct(best)
         return self._traced_within(limit_bytes, None)
 
+    def _stretched(self, chosen: Look, limit_bytes: int) -> Look:
+        """Look at what would be much faster and is guessed not to fit by so much as guesses may be off."""
+        num_missed = 0
+        while num_missed < _MOST_MISSED:
+            guesses = self._guessed(self._mixes())
+            may_be = guesses.possible & ~guesses.traced & (guesses.needs <= _FAR_OFF * limit_bytes)
+            rows = np.flatnonzero(may_be & (guesses.seconds < _MUCH_FASTER * chosen.seconds))
+            if not len(rows):
+                break
+            best = guesses.choices(int(rows[guesses.needs[rows].argmin()]))
+            self._correct(best)
+            found = self._traced_within(limit_bytes, None)
+            num_missed += 1
+            if found is not None and found.seconds < chosen.seconds and self._holds(found.choices):
+                chosen, num_missed = found, 0
+        return chosen
+
     def _holds(self, choices: Choices) -> bool:
         """Whether a mix needs no more at full length than the line; else what it needs there is what is known of it."""
         at_length = self._looks[choices] if self._at_length is None else self._at_length(choices)
@@ -397,24 +414,12 @@ class _Search:
         may_fit = np.flatnonzero((guesses.needs <= limit_bytes) & guesses.possible)
         spare_bytes = np.where(guesses.traced, 0, _GUESSES_OFF * limit_bytes)[may_fit]
         fitting, seconds = may_fit[guesses.needs[may_fit] + spare_bytes <= limit_bytes], guesses.seconds
-        best = self._best_of(guesses, fitting)
+        best = guesses.best_of(fitting)
         if best is not None and best not in self._looks:
             return best
         if best is None or seconds[may_fit].min() < (1 - SAME_SECONDS) * self._looks[best].seconds:
-            return self._best_of(guesses, may_fit)
+            return guesses.best_of(may_fit)
         return best
-
-    def _best_of(self, guesses: Guesses, rows: Column) -> Choices | None:
-        """Of those about as fast as the fastest, the fewest techniques, then the largest size."""
-        if not len(rows):
-            return None
-        seconds = guesses.seconds
-        fastest = seconds[rows].min()
-        near = rows[seconds[rows] <= fastest + SAME_SECONDS * abs(fastest)]  # a guess may be below 0
-        best = min(
-            (len(guesses.mix(row)), -guesses.sizes[row], seconds[row], str(guesses.mix(row)), row) for row in near
-        )
-        return guesses.choices(best[-1])
 
     def _look_beside(self, chosen: Look) -> None:
         """Trace what should be as fast with another micro-batch and probably fits, for a trial."""
@@ -466,11 +471,7 @@ class _Search:
         mixes = self._learned_mixes()
         for _ in range(_MOST_LEANEST_LOOKS if mixes else 0):
             guesses = self._guessed(mixes)
-            least = np.flatnonzero(guesses.needs <= about(guesses.needs.min()))
-            row = min(
-                least.tolist(), key=lambda row: (len(guesses.mix(row)), guesses.seconds[row], str(guesses.choices(row)))
-            )
-            best = guesses.choices(row)
+            best = guesses.leanest()
             if best in self._looks:
                 break
             self._correct(best)

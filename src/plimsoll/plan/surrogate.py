@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ _FASTER_SHARE = 0.05  # of the time, which a weaker option may save
 _WEAKER_SECONDS = 0.5  # of the time that the strongest option of a technique adds
 _OF_AN_UPDATE: frozenset[Category] = frozenset({"gradients", "optimizer states"})
 _OF_A_PASS = _OF_AN_UPDATE | {"parameters"}  # moved in each pass, whatever its size
+_TOGETHER: frozenset[Category] = frozenset({"activations", "gradients"})  # no single one, and none of an update
 _ALIKE = 4  # choices in which mixes may differ for the error of one to be taken for the other's
 
 
@@ -70,6 +71,16 @@ class _Effect:
     reaches: frozenset[Category]
 
 
+class _Difference(NamedTuple):
+    """Of a trace from a guess: bytes of each phase, the share of those that grow, of what comes on top, and seconds."""
+
+    fixed_bytes: dict[Phase, float]
+    shares_left: dict[Phase, float]
+    beyond_share: float
+    beyond_bytes: float
+    seconds: float
+
+
 _Known = tuple[Column, _Effect]  # which of the mixes have a choice, and what it does
 
 
@@ -96,6 +107,7 @@ class Surrogate:
         self._pass_seconds = _Curve(points)
         self._effects: dict[Choice, _Effect] = {}
         self._supposed: dict[Choice, Choice] = {}  # and the stronger one that it was supposed from
+        self._together: dict[tuple[Choice, Choice], _Effect] = {}
         self._reference = plain[0]
         self._off: dict[Choices, dict[int, tuple[float, float]]] = {}  # bytes and seconds, by mix and size
 
@@ -125,6 +137,16 @@ class Surrogate:
             reaches=reaches,
         )
         self._reference = without
+
+    def learn_together(self, first: Choice, second: Choice, look: Look) -> None:
+        """Learn from a trace of both what two choices do beyond what each does alone."""
+        self._together[first, second] = _Effect(
+            **self._difference(look)._asdict(),
+            saved_bytes=0.0,
+            passes=self._passes(look.micro_batch),
+            passes_seconds=float(self._plain_seconds(np.asarray([look.micro_batch]))[0]),
+            reaches=_TOGETHER,
+        )
 
     def interpolate(self, choice: Choice, strong: Choice, bytes_share: float, seconds_share: float) -> None:
         """Take a choice to have a share of the effect of a stronger one, if that is known."""
@@ -167,27 +189,33 @@ class Surrogate:
     def _put_right(self, choice: Choice, strong: Choice, look: Look) -> None:
         """Take what a guess of a mix is off by to be due to one choice in it, no slower than a stronger one."""
         effect, asked = self._effects[choice], ([look.mix], np.zeros(1, dtype=int), np.asarray([look.micro_batch]))
-        seconds = float(self.guess(*asked)[1][0])
+        seconds, off = float(self.guess(*asked)[1][0]), self._difference(look)
         self._effects[choice] = replace(effect, seconds=effect.seconds + 1)
         of_a_second = float(self.guess(*asked)[1][0]) - seconds
-        known, fixed, shares = self._known(_Members([look.mix])), dict(effect.fixed_bytes), dict(effect.shares_left)
-        beyond = float(self._beyond_bytes(known, *asked[1:])[0])
-        for phase in fixed:
-            fixed_bytes, growing_bytes = (float(one[0]) for one in self._phase_bytes(known, phase, *asked[1:]))
-            peak = look.phases.get(phase)
-            if peak is not None:
-                fixed[phase] += peak.fixed_bytes - fixed_bytes
-                shares[phase] *= peak.growing_bytes / growing_bytes if growing_bytes > 0 else 1.0
         self._effects[choice] = replace(
             effect,
-            fixed_bytes=fixed,
-            shares_left=shares,
-            beyond_share=effect.beyond_share * _share(_beyond(look), beyond),
-            beyond_bytes=effect.beyond_bytes + max(_beyond(look) - beyond, 0.0),
+            fixed_bytes={phase: one + off.fixed_bytes.get(phase, 0.0) for phase, one in effect.fixed_bytes.items()},
+            shares_left={phase: one * off.shares_left.get(phase, 1.0) for phase, one in effect.shares_left.items()},
+            beyond_share=effect.beyond_share * off.beyond_share,
+            beyond_bytes=effect.beyond_bytes + off.beyond_bytes,
             seconds=min(
                 effect.seconds + (look.seconds - seconds) / (of_a_second or 1.0), self._effects[strong].seconds
             ),
         )
+
+    def _difference(self, look: Look) -> _Difference:
+        """By what the sum of the effects of its choices is off from a trace."""
+        known, asked = self._known(_Members([look.mix])), (np.zeros(1, dtype=int), np.asarray([look.micro_batch]))
+        fixed, shares = dict[Phase, float](), dict[Phase, float]()
+        for phase in self._alive.keys() & look.phases.keys():
+            fixed_bytes, growing_bytes = (float(one[0]) for one in self._phase_bytes(known, phase, *asked))
+            fixed[phase] = look.phases[phase].fixed_bytes - fixed_bytes
+            shares[phase] = look.phases[phase].growing_bytes / growing_bytes if growing_bytes > 0 else 1.0
+        beyond = float(self._beyond_bytes(known, *asked)[0])
+        return _Difference(
+            fixed, shares, _share(_beyond(look), beyond), max(_beyond(look) - beyond, 0.0),
+            look.seconds - float(self._seconds(known, *asked)[0]),
+        )  # fmt: skip
 
     def guess(self, mixes: Sequence[Choices], numbers: Column, micro_batches: Column) -> tuple[Column, Column]:
         """Guess the budget that mixes are safe in, and the seconds of a step.
@@ -207,7 +235,11 @@ class Surrogate:
 
     def _known(self, members: _Members) -> list[_Known]:
         learned = [choice for choice in self._effects if choice not in self._base and choice in members]
-        return [(members.of(choice), self._effects[choice]) for choice in learned]
+        found = [(members.of(choice), self._effects[choice]) for choice in learned]
+        for (first, second), effect in self._together.items():
+            if first in members and second in members:
+                found.append((members.of(first) & members.of(second), effect))
+        return found
 
     def _phase_bytes(
         self, known: Sequence[_Known], phase: Phase, numbers: Column, micro_batches: Column

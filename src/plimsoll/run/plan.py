@@ -35,10 +35,10 @@ from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
 from plimsoll.plan.cost import learned_peak, learned_ratio, moved_outside, step_duration, update_seconds, with_disk
-from plimsoll.plan.look import Look, phase_peaks
+from plimsoll.plan.look import Found, Look, phase_peaks
 from plimsoll.plan.menu import Problem
 from plimsoll.plan.reasons import told_of
-from plimsoll.plan.search import Found, search
+from plimsoll.plan.search import search
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Allowed, Job

@@ -12,6 +12,7 @@ from plimsoll.errors import InputError
 from plimsoll.plan.pins import Decided
 from plimsoll.plan.search import search
 from plimsoll.records.plan import Choice, Duration, micro_batch_choice
+from plimsoll.records.prediction import Estimate
 from plimsoll.techniques import conflict_among, in_order
 from plimsoll.techniques.micro_batch import sizes_of
 
@@ -65,7 +66,7 @@ def test_a_smaller_micro_batch_comes_before_a_slow_technique(inhabited):
 
 def test_a_technique_that_saves_passes_may_be_faster_than_small_micro_batches(inhabited):
     world = inhabited(World([MadeUp("cheap", (9,), saves_fixed=100, seconds=(0.001,))]))
-    found, _ = searched(world, 175)
+    found, _ = searched(world, 175)  # guesses leave room for what they are off
     assert [choice.technique for choice in found.chosen.mix] == ["cheap"]
     assert found.chosen.micro_batch == 16  # 116 bytes in a pass: one pass is enough
 
@@ -93,6 +94,28 @@ def test_a_technique_that_was_only_guessed_to_save_time_beside_another_is_not_in
     found, _ = searched(inhabited(ToldByATraceOnly(techniques, pass_seconds=1)), 250)
     assert [choice.technique for choice in found.chosen.mix] == ["recompute"]
     assert found.chosen.micro_batch == BATCH_SIZE
+
+
+def test_what_would_be_much_faster_and_is_guessed_not_to_fit_is_traced(inhabited):
+    """The whole batch with both needs 10 % less than the sum of what each does says, and then fits."""
+
+    class LessTogether(World):
+        def look_at(self, choices):
+            look = super().look_at(choices)
+            if look.micro_batch < BATCH_SIZE or len(look.mix) < 2:
+                return look
+            need_bytes = int(0.9 * look.need_bytes)
+            return replace(look, peak=Estimate(likely_bytes=need_bytes, low_bytes=need_bytes, high_bytes=need_bytes))
+
+    techniques = [
+        MadeUp("cheap", (4,), saves_fixed=60, seconds=(0.001,)),
+        MadeUp("recompute", (3,), saves_fixed=60, seconds=(0.002,), reaches=frozenset({"parameters"})),
+    ]
+    world = inhabited(LessTogether(techniques, pass_seconds=1))
+    whole = (micro_batch_choice(BATCH_SIZE), *(Choice(technique=one.name, options={"level": 0}) for one in techniques))
+    limit_bytes = world.look_at(whole).need_bytes + 1
+    found, problem = searched(world, limit_bytes)
+    assert found.chosen.choices == best_by_trying_all(world, problem).choices == whole
 
 
 def test_what_does_not_depend_on_one_another_is_expected_together(inhabited):

@@ -105,6 +105,18 @@ def test_what_two_choices_take_from_one_category_is_taken_once():
     assert times(surrogate, (HALF, NONE), 16) == pytest.approx([1.1 + 0.2 + 0.8 / 2])
 
 
+def test_what_two_choices_do_together_is_learned_from_a_trace_of_both():
+    """Each alone leaves a half of what grows, both together a tenth, in less time than either."""
+    surrogate, activations = Surrogate(PLAIN), frozenset({"activations"})
+    for choice in (HALF, NONE):
+        surrogate.learn_effect(choice, look(16, (choice,), per_sample=5, seconds=1.5), PLAIN[1], activations)
+    both = look(16, (HALF, NONE), per_sample=1, update=150, seconds=1.2)
+    surrogate.learn_together(HALF, NONE, both)
+    assert needs(surrogate, (HALF, NONE), 16, 160) == [150 + BEYOND, 100 + 160 + BEYOND]
+    assert times(surrogate, (HALF, NONE), 16) == pytest.approx([1.2])
+    assert needs(surrogate, (HALF,), 160) == [100 + 5 * 160 + BEYOND]
+
+
 def test_what_is_in_every_plain_look_has_no_effect_of_its_own():
     base = [look(2, (NONE,)), look(16, (NONE,))]
     surrogate = Surrogate(base)

@@ -79,8 +79,12 @@ def test_a_mix_that_would_need_all_of_the_limit_to_the_last_half_percent_is_not_
     pinned = job(**MANY_WORDS, pin=["micro_batch=16"])
     with planner(pinned) as looking:
         need_bytes = looking.look(WHOLE, is_short=True).need_bytes
-    assert planned(pinned, int(need_bytes / 0.994)).choices == WHOLE
-    assert planned(pinned, int(need_bytes / 0.996)).choices != WHOLE
+    reasons = [
+        next(one.reason for one in planned(pinned, int(need_bytes / share)).rejected if one.choices == WHOLE)
+        for share in (0.994, 0.996)
+    ]
+    assert reasons[0].startswith("slower")
+    assert "too near" in reasons[1]
 
 
 def test_what_an_evaluation_needs_more_is_seen_and_another_mix_chosen():
