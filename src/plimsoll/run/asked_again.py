@@ -2,8 +2,8 @@
 
     plan, is_kept = plan_of(job, limit_bytes=1 << 30)
 
-They depend on the facts of `plimsoll.run.remembered`, on measured speeds and on what runs have taught. Whether there is
-an answer is found out without torch, but where a GPU may be here.
+They depend on the facts of `plimsoll.run.remembered`, on measured speeds and on what runs have taught. Looking an
+answer up imports torch only if this machine may have a GPU.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Passes of a dry run that are like one it has done: they are noted again and not run.
 
-The first micro-batch of the second step does what that of the first step did, and so on: each kind of pass runs once,
-on the same values, with or without gradients to add to. Another does the same if nothing else decides what it does. So
-all passes are run but where the code of all modules and hooks is torch's, transformers' or ours, no technique keeps
-anything from pass to pass (`plimsoll.techniques.FORGETFUL`), and a pass leaves every attribute of the modules the same.
+The first micro-batch of the second step does what that of the first step did, and so on. So each kind of pass runs
+once: of the same values, with or without gradients to add to. Passes are noted again only if
 
-Does NOT see what a module changes inside an attribute that is no collection, nor what a function keeps that was
-registered with a library, as one for attention.
+- the code of all modules and hooks is torch's, transformers' or ours,
+- no technique keeps anything from pass to pass (`plimsoll.techniques.FORGETFUL`), and
+- a pass leaves every attribute of the modules the same.
+
+Does NOT see what a module changes inside an attribute that is not a collection, nor the state of a function that is
+registered with a library, such as an attention function.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class _Forecast:
 
     def __post_init__(self) -> None:
         require_vectors(self.job)
-        load_model_code(self.job)  # first: what a library is told in a rehearsal, it is told if it is there
+        load_model_code(self.job)  # before the rehearsal, in which transformers must not be imported
         self.texts = self.known_texts or sketch_texts(self.job)
         if self.job.distill is not None:
             require_teacher(self.job, self.texts)

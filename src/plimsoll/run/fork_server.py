@@ -12,8 +12,8 @@ them. The server loads them once and does nothing else, so that a fork of it is 
   process that has it mapped, also where several share it.
 - It is a child of the process that asked for it, not of the server: it is waited for, killed and told of its parent's
   death as any other. The server forks twice, and the one in between ends (prctl(2), PR_SET_CHILD_SUBREAPER).
-- It has no thread, no pool of them and no CUDA context of the server's, since those do not survive a fork: where
-  loading has made any, the server ends and forks nothing. OpenBLAS has threads from the first, and ends them itself.
+- Threads and a CUDA context do not survive a fork. If loading has started any, the server ends and forks nothing.
+  OpenBLAS starts threads when it is loaded, and ends them itself at a fork.
 - What libraries read from the environment once, they read in the server, which has that of the supervisor.
 
 `ForkServer.fork` returns ``None`` where nothing can be forked, also on other systems than Linux: who asks starts a
@@ -164,7 +164,7 @@ def serve() -> list[str]:
     with socket.socket(fileno=int(os.environ.pop(_SOCKET))) as asking:
         request, _ = next_fork(asking)
     os.setpgid(0, 0)
-    if "numpy" in sys.modules:  # which draws other numbers in each process, as Python and not as torch
+    if "numpy" in sys.modules:  # seeded anew in each process, as Python does; torch has a fixed seed
         sys.modules["numpy"].random.seed()
     os.environ.update(request["variables"])
     arguments: list[str] = request["arguments"]

@@ -69,7 +69,15 @@ def kept_or_made(
     kind: cached.Kind, record: type[Kept], facts: cached.Facts | None, make: Callable[[], Kept],
     late: Callable[[], dict[str, Any]] = dict,
 ) -> tuple[Kept, bool]:  # fmt: skip
-    """Look an answer up by its facts, or make it; ``late`` are further facts, which making it may bring about."""
+    """Return the answer kept under these facts, or make it and keep it.
+
+    Args:
+        kind: of the answer.
+        record: its class.
+        facts: that it depends on; ``None``: it is made, and not kept.
+        make: makes it.
+        late: further facts, asked again after it is made, such as a speed that was measured for it.
+    """
     content = None if facts is None else cached.read(kind, {**facts, **late()})
     if content is not None:
         with suppress(RecordError):  # where it is not such a record, it is made anew

@@ -76,7 +76,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _begin() -> None:
-    """Wait for what is asked."""
+    """Do nothing: a process of the pool has all it needs from the fork."""
 
 
 def _traced(
