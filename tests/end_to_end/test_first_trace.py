@@ -46,7 +46,7 @@ CHECKPOINTS = [["checkpointing", {"blocks": "all"}]]
 
 @pytest.mark.long
 @pytest.mark.cold
-@pytest.mark.parametrize("on_card", [False, True], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("on_card", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("changes", "techniques"),
     [
