@@ -2,11 +2,11 @@
 
     python benchmarks/latency.py [--rounds 3] [--only TEXT] [--out FOLDER]
 
-One R is what `import torch, transformers; from transformers import GPT2LMHeadModel` takes in a process of its own,
-measured before and after the rows of a round. A row is measured with an empty cache folder, which rows "again" then find filled. Each row
-has a budget in R; the exit code is 1 if the median of the rounds is over one. Jobs are those of README.md, and GPT-2
-124M with 64 x 512 tokens in bfloat16; the text is that of this Python's own standard library. Prints a table, and as
-its last line one JSON object.
+One R is what `import torch, transformers; from transformers import GPT2LMHeadModel` takes in a process of its own, the
+mean of one before and one after the rows of a round. A row is measured with an empty cache folder, which rows "again"
+then find filled. Each row has a budget in R; the exit code is 1 if the median of the rounds is over one. Jobs are those
+of README.md, and GPT-2 124M with 64 x 512 tokens in bfloat16; the text is that of this Python's own standard library.
+Prints a table, and as its last line one JSON object.
 """
 
 from __future__ import annotations
