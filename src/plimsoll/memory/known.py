@@ -185,7 +185,7 @@ class KnownValues:
             return op(*real_args, **real_kwargs)
 
     def _real(self, value: Any) -> Any:
-        """What stands in an argument of an op on real tensors."""
+        """Return an argument with the known values in place of fake tensors."""
         if isinstance(value, Tensor):
             return self._value(value)
         return type(value)(map(self._real, value)) if isinstance(value, list | tuple) else value

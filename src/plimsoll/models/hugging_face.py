@@ -116,7 +116,7 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
         _fit_length(config, set(fields), shape, skeleton)
         modules = [weakref.ref(module) for module in skeleton.modules()]
         del skeleton
-        if any(module() is not None for module in modules):  # mamba's, of the first time: a rehearsal would count them
+        if any(module() is not None for module in modules):  # as after the first Mamba: a dry run would count them
             gc.collect()
         with torch.device(device):
             model = _built(config, shape)
