@@ -13,13 +13,15 @@ The same problem always has the same plan: nothing is drawn, and nothing depends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import chain, combinations
 from math import isqrt
 
 import numpy as np
 
 from plimsoll.memory.lowering.cudnn_rnn import MOST_STEPS
+from plimsoll.plan.ahead import Expect, Suppose, as_guessed, asked_in_turn, not_traced
 from plimsoll.plan.blocks import some_blocks
 from plimsoll.plan.candidates import FALLS_SHARE, can_follow, candidates_beside
 from plimsoll.plan.guesses import Guesses, guesses_of
@@ -46,12 +48,10 @@ _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with tec
 _FALLBACK_SHARES = (0.9, 0.75, 0.6)
 
 
-Expect = Callable[[Sequence[Choices]], None]
-
-
 def search(
-    problem: Problem, look_at: LookAt, expect: Expect = lambda mixes: None, at_length: LookAt | None = None
-) -> Found:
+    problem: Problem, look_at: LookAt, expect: Expect = lambda mixes: None, at_length: LookAt | None = None,
+    suppose: Suppose = lambda mixes: None,
+) -> Found:  # fmt: skip
     """Find the fastest mix that fits.
 
     Args:
@@ -59,24 +59,28 @@ def search(
         look_at: traces a mix.
         expect: told of several mixes that will be traced whatever each of them says, so that they can be side by side.
         at_length: looks at a mix in as many steps as show all that the training does; what is chosen holds there, too.
+        suppose: told of what may be traced next, while something else is.
 
     Raises:
         InputError: if the pinned choices contradict each other, or the training.
     """
-    return _Search(problem, look_at, expect, at_length).found()
+    return _Search(problem, look_at, expect, at_length, suppose).found()
 
 
 class _Search:
-    def __init__(self, problem: Problem, look_at: LookAt, expect: Expect, at_length: LookAt | None) -> None:
+    def __init__(
+        self, problem: Problem, look_at: LookAt, expect: Expect, at_length: LookAt | None, suppose: Suppose
+    ) -> None:  # fmt: skip
         self._problem = problem
         self._menu: Menu = menu_of(problem)
         self._compatibility = Compatibility(problem)
-        self._look_at, self._expect, self._at_length = look_at, expect, at_length
+        self._look_at, self._expect, self._at_length, self._suppose = look_at, expect, at_length, suppose
         self._looks: dict[Choices, Look] = {}
         self._surrogates: dict[Choice | None, Surrogate] = {}  # one for each heap
         self._usual_heap = heap_of(self._menu.base)
         self._reference: Look
         self._asked: set[str] = set()
+        self._num_missed = 0  # looks in a row
         self._learned: dict[str, list[Choice]] = {}
         self._only_guessed: set[Choice] = set()
         self._mixes_of: dict[str, list[Choice]] | None = None
@@ -91,12 +95,18 @@ class _Search:
         if chosen is None:
             leanest = self._leanest()
             return self._result(leanest, (), plain, fits=False, openings=self._openings(leanest))
+        chosen, fallbacks = self._around(chosen)
+        return self._result(chosen, fallbacks, plain, fits=True, openings=())
+
+    def _around(self, chosen: Look) -> tuple[Look, tuple[Look, ...]]:
+        """What is better after all than the fastest guess, and the fallbacks."""
+        limit_bytes = self._problem.limit_bytes
         chosen = self._stretched(chosen, limit_bytes)
         self._look_beside(chosen)
         faster = self._traced_within(limit_bytes, None)
         if faster is not None and faster.seconds < (1 - SAME_SECONDS) * chosen.seconds and self._holds(faster.choices):
             chosen = faster
-        return self._result(chosen, tuple(self._fallbacks(chosen)), plain, fits=True, openings=())
+        return chosen, tuple(self._fallbacks(chosen))
 
     def _needed_to_run(self) -> Choices:
         """What is pinned and the training cannot be without: one too long for cuDNN has no plain way."""
@@ -115,6 +125,33 @@ class _Search:
         if chosen is None and self._descend(limit_bytes):
             chosen = self._best_within(limit_bytes)
         return chosen
+
+    # -- looking ahead -------------------------------------------------------------------------------------------------
+
+    def _likely(self, choices: Choices | None = None) -> Iterator[Choices]:
+        """What is asked for next if these choices are as guessed, and so on."""
+        ahead = copy(self)
+        ahead._looks, ahead._only_guessed = dict(self._looks), set(self._only_guessed)
+        ahead._surrogates = {heap: surrogate.copied() for heap, surrogate in self._surrogates.items()}
+        ahead._look_at, ahead._at_length, ahead._suppose = not_traced, None, lambda mixes: None
+        if choices is not None:
+            ahead._take_guess(choices)
+        yield from asked_in_turn(ahead._go_on, ahead._take_guess)
+
+    def _go_on(self) -> None:
+        """Search on from what was learned of the techniques."""
+        chosen = self._best_within(self._problem.limit_bytes)
+        if chosen is None:
+            self._leanest()
+        else:
+            self._around(chosen)
+
+    def _take_guess(self, choices: Choices) -> None:
+        for heap, surrogate in self._surrogates.items():
+            alike = in_heap(choices, heap)
+            if self._compatibility.allows(alike):
+                self._looks[alike] = as_guessed(alike, surrogate, self._looks.values())
+        self._only_guessed.difference_update(choices)
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -188,14 +225,18 @@ class _Search:
 
     def _learn_pairs(self, choices: Sequence[Choice]) -> None:
         """Trace two that save the same category together: one may move what the other leaves, or have no more to do."""
-        for first, second in combinations(choices, 2):
-            reaches = technique_of(first.technique).reaches
-            if len(reaches) != 1 or reaches != technique_of(second.technique).reaches:
-                continue
+        self._expect(list(self._pairs(choices)))
+        self._suppose(self._likely())
+        for first, second in _alike(choices):
             for heap, surrogate in self._surrogates.items():
                 mix = in_heap(whole((*self._menu.base, first, second), self._learned_at), heap)
                 if self._compatibility.allows(mix):
                     surrogate.learn_together(first, second, self._look_at_choices(mix))
+
+    def _pairs(self, choices: Sequence[Choice]) -> Iterator[Choices]:
+        """What is traced of two that save the same category."""
+        mixes = (whole((*self._menu.base, *pair), self._learned_at) for pair in _alike(choices))
+        return filter(self._compatibility.allows, mixes)
 
     def _guess(self, weaker: Sequence[Choice], strongest: Choice) -> Sequence[Choice]:
         """Take weaker options to do as much, in less time, until one is traced as part of a mix."""
@@ -234,6 +275,7 @@ class _Search:
         """Trace several choices, each on top of the base; returns those that are of use."""
         sizes = [(choice, self._samples_to_learn(choice)) for choice in choices]
         self._expect([whole((*self._menu.base, choice), size) for choice, size in sizes if size is not None])
+        self._suppose(self._pairs(choices))
         return list(filter(self._learn, choices))
 
     def _learn(self, choice: Choice) -> bool:
@@ -352,8 +394,7 @@ class _Search:
 
     def _stretched(self, chosen: Look, limit_bytes: int) -> Look:
         """Look at what would be much faster and is guessed not to fit by so much as guesses may be off."""
-        num_missed = 0
-        while num_missed < _MOST_MISSED:
+        while self._num_missed < _MOST_MISSED:
             guesses = self._guessed(self._mixes())
             may_be = guesses.possible & ~guesses.traced & (guesses.needs <= _FAR_OFF * limit_bytes)
             rows = np.flatnonzero(may_be & (guesses.seconds < _MUCH_FASTER * chosen.seconds))
@@ -362,9 +403,9 @@ class _Search:
             best = guesses.choices(int(rows[guesses.needs[rows].argmin()]))
             self._correct(best)
             found = self._traced_within(limit_bytes, None)
-            num_missed += 1
+            self._num_missed += 1
             if found is not None and found.seconds < chosen.seconds and self._holds(found.choices):
-                chosen, num_missed = found, 0
+                chosen, self._num_missed = found, 0
         return chosen
 
     def _holds(self, choices: Choices) -> bool:
@@ -393,6 +434,8 @@ class _Search:
 
     def _correct(self, choices: Choices) -> None:
         """Look at choices with each heap, and let the surrogates learn from it."""
+        if in_heap(choices, self._usual_heap) not in self._looks:
+            self._suppose(self._likely(choices))
         for heap, surrogate in self._surrogates.items():
             alike = in_heap(choices, heap)
             if self._compatibility.allows(alike):
@@ -463,6 +506,7 @@ class _Search:
     def _least_after(self, look: Look, mix: Choices) -> Look:
         """What needs least after a look, of what was traced and, with the smallest micro-batch, of one mix."""
         if mix != look.mix:
+            self._suppose(self._likely(whole(mix, self._menu.sizes[-1])))
             self._look(mix, self._menu.sizes[-1])
         return least_of(one for one in self._looks.values() if one.fits and self._can_be(one, look.mix))
 
@@ -497,3 +541,11 @@ class _Search:
         candidates = candidates_beside(chosen, fallbacks, possible, self._problem.limit_bytes) if fits else ()
         reasons += self._menu.rejected
         return Found(chosen, fallbacks, plain, fits, tuple(reasons), openings, candidates)
+
+
+def _alike(choices: Sequence[Choice]) -> Iterator[tuple[Choice, Choice]]:
+    """Two of them each that reach the same category and no other."""
+    for first, second in combinations(choices, 2):
+        reaches = technique_of(first.technique).reaches
+        if len(reaches) == 1 and reaches == technique_of(second.technique).reaches:
+            yield first, second

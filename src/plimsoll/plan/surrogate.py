@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -110,6 +111,13 @@ class Surrogate:
         self._together: dict[tuple[Choice, Choice], _Effect] = {}
         self._reference = plain[0]
         self._off: dict[Choices, dict[int, tuple[float, float]]] = {}  # bytes and seconds, by mix and size
+
+    def copied(self) -> Surrogate:
+        """Return one that learns by itself from what comes."""
+        other = copy(self)
+        other._effects, other._supposed, other._together = dict(self._effects), dict(self._supposed), dict(self._together)
+        other._off = {mix: dict(points) for mix, points in self._off.items()}
+        return other
 
     def learn_effect(
         self, choice: Choice, look: Look, without: Look, reaches: frozenset[Category] = frozenset()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -64,6 +64,7 @@ from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.subjects import JobSubject, StepSubject, Subject
 from plimsoll.run.targets import Target, find_target
+from plimsoll.run.traced_apart import Asked
 from plimsoll.run.wishes import decided_of, setting_of, wished
 from plimsoll.techniques import TECHNIQUES, UNTRACED, Choices, in_order
 from plimsoll.workload import LossFunction, Reason, Units, model_loss
@@ -245,7 +246,7 @@ class Planner:
             self._exchange = measured_exchange(num_ranks, progress) if spec is None else exchange_of(spec, num_ranks)
 
     def _baseline(self) -> Estimate:
-        self._trace(CpuLowering(), self.plain_choices, is_short=True)  # meanwhile
+        self._trace_plainly(CpuLowering())  # meanwhile
         return self.subject.baseline()
 
     def plan(self) -> Plan:
@@ -265,6 +266,15 @@ class Planner:
         self._target = replace(self._target, baseline=now)
         return grown_bytes > 0
 
+    def _trace_plainly(self, lowering: Lowering) -> Trace:
+        """Trace the whole batch; a search looks at the smallest micro-batch next where memory is tight."""
+        choices = self.plain_choices
+        if (choices, True) not in self._traced:
+            size = next((one for one in self._decided.pinned if one.technique == "micro_batch"), micro_batch_choice(1))
+            smallest = in_order((size, *(one for one in choices if one.technique != "micro_batch")))
+            self.subject.tracers.suppose([Asked(lowering, _seen_in_trace(smallest), is_short=True)])
+        return self._trace(lowering, choices, is_short=True)
+
     @property
     def limit_bytes(self) -> int:
         """What a mix may need."""
@@ -272,7 +282,7 @@ class Planner:
 
     def problem(self, limit_bytes: int) -> Problem:
         """Return what is to be solved where a mix may need ``limit_bytes``."""
-        trace = self._trace(self._target.lowering(), self.plain_choices, is_short=True)
+        trace = self._trace_plainly(self._target.lowering())
         setting, margin_bytes = replace(self.setting, trace=trace), self.limit_bytes - limit_bytes
         once_seconds = update_seconds(self._count(self.plain_choices, True, False), self._speed, self._exchange)
         return Problem(self.subject.workload, setting, limit_bytes, self._decided, margin_bytes, once_seconds)
@@ -281,7 +291,9 @@ class Planner:
         """Search, check at full length, search again with less room where that does not hold, or take a fallback."""
         limit_bytes = int(self._target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
         for _ in range(_MOST_ROUNDS):
-            found = search(self.problem(limit_bytes), self._look_shortly, self._expect, self.look_at_length)
+            found = search(
+                self.problem(limit_bytes), self._look_shortly, self._expect, self.look_at_length, self._suppose
+            )
             chosen = self.look_at_length(found.chosen.choices)
             over_bytes = chosen.need_bytes - self._target.limit_bytes
             if not found.fits or over_bytes <= 0:
@@ -368,12 +380,20 @@ class Planner:
         names = [choice.technique for choice in choices]
         return learned_ratio(self._calibration, self._target.lowering().name, names)
 
-    def _expect(self, mixes: Sequence[Choices]) -> None:
+    def _expect(self, mixes: Iterable[Choices]) -> None:
         """Begin short traces that will be looked at, where they can be made side by side."""
+        self.subject.tracers.expect(list(self._untraced(mixes)))
+
+    def _suppose(self, mixes: Iterable[Choices]) -> None:
+        """Begin short traces that may be looked at, one for each process that there is."""
+        tracers = self.subject.tracers
+        tracers.suppose(list(islice(self._untraced(mixes), tracers.number)))
+
+    def _untraced(self, mixes: Iterable[Choices]) -> Iterator[Asked]:
         for choices in mixes:
             seen = _seen_in_trace(choices)
             if (seen, True) not in self._traced:
-                self.subject.expect(self._target.lowering(), seen, is_short=True)
+                yield Asked(self._target.lowering(), seen, is_short=True)
 
     def _trace(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         seen = _seen_in_trace(choices)

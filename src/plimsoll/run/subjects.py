@@ -39,7 +39,7 @@ from plimsoll.run.remembered import trace_of
 from plimsoll.run.sliced import why_not_in_slices
 from plimsoll.run.targets import own_baseline
 from plimsoll.run.teaching import loss_for, sketched_loss
-from plimsoll.run.traced_apart import Tracers
+from plimsoll.run.traced_apart import Asked, Tracers
 from plimsoll.techniques import Choices
 from plimsoll.workload import LossFunction, Precision, Units, Workload, batch_size_of
 
@@ -65,8 +65,9 @@ class Subject(Protocol):
     num_traces: int
     workload: Workload
 
-    def expect(self, lowering: Lowering, choices: Choices, is_short: bool) -> None:
-        """Begin what `rehearse` will be asked for, where it can be done beside other work."""
+    @property
+    def tracers(self) -> Tracers:
+        """What begins traces beside other work that `rehearse` will or may be asked for."""
         ...
 
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
@@ -105,7 +106,7 @@ class JobSubject:
 
     def __init__(self, job: Job, started: Baseline | None = None, texts: TextSketch | None = None) -> None:
         self._job, self._started, self.num_traces = job, started, 0
-        self._tracers: Tracers | None = None
+        self.tracers = Tracers()
         require_vectors(job)
         texts = sketch_texts(job) if texts is None else texts
         self._texts = texts
@@ -129,20 +130,15 @@ class JobSubject:
 
     @contextmanager
     def traced_apart(self) -> Iterator[None]:
-        """Have processes for what `expect` begins, while the block runs."""
-        with Tracers.started(self._job, self._texts) as self._tracers:
+        """Have processes for `tracers`, while the block runs."""
+        with Tracers.started(self._job, self._texts) as self.tracers:
             yield
-        self._tracers = None
-
-    def expect(self, lowering: Lowering, choices: Choices, is_short: bool) -> None:
-        """Begin what `rehearse` will be asked for, where there are processes for it."""
-        if self._tracers is not None:
-            self._tracers.expect(lowering, choices, is_short)
+        self.tracers = Tracers()
 
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""
-        expected = self._tracers and self._tracers.take(lowering, choices, is_short)
-        trace, is_kept = expected or trace_of(self._job, self._texts, lowering, choices, is_short=is_short)
+        ahead = self.tracers.take(Asked(lowering, choices, is_short))
+        trace, is_kept = ahead or trace_of(self._job, self._texts, lowering, choices, is_short=is_short)
         self.num_traces += not is_kept
         return trace
 
@@ -217,6 +213,7 @@ class StepSubject:
     sequence_length: int | None = field(init=False)
     lengths_vary: bool = field(init=False)
     workload: Workload = field(init=False)
+    tracers: Tracers = field(init=False, default_factory=Tracers)  # a program may have threads, and is not forked
 
     def __post_init__(self) -> None:
         self.batch_size = batch_size_of(self.batch)
@@ -233,9 +230,6 @@ class StepSubject:
     @property
     def _own_precision(self) -> Precision:
         return "fp32" if self.precision == "auto" else self.precision  # type: ignore[return-value]
-
-    def expect(self, lowering: Lowering, choices: Choices, is_short: bool) -> None:
-        """Begin nothing: a program of one's own may have threads, and is not forked."""
 
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""

@@ -1,68 +1,152 @@
-"""Traces that do not depend on one another, made in forked processes while this one looks at others.
+"""Traces made ahead in forked processes, while this one makes others.
 
     with Tracers.started(job, texts) as tracers:
-        tracers.expect(lowering, choices, is_short)     # begins one
-        tracers.take(lowering, choices, is_short)       # waits for it
+        tracers.expect(asked)       # several that will be taken: processes begin with the last, this one takes the first
+        tracers.suppose(asked)      # that may be taken next, the likeliest first: begun by processes with nothing to do
+        tracers.take(one)           # one that was begun is waited for; one that was not has to be made here
 
-There are as many processes as cores in a command, and none in a program of one's own. They are forked before this
-process computes, or there are none: a fork has none of the threads that torch has started, and would wait for them for
-ever. What goes wrong in one of them, its death too, is no fault: the trace is made here, which says what is wrong.
+There is a process for each core but this one's in a command, and none in a program of one's own. They are forked before
+this process computes, or there are none: a fork has none of the threads that torch has started, and would wait for them
+for ever. What goes wrong in one of them, its death too, is no fault: the trace is made here, which says what is wrong.
+At the end of the block they are killed: nobody waits for a trace that was only supposed.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from multiprocessing import current_process, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from threading import Condition, Thread
+from typing import NamedTuple
 
 from plimsoll.data.sketch import TextSketch
-from plimsoll.forked import forked_pool
+from plimsoll.forked import end_with
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.records.job import Job
 from plimsoll.records.trace import Trace
+from plimsoll.run.boundary import without_fail
 from plimsoll.run.fork_server import can_fork
 from plimsoll.run.imports import is_a_command
 from plimsoll.run.remembered import trace_of
 from plimsoll.techniques import Choices
 
-_MOST_PROCESSES = 8  # a search asks for no more at once
+_MOST_PROCESSES = 7  # a search asks for no more at once
 
-_Asked = tuple[str, Choices, bool]
+_Key = tuple[str, Choices, bool]
+
+
+class Asked(NamedTuple):
+    """What is traced: arguments of `plimsoll.run.remembered.trace_of`."""
+
+    lowering: Lowering
+    choices: Choices
+    is_short: bool
+
+    @property
+    def key(self) -> _Key:
+        """What tells it from others."""
+        return self.lowering.name, self.choices, self.is_short
+
+
+class _Worker(NamedTuple):
+    process: ForkProcess
+    connection: Connection
 
 
 class Tracers:
-    """Processes that trace a job; where there are none, nothing is expected and nothing can be taken."""
+    """Processes that trace a job; where there are none, nothing is begun and nothing can be taken."""
 
-    def __init__(self, job: Job, texts: TextSketch, pool: ProcessPoolExecutor | None) -> None:
-        self._job, self._texts, self._pool = job, texts, pool
-        self._expected: dict[_Asked, Future[tuple[Trace, bool]]] = {}
+    def __init__(self, workers: Sequence[_Worker] = ()) -> None:
+        self._workers, self._is_over, self._changed = workers, False, Condition()
+        self._expected: list[Asked] = []
+        self._supposed: list[Asked] = []
+        self._begun: dict[_Key, Future[bytes | None]] = {}
+        self._threads = [Thread(target=self._feed, args=(one.connection,), daemon=True) for one in workers]
+
+    @property
+    def number(self) -> int:
+        """How many processes there are."""
+        return len(self._workers)
 
     @classmethod
     @contextmanager
     def started(cls, job: Job, texts: TextSketch) -> Iterator[Tracers]:
         """Fork the processes, which end with the block."""
-        num_processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+        number = min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES)
         with ExitStack() as stack:
             with _uninterrupted():  # a program may have threads and what does not survive a fork
-                is_forked = num_processes > 1 and is_a_command() and can_fork()
-                pool = forked_pool(stack, num_processes, _begin) if is_forked else None
-            yield cls(job, texts, pool)
+                may_fork = number > 0 and is_a_command() and not current_process().daemon and can_fork()
+                tracers = cls(tuple(_forked(number, job, texts)) if may_fork else ())
+                stack.callback(tracers._end)
+                for thread in tracers._threads:
+                    thread.start()
+            yield tracers
 
-    def expect(self, lowering: Lowering, choices: Choices, is_short: bool) -> None:
-        """Begin a trace that will be taken."""
-        asked = (lowering.name, choices, is_short)
-        if self._pool is not None and asked not in self._expected:
-            with suppress(BrokenProcessPool):
-                arguments = (self._job, self._texts, lowering, choices, is_short)
-                self._expected[asked] = self._pool.submit(_traced, *arguments)
+    def expect(self, asked: Sequence[Asked]) -> None:
+        """Have traces made that will be taken in this order."""
+        self._ask(self._expected, asked)
 
-    def take(self, lowering: Lowering, choices: Choices, is_short: bool) -> tuple[Trace, bool] | None:
-        """Wait for a trace; returns it, and whether it was known before. ``None``: it has to be made here."""
-        future = self._expected.pop((lowering.name, choices, is_short), None)
-        return None if future is None or future.exception() is not None else future.result()
+    def suppose(self, asked: Sequence[Asked]) -> None:
+        """Have traces made that may be taken, where nothing that is expected waits."""
+        self._ask(self._supposed, asked)
+
+    def take(self, asked: Asked) -> tuple[Trace, bool] | None:
+        """Wait for a trace that was begun; returns it, and whether it was known before. ``None``: make it here."""
+        with self._changed:
+            for waiting in (self._expected, self._supposed):
+                waiting[:] = [one for one in waiting if one.key != asked.key]
+            future = self._begun.pop(asked.key, None)
+        content = None if future is None else future.result()
+        return None if content is None else pickle.loads(content)
+
+    def _ask(self, waiting: list[Asked], asked: Sequence[Asked]) -> None:
+        with self._changed:
+            self._supposed.clear()  # what was supposed before and is not begun is out of date
+            known = {*self._begun, *(one.key for one in self._expected)}
+            waiting += [one for one in asked if one.key not in known] if self._workers else ()
+            self._changed.notify_all()
+
+    def _feed(self, connection: Connection) -> None:
+        """Give a process, as long as there is one, what it is to do."""
+        while (begun := self._begin()) is not None:
+            asked, future = begun
+            content = None
+            try:
+                connection.send(asked)
+                content = connection.recv_bytes() or None
+            except (EOFError, OSError):  # it was killed
+                return
+            finally:
+                future.set_result(content)
+
+    def _begin(self) -> tuple[Asked, Future[bytes | None]] | None:
+        """Wait for what is to be traced next; ``None`` at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._expected or self._supposed)
+            if self._is_over:
+                return None
+            asked = self._expected.pop() if self._expected else self._supposed.pop(0)
+            future = self._begun[asked.key] = Future()
+            return asked, future
+
+    def _end(self) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.process.kill()
+            worker.process.join()
+        for thread in self._threads:
+            thread.join()
+        for worker in self._workers:
+            worker.connection.close()
 
 
 @contextmanager
@@ -75,11 +159,23 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin() -> None:
-    """Do nothing: a process of the pool has all it needs from the fork."""
+def _forked(number: int, job: Job, texts: TextSketch) -> Iterator[_Worker]:
+    """Fork processes, as many as can be."""
+    context = get_context("fork")
+    for _ in range(number):
+        here, there = context.Pipe()
+        process = context.Process(target=_trace_as_asked, args=(there, job, texts, os.getpid()), daemon=True)
+        with there, suppress(OSError):  # no more processes are allowed
+            process.start()
+            yield _Worker(process, here)
 
 
-def _traced(
-    job: Job, texts: TextSketch, lowering: Lowering, choices: Choices, is_short: bool
-) -> tuple[Trace, bool]:  # fmt: skip
-    return trace_of(job, texts, lowering, choices, is_short=is_short)
+def _trace_as_asked(connection: Connection, job: Job, texts: TextSketch, parent: int) -> None:
+    """Trace what is asked for; nothing is sent back for what fails."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
+    end_with(parent)
+    with suppress(EOFError):
+        while True:
+            lowering, choices, is_short = connection.recv()
+            made = without_fail(partial(trace_of, job, texts, lowering, choices, is_short=is_short))
+            connection.send_bytes(b"" if isinstance(made, str) else pickle.dumps(made))

@@ -1,0 +1,66 @@
+"""What a search will look at next, if what it looks at now is as guessed: other cores can begin it meanwhile.
+
+It is the search itself that says so: a copy of it goes on with guesses in the place of traces, until it asks for
+another one. A wrong guess costs nothing but the time of a core that had nothing to do; the search never sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from plimsoll.plan.look import Look, without_micro_batch
+from plimsoll.plan.surrogate import Surrogate
+from plimsoll.records.plan import Duration
+from plimsoll.records.prediction import Estimate
+from plimsoll.techniques import Choices
+
+Expect = Callable[[Sequence[Choices]], None]
+"""Told of several mixes that will be traced in this order, whatever each of them says."""
+
+Suppose = Callable[[Iterable[Choices]], None]
+"""Told of mixes that may be traced next, the likeliest first; it takes as many as can be begun."""
+
+
+class Untraced(Exception):
+    """A search that goes on with guesses asks for a trace."""
+
+    def __init__(self, choices: Choices) -> None:
+        super().__init__(choices)
+        self.choices = choices
+
+
+def asked_in_turn(go_on: Callable[[], object], guess: Callable[[Choices], None]) -> Iterator[Choices]:
+    """Yield what a search asks for, each after what was asked for before is taken to be as guessed."""
+    while True:
+        try:
+            go_on()
+        except Untraced as asked:
+            yield asked.choices
+            guess(asked.choices)
+        else:
+            return
+
+
+def not_traced(choices: Choices) -> Look:
+    """In the place of what traces a mix."""
+    raise Untraced(choices)
+
+
+def as_guessed(choices: Choices, surrogate: Surrogate, looks: Iterable[Look]) -> Look:
+    """Return what a trace of choices may say, made of peak and time as guessed, and the rest of what is most like it."""
+    mix = without_micro_batch(choices)
+    micro_batch = next(int(one.options["samples"]) for one in choices if one.technique == "micro_batch")
+    need, seconds = surrogate.guess([mix], np.zeros(1, dtype=int), np.asarray([micro_batch]))
+    need_bytes, likely_seconds = max(int(need[0]), 1), max(float(seconds[0]), 0.0)
+    alike = min(looks, key=lambda look: (len(set(mix) ^ set(look.mix)), abs(micro_batch - look.micro_batch)))
+    return replace(
+        alike,
+        choices=choices,
+        micro_batch=micro_batch,
+        peak=Estimate(likely_bytes=need_bytes, low_bytes=need_bytes, high_bytes=need_bytes),
+        fits=True,
+        step_time=Duration(likely_seconds=likely_seconds, low_seconds=likely_seconds, high_seconds=likely_seconds),
+    )
