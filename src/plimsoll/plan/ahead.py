@@ -50,7 +50,7 @@ def not_traced(choices: Choices) -> Look:
 
 
 def as_guessed(choices: Choices, surrogate: Surrogate, looks: Iterable[Look]) -> Look:
-    """Return what a trace of choices may say, made of peak and time as guessed, and the rest of what is most like it."""
+    """Return what a trace of choices may say, but for peak and time that of what is most like it."""
     mix = without_micro_batch(choices)
     micro_batch = next(int(one.options["samples"]) for one in choices if one.technique == "micro_batch")
     need, seconds = surrogate.guess([mix], np.zeros(1, dtype=int), np.asarray([micro_batch]))

@@ -40,18 +40,14 @@ def whole(mix: Choices, micro_batch: int) -> Choices:
 def mixes_of(menu: Menu, known: Mapping[str, Sequence[Choice]], required: frozenset[str], allows: Allows) -> list[Mix]:
     """Return every mix of the choices that are known, with the sizes it can have."""
     menus = [choices if name in required else [None, *choices] for name, choices in known.items()]
+    every = {*menu.base, *(choice for choices in known.values() for choice in choices)}
+    sizes_of = {one: {size for size in menu.sizes if allows((micro_batch_choice(size), one))} for one in every}
     found = []
     for picked in product(*menus):
         mix = in_order((*menu.base, *(choice for choice in picked if choice is not None)))
-        if not allows(mix):
-            continue
-        sizes = [
-            size
-            for size in menu.sizes
-            if all(allows((micro_batch_choice(size), choice)) for choice in mix or menu.base)
-        ]
-        if sizes:
-            found.append(Mix(mix, np.asarray(sizes)))
+        if allows(mix):
+            sizes = [size for size in menu.sizes if all(size in sizes_of[choice] for choice in mix)]
+            found += [Mix(mix, np.asarray(sizes))] if sizes else []
     return found
 
 

@@ -21,13 +21,12 @@ from math import isqrt
 import numpy as np
 
 from plimsoll.memory.lowering.cudnn_rnn import MOST_STEPS
-from plimsoll.plan.ahead import Expect, Suppose, as_guessed, asked_in_turn, not_traced
-from plimsoll.plan.blocks import some_blocks
+from plimsoll.plan.ahead import Expect, Suppose, asked_in_turn, not_traced
 from plimsoll.plan.candidates import FALLS_SHARE, can_follow, candidates_beside
-from plimsoll.plan.guesses import Guesses, guesses_of
+from plimsoll.plan.known import Known
 from plimsoll.plan.look import Found, Look, LookAt, heap_of, in_heap
 from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of, openings_of
-from plimsoll.plan.mixes import LEAST_PART, SAME_BYTES, Mix, all_on_top, least_of, mixes_of, whole
+from plimsoll.plan.mixes import LEAST_PART, SAME_BYTES, Mix, all_on_top, least_of, whole
 from plimsoll.plan.reasons import SAME_SECONDS, rejected
 from plimsoll.plan.surrogate import Surrogate
 from plimsoll.records.plan import Choice, micro_batch_choice
@@ -38,7 +37,6 @@ _MOST_LOOKS = 8  # at mixes, for the plan
 _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
 _SLOW = 1.1  # of the time with the whole batch: passes are too small
 _MAY_BE_AS_FAST = 1.1  # of the time of the fastest: where a guess says more, it is
-_GUESSES_OFF = 0.025  # of the limit: what is guessed to need more is looked at if nothing else may fit
 # What is guessed to need up to so much of the limit, and to take no more than so much of the time, is looked at, until
 # so many looks in a row have found nothing: guesses of many techniques together are up to a third too high.
 _FAR_OFF, _MUCH_FASTER, _MOST_MISSED = 1.25, 0.95, 3
@@ -74,17 +72,12 @@ class _Search:
         self._problem = problem
         self._menu: Menu = menu_of(problem)
         self._compatibility = Compatibility(problem)
+        self._known = Known(self._menu, problem.decided.required, self._compatibility.allows)
         self._look_at, self._expect, self._at_length, self._suppose = look_at, expect, at_length, suppose
-        self._looks: dict[Choices, Look] = {}
-        self._surrogates: dict[Choice | None, Surrogate] = {}  # one for each heap
         self._usual_heap = heap_of(self._menu.base)
         self._reference: Look
         self._asked: set[str] = set()
         self._num_missed = 0  # looks in a row
-        self._learned: dict[str, list[Choice]] = {}
-        self._only_guessed: set[Choice] = set()
-        self._mixes_of: dict[str, list[Choice]] | None = None
-        self._known_mixes: list[Mix] = []
 
     def found(self) -> Found:
         """Search."""
@@ -131,12 +124,11 @@ class _Search:
     def _likely(self, choices: Choices | None = None) -> Iterator[Choices]:
         """What is asked for next if these choices are as guessed, and so on."""
         ahead = copy(self)
-        ahead._looks, ahead._only_guessed = dict(self._looks), set(self._only_guessed)
-        ahead._surrogates = {heap: surrogate.copied() for heap, surrogate in self._surrogates.items()}
-        ahead._look_at, ahead._at_length, ahead._suppose = not_traced, None, lambda mixes: None
+        ahead._known, ahead._look_at, ahead._at_length = self._known.copied(), not_traced, None
+        ahead._suppose = lambda mixes: None
         if choices is not None:
-            ahead._take_guess(choices)
-        yield from asked_in_turn(ahead._go_on, ahead._take_guess)
+            ahead._known.take_guess(choices)
+        yield from asked_in_turn(ahead._go_on, ahead._known.take_guess)
 
     def _go_on(self) -> None:
         """Search on from what was learned of the techniques."""
@@ -146,22 +138,15 @@ class _Search:
         else:
             self._around(chosen)
 
-    def _take_guess(self, choices: Choices) -> None:
-        for heap, surrogate in self._surrogates.items():
-            alike = in_heap(choices, heap)
-            if self._compatibility.allows(alike):
-                self._looks[alike] = as_guessed(alike, surrogate, self._looks.values())
-        self._only_guessed.difference_update(choices)
-
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def _look(self, mix: Choices, micro_batch: int) -> Look:
         return self._look_at_choices(whole(mix, micro_batch))
 
     def _look_at_choices(self, choices: Choices) -> Look:
-        if choices not in self._looks:
-            self._looks[choices] = self._look_at(choices)
-        return self._looks[choices]
+        if choices not in self._known.looks:
+            self._known.looks[choices] = self._look_at(choices)
+        return self._known.looks[choices]
 
     def _plain_line(self, limit_bytes: int) -> None:
         """Trace the base at a few micro-batches, one near where it stops fitting, which is the reference for others."""
@@ -186,16 +171,16 @@ class _Search:
         heaps = tuple(chain.from_iterable(allowed.values()))
         for heap in (self._usual_heap, *heaps):
             counted = [self._look_at_choices(in_heap(look.choices, heap)) for look in looks.values()]
-            self._surrogates[heap] = Surrogate(counted)
+            self._known.surrogates[heap] = Surrogate(counted)
         self._asked.update(UNTRACED)
-        self._learned.update({name: list(choices) for name, choices in allowed.items() if choices})
+        self._known.learned.update({name: list(choices) for name, choices in allowed.items() if choices})
 
     def _goes_with_base(self, choice: Choice) -> bool:
         return self._compatibility.allows(in_order((*self._menu.base, choice)))
 
     def _judge_plain(self, limit_bytes: int) -> tuple[bool, bool]:
         """Whether the base fits, and whether more room could make it faster by more than can be told."""
-        guesses = self._guessed([Mix(self._menu.base, np.asarray(self._menu.sizes))])
+        guesses = self._known.guesses([Mix(self._menu.base, np.asarray(self._menu.sizes))])
         fits, seconds = guesses.needs <= limit_bytes, guesses.seconds
         if not fits.any():
             return False, True
@@ -211,24 +196,24 @@ class _Search:
             *others, strongest = options
             learned = [strongest] if strongest in useful else []
             if name == "checkpointing":
-                learned += self._some_blocks(strongest) if learned else []
+                learned += self._known.blocks(self._problem, strongest) if learned else []
             elif not learned:
                 learned += filter(self._learn, others[:1])
             elif technique.may_be_faster:
-                learned += self._guess(others, strongest)
-            elif not self._surrogates[self._usual_heap].is_free(strongest):
-                learned += self._guess(others[:1], strongest)
+                learned += self._known.suppose(others, strongest)
+            elif not self._known.surrogates[self._usual_heap].is_free(strongest):
+                learned += self._known.suppose(others[:1], strongest)
             if learned:
-                self._learned[name] = learned
+                self._known.learned[name] = learned
         if not only_faster:
-            self._learn_pairs([self._menu.options[name][-1] for name in wanted if name in self._learned])
+            self._learn_pairs([self._menu.options[name][-1] for name in wanted if name in self._known.learned])
 
     def _learn_pairs(self, choices: Sequence[Choice]) -> None:
         """Trace two that save the same category together: one may move what the other leaves, or have no more to do."""
         self._expect(list(self._pairs(choices)))
         self._suppose(self._likely())
         for first, second in _alike(choices):
-            for heap, surrogate in self._surrogates.items():
+            for heap, surrogate in self._known.surrogates.items():
                 mix = in_heap(whole((*self._menu.base, first, second), self._learned_at), heap)
                 if self._compatibility.allows(mix):
                     surrogate.learn_together(first, second, self._look_at_choices(mix))
@@ -237,14 +222,6 @@ class _Search:
         """What is traced of two that save the same category."""
         mixes = (whole((*self._menu.base, *pair), self._learned_at) for pair in _alike(choices))
         return filter(self._compatibility.allows, mixes)
-
-    def _guess(self, weaker: Sequence[Choice], strongest: Choice) -> Sequence[Choice]:
-        """Take weaker options to do as much, in less time, until one is traced as part of a mix."""
-        for choice in weaker:
-            for surrogate in self._surrogates.values():
-                surrogate.suppose(choice, strongest, technique_of(choice.technique).may_be_faster)
-        self._only_guessed.update(weaker)
-        return weaker
 
     def _may_be_of_use(self, name: str, only_faster: bool) -> bool:
         technique = technique_of(name)
@@ -298,23 +275,13 @@ class _Search:
 
     def _learn_at(self, choice: Choice, micro_batch: int) -> bool:
         base, is_useful, reaches = self._menu.base, False, technique_of(choice.technique).reaches
-        for heap, surrogate in self._surrogates.items():
+        for heap, surrogate in self._known.surrogates.items():
             mix = () if heap == self._usual_heap else (heap,)
             if self._compatibility.allows(in_order((*base, choice, *mix))):
                 look = self._look((*base, choice, *mix), micro_batch)
                 surrogate.learn_effect(choice, look, self._look((*base, *mix), micro_batch), reaches)
                 is_useful |= surrogate.is_useful(choice)
         return is_useful
-
-    def _some_blocks(self, every_block: Choice) -> list[Choice]:
-        """Subsets of the blocks, guessed from what all of them do."""
-        problem, found = self._problem, list[Choice]()
-        if problem.setting.trace is not None:
-            for some in some_blocks(problem.workload, problem.setting.trace):
-                for surrogate in self._surrogates.values():
-                    surrogate.interpolate(some.choice, every_block, some.bytes_share, some.seconds_share)
-                found.append(some.choice)
-        return found
 
     def _descend(self, limit_bytes: int) -> bool:
         """Trace what should need least, and one technique more on top of another, until it fits or none is of use.
@@ -325,10 +292,10 @@ class _Search:
         """
         strongest = {name: options[-1] for name, options in self._menu.options.items()}
         for size in dict.fromkeys((self._reference.micro_batch, self._menu.sizes[0])):
-            mixes = [Mix(mix.choices, np.asarray([size])) for mix in self._learned_mixes() if size in mix.sizes]
+            mixes = [Mix(mix.choices, np.asarray([size])) for mix in self._known.learned_mixes() if size in mix.sizes]
             if not mixes:
                 continue
-            needs = self._guessed(mixes).needs
+            needs = self._known.guesses(mixes).needs
             ranks = ((need, len(mix.choices), str(mix.choices)) for need, mix in zip(needs, mixes, strict=True))
             least = min(zip(ranks, mixes, strict=True), key=lambda one: one[0])[1].choices
             used = {choice.technique for choice in least}
@@ -357,35 +324,16 @@ class _Search:
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
-    def _mixes(self) -> list[Mix]:
-        """Every mix of what was learned or guessed, with the sizes it can have."""
-        if self._mixes_of != self._learned:
-            required = self._problem.decided.required
-            self._mixes_of = dict(self._learned)
-            self._known_mixes = mixes_of(self._menu, self._learned, required, self._compatibility.allows)
-        return self._known_mixes
-
-    def _telling_mixes(self) -> list[Mix]:
-        """Those with at most one choice that is only guessed, about which a trace of the mix then tells."""
-        return [mix for mix in self._mixes() if len(self._only_guessed.intersection(mix.choices)) <= 1]
-
-    def _learned_mixes(self) -> list[Mix]:
-        """Those of what was learned."""
-        return [mix for mix in self._mixes() if self._only_guessed.isdisjoint(mix.choices)]
-
-    def _guessed(self, mixes: Sequence[Mix]) -> Guesses:
-        return guesses_of(mixes, self._surrogates, self._looks.values())
-
     def _best_within(self, limit_bytes: int) -> Look | None:
         """The fastest mix that fits, traced; ``None`` if none is found."""
         for _ in range(_MOST_LOOKS):
-            best = self._best_guess(self._telling_mixes(), limit_bytes)
+            best = self._known.best_guess(self._known.telling_mixes(), limit_bytes)
             if best is None:
                 break
-            if best in self._looks:
-                simpler = self._simpler(self._looks[best], limit_bytes)
+            if best in self._known.looks:
+                simpler = self._simpler(self._known.looks[best], limit_bytes)
                 if simpler is None and self._holds(best):
-                    return self._looks[best]
+                    return self._known.looks[best]
                 if simpler is None:
                     continue
                 best = simpler
@@ -395,7 +343,7 @@ class _Search:
     def _stretched(self, chosen: Look, limit_bytes: int) -> Look:
         """Look at what would be much faster and is guessed not to fit by so much as guesses may be off."""
         while self._num_missed < _MOST_MISSED:
-            guesses = self._guessed(self._mixes())
+            guesses = self._known.guesses(self._known.mixes())
             may_be = guesses.possible & ~guesses.traced & (guesses.needs <= _FAR_OFF * limit_bytes)
             rows = np.flatnonzero(may_be & (guesses.seconds < _MUCH_FASTER * chosen.seconds))
             if not len(rows):
@@ -410,37 +358,37 @@ class _Search:
 
     def _holds(self, choices: Choices) -> bool:
         """Whether a mix needs no more at full length than the line; else what it needs there is what is known of it."""
-        at_length = self._looks[choices] if self._at_length is None else self._at_length(choices)
+        at_length = self._known.looks[choices] if self._at_length is None else self._at_length(choices)
         if at_length.fits and at_length.need_bytes <= self._problem.limit_bytes + self._problem.margin_bytes:
             return True
-        self._looks[choices] = at_length
-        self._surrogates[heap_of(choices)].correct(at_length)
+        self._known.looks[choices] = at_length
+        self._known.surrogates[heap_of(choices)].correct(at_length)
         return False
 
     def _traced_within(self, limit_bytes: int, after: Choices | None) -> Look | None:
-        looks = [look for look in self._looks.values() if look.fits and look.need_bytes <= limit_bytes]
+        looks = [look for look in self._known.looks.values() if look.fits and look.need_bytes <= limit_bytes]
         return min((look for look in looks if self._can_be(look, after)), key=lambda look: look.seconds, default=None)
 
     def _simpler(self, look: Look, limit_bytes: int) -> Choices | None:
         """The choices less one, not traced yet, if they may be as fast after all: a guess said that they are not."""
-        shorter = [mix for mix in self._mixes() if len(mix.choices) == len(look.mix) - 1]
+        shorter = [mix for mix in self._known.mixes() if len(mix.choices) == len(look.mix) - 1]
         less = [mix for mix in shorter if set(mix.choices) < set(look.mix)]
         if not less:
             return None
-        guesses = self._guessed(less)
+        guesses = self._known.guesses(less)
         may_be = (guesses.sizes == look.micro_batch) & (guesses.needs <= limit_bytes)
         rows = np.flatnonzero(may_be & (guesses.seconds <= _MAY_BE_AS_FAST * look.seconds))
-        return next((one for one in map(guesses.choices, rows.tolist()) if one not in self._looks), None)
+        return next((one for one in map(guesses.choices, rows.tolist()) if one not in self._known.looks), None)
 
     def _correct(self, choices: Choices) -> None:
         """Look at choices with each heap, and let the surrogates learn from it."""
-        if in_heap(choices, self._usual_heap) not in self._looks:
+        if in_heap(choices, self._usual_heap) not in self._known.looks:
             self._suppose(self._likely(choices))
-        for heap, surrogate in self._surrogates.items():
+        for heap, surrogate in self._known.surrogates.items():
             alike = in_heap(choices, heap)
             if self._compatibility.allows(alike):
                 surrogate.correct(self._look_at_choices(alike))
-        self._only_guessed.difference_update(choices)
+        self._known.only_guessed.difference_update(choices)
 
     def _can_be(self, look: Look, after: Choices | None) -> bool:
         """Whether a look has what every plan must have, and can come after another."""
@@ -449,26 +397,11 @@ class _Search:
         has_all = set(self._menu.base) <= set(look.mix) and self._problem.decided.required <= names
         return has_size and has_all and (after is None or can_follow(after, look.mix))
 
-    def _best_guess(self, mixes: list[Mix], limit_bytes: int) -> Choices | None:
-        """The choices to take: what is traced or guessed to fit with room to spare, or is faster and may just fit."""
-        if not mixes:
-            return None
-        guesses = self._guessed(mixes)
-        may_fit = np.flatnonzero((guesses.needs <= limit_bytes) & guesses.possible)
-        spare_bytes = np.where(guesses.traced, 0, _GUESSES_OFF * limit_bytes)[may_fit]
-        fitting, seconds = may_fit[guesses.needs[may_fit] + spare_bytes <= limit_bytes], guesses.seconds
-        best = guesses.best_of(fitting)
-        if best is not None and best not in self._looks:
-            return best
-        if best is None or seconds[may_fit].min() < (1 - SAME_SECONDS) * self._looks[best].seconds:
-            return guesses.best_of(may_fit)
-        return best
-
     def _look_beside(self, chosen: Look) -> None:
         """Trace what should be as fast with another micro-batch and probably fits, for a trial."""
-        most_seconds, mixes = (1 + SAME_SECONDS) * chosen.seconds, self._learned_mixes()
-        guesses = self._guessed(mixes)
-        alike = {heap: self._look_at_choices(in_heap(self._reference.choices, heap)) for heap in self._surrogates}
+        most_seconds, mixes = (1 + SAME_SECONDS) * chosen.seconds, self._known.learned_mixes()
+        guesses = self._known.guesses(mixes)
+        alike = {heap: self._look_at_choices(in_heap(self._reference.choices, heap)) for heap in self._known.surrogates}
         likely = {heap: look.peak.likely_bytes / look.need_bytes for heap, look in alike.items()}
         needs = guesses.needs * np.asarray([likely[heap_of(mix.choices)] for mix in mixes])[guesses.numbers]
         fits = (needs <= self._problem.limit_bytes) & (guesses.seconds <= most_seconds) & guesses.possible
@@ -508,18 +441,18 @@ class _Search:
         if mix != look.mix:
             self._suppose(self._likely(whole(mix, self._menu.sizes[-1])))
             self._look(mix, self._menu.sizes[-1])
-        return least_of(one for one in self._looks.values() if one.fits and self._can_be(one, look.mix))
+        return least_of(one for one in self._known.looks.values() if one.fits and self._can_be(one, look.mix))
 
     def _leanest(self) -> Look:
         """The mix that needs least, traced; of those that need about as little, the one of the fewest techniques."""
-        mixes = self._learned_mixes()
+        mixes = self._known.learned_mixes()
         for _ in range(_MOST_LEANEST_LOOKS if mixes else 0):
-            guesses = self._guessed(mixes)
+            guesses = self._known.guesses(mixes)
             best = guesses.leanest()
-            if best in self._looks:
+            if best in self._known.looks:
                 break
             self._correct(best)
-        return least_of(look for look in self._looks.values() if self._can_be(look, None))
+        return least_of(look for look in self._known.looks.values() if self._can_be(look, None))
 
     def _openings(self, leanest: Look) -> tuple[Look, ...]:
         """What lossy techniques would need, with what of the leanest mix goes with them, where that is less."""
@@ -532,12 +465,12 @@ class _Search:
         ours = in_heap(chosen.choices, self._usual_heap)
         others = [
             look
-            for look in self._looks.values()
+            for look in self._known.looks.values()
             if look is not chosen and look not in fallbacks
             and (heap_of(look.choices) == self._usual_heap or in_heap(look.choices, self._usual_heap) == ours)
         ]  # fmt: skip
         reasons = [rejected(look, chosen, self._problem) for look in others]
-        possible = [look for look in self._looks.values() if self._can_be(look, None)]
+        possible = [look for look in self._known.looks.values() if self._can_be(look, None)]
         candidates = candidates_beside(chosen, fallbacks, possible, self._problem.limit_bytes) if fits else ()
         reasons += self._menu.rejected
         return Found(chosen, fallbacks, plain, fits, tuple(reasons), openings, candidates)

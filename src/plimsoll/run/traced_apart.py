@@ -1,8 +1,8 @@
 """Traces made ahead in forked processes, while this one makes others.
 
     with Tracers.started(job, texts) as tracers:
-        tracers.expect(asked)       # several that will be taken: processes begin with the last, this one takes the first
-        tracers.suppose(asked)      # that may be taken next, the likeliest first: begun by processes with nothing to do
+        tracers.expect(asked)       # will be taken, in this order: processes begin with the last
+        tracers.suppose(asked)      # may be taken, the likeliest first: begun by processes with nothing to do
         tracers.take(one)           # one that was begun is waited for; one that was not has to be made here
 
 There is a process for each core but this one's in a command, and none in a program of one's own. They are forked before
