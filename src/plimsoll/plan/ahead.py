@@ -6,8 +6,9 @@ another one. A wrong guess costs nothing but the time of a core that had nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
@@ -20,8 +21,11 @@ from plimsoll.techniques import Choices
 Expect = Callable[[Sequence[Choices]], None]
 """Told of several mixes that will be traced in this order, whatever each of them says."""
 
-Suppose = Callable[[Iterable[Choices]], None]
-"""Told of mixes that may be traced next, the likeliest first; it takes as many as can be begun."""
+Likely = tuple[Choices, bool]
+"""A mix that may be traced, and whether it is at full length."""
+
+Suppose = Callable[[Iterable[Likely]], None]
+"""Told of what may be traced next, the likeliest first; it takes as many as can be begun."""
 
 
 class Untraced(Exception):
@@ -32,21 +36,33 @@ class Untraced(Exception):
         self.choices = choices
 
 
-def asked_in_turn(go_on: Callable[[], object], guess: Callable[[Choices], None]) -> Iterator[Choices]:
-    """Yield what a search asks for, each after what was asked for before is taken to be as guessed."""
-    while True:
-        try:
-            go_on()
-        except Untraced as asked:
-            yield asked.choices
-            guess(asked.choices)
-        else:
-            return
-
-
 def not_traced(choices: Choices) -> Look:
     """In the place of what traces a mix."""
     raise Untraced(choices)
+
+
+def asked_in_turn(
+    go_on: Callable[[], object], guess: Callable[[Choices], None], at_length: Mapping[Choices, Look]
+) -> Iterator[Likely]:  # fmt: skip
+    """Yield what a search asks for, each after what was asked for before is taken to be as guessed.
+
+    Args:
+        go_on: goes on from the beginning, as far as `not_traced`.
+        guess: takes a mix to be as guessed.
+        at_length: what was asked for at full length.
+    """
+    asked: Choices | None = ()
+    while asked is not None:
+        num_before = len(at_length)  # these are asked for again
+        try:
+            go_on()
+            asked = None
+        except Untraced as untraced:
+            asked = untraced.choices
+        yield from ((choices, True) for choices in islice(tuple(at_length), num_before, None))
+        if asked is not None:
+            yield asked, False
+            guess(asked)
 
 
 def as_guessed(choices: Choices, surrogate: Surrogate, looks: Iterable[Look]) -> Look:

@@ -21,7 +21,7 @@ from math import isqrt
 import numpy as np
 
 from plimsoll.memory.lowering.cudnn_rnn import MOST_STEPS
-from plimsoll.plan.ahead import Expect, Suppose, asked_in_turn, not_traced
+from plimsoll.plan.ahead import Expect, Likely, Suppose, asked_in_turn, not_traced
 from plimsoll.plan.candidates import FALLS_SHARE, can_follow, candidates_beside
 from plimsoll.plan.known import Known
 from plimsoll.plan.look import Found, Look, LookAt, heap_of, in_heap
@@ -121,14 +121,15 @@ class _Search:
 
     # -- looking ahead -------------------------------------------------------------------------------------------------
 
-    def _likely(self, choices: Choices | None = None) -> Iterator[Choices]:
+    def _likely(self, choices: Choices | None = None) -> Iterator[Likely]:
         """What is asked for next if these choices are as guessed, and so on."""
         ahead = copy(self)
-        ahead._known, ahead._look_at, ahead._at_length = self._known.copied(), not_traced, None
-        ahead._suppose = lambda mixes: None
+        known, held = self._known.copied(), dict[Choices, Look]()
+        ahead._known, ahead._look_at, ahead._suppose = known, not_traced, lambda mixes: None
+        ahead._at_length = lambda choices: held.setdefault(choices, known.looks[choices])
         if choices is not None:
-            ahead._known.take_guess(choices)
-        yield from asked_in_turn(ahead._go_on, ahead._known.take_guess)
+            known.take_guess(choices)
+        yield from asked_in_turn(ahead._go_on, known.take_guess, held)
 
     def _go_on(self) -> None:
         """Search on from what was learned of the techniques."""
@@ -252,7 +253,7 @@ class _Search:
         """Trace several choices, each on top of the base; returns those that are of use."""
         sizes = [(choice, self._samples_to_learn(choice)) for choice in choices]
         self._expect([whole((*self._menu.base, choice), size) for choice, size in sizes if size is not None])
-        self._suppose(self._pairs(choices))
+        self._suppose((mix, False) for mix in self._pairs(choices))
         return list(filter(self._learn, choices))
 
     def _learn(self, choice: Choice) -> bool:

@@ -115,11 +115,7 @@ class Surrogate:
     def copied(self) -> Surrogate:
         """Return one that learns by itself from what comes."""
         other = copy(self)
-        other._effects, other._supposed, other._together = (
-            dict(self._effects),
-            dict(self._supposed),
-            dict(self._together),
-        )
+        other._effects, other._supposed = dict(self._effects), dict(self._supposed)
         other._off = {mix: dict(points) for mix, points in self._off.items()}
         return other
 

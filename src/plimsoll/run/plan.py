@@ -34,8 +34,9 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
+from plimsoll.plan.ahead import Likely
 from plimsoll.plan.cost import learned_peak, learned_ratio, moved_outside, step_duration, update_seconds, with_disk
-from plimsoll.plan.look import Found, Look, phase_peaks
+from plimsoll.plan.look import Found, Look, phase_peaks, without_micro_batch
 from plimsoll.plan.menu import Problem
 from plimsoll.plan.reasons import told_of
 from plimsoll.plan.search import search
@@ -267,13 +268,12 @@ class Planner:
         return grown_bytes > 0
 
     def _trace_plainly(self, lowering: Lowering) -> Trace:
-        """Trace the whole batch; a search looks at the smallest micro-batch next where memory is tight."""
-        choices = self.plain_choices
-        if (choices, True) not in self._traced:
-            size = next((one for one in self._decided.pinned if one.technique == "micro_batch"), micro_batch_choice(1))
-            smallest = in_order((size, *(one for one in choices if one.technique != "micro_batch")))
+        """Trace the whole batch; what is looked at next where memory is tight is the smallest micro-batch."""
+        whole = self.plain_choices
+        if (_seen_in_trace(whole), True) not in self._traced:
+            smallest = in_order((micro_batch_choice(1), *without_micro_batch(whole)))
             self.subject.tracers.suppose([Asked(lowering, _seen_in_trace(smallest), is_short=True)])
-        return self._trace(lowering, choices, is_short=True)
+        return self._trace(lowering, whole, is_short=True)
 
     @property
     def limit_bytes(self) -> int:
@@ -291,9 +291,8 @@ class Planner:
         """Search, check at full length, search again with less room where that does not hold, or take a fallback."""
         limit_bytes = int(self._target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
         for _ in range(_MOST_ROUNDS):
-            found = search(
-                self.problem(limit_bytes), self._look_shortly, self._expect, self.look_at_length, self._suppose
-            )
+            problem = self.problem(limit_bytes)
+            found = search(problem, self._look_shortly, self._expect, self.look_at_length, self._suppose)
             chosen = self.look_at_length(found.chosen.choices)
             over_bytes = chosen.need_bytes - self._target.limit_bytes
             if not found.fits or over_bytes <= 0:
@@ -382,18 +381,18 @@ class Planner:
 
     def _expect(self, mixes: Iterable[Choices]) -> None:
         """Begin short traces that will be looked at, where they can be made side by side."""
-        self.subject.tracers.expect(list(self._untraced(mixes)))
+        self.subject.tracers.expect(list(self._untraced((choices, False) for choices in mixes)))
 
-    def _suppose(self, mixes: Iterable[Choices]) -> None:
-        """Begin short traces that may be looked at, one for each process that there is."""
+    def _suppose(self, mixes: Iterable[Likely]) -> None:
+        """Begin traces that may be looked at, one for each process that there is."""
         tracers = self.subject.tracers
         tracers.suppose(list(islice(self._untraced(mixes), tracers.number)))
 
-    def _untraced(self, mixes: Iterable[Choices]) -> Iterator[Asked]:
-        for choices in mixes:
-            seen = _seen_in_trace(choices)
-            if (seen, True) not in self._traced:
-                yield Asked(self._target.lowering(), seen, is_short=True)
+    def _untraced(self, mixes: Iterable[Likely]) -> Iterator[Asked]:
+        for choices, at_length in mixes:
+            seen, is_short = _seen_in_trace(choices), self._is_short or not at_length
+            if (seen, is_short) not in self._traced and is_short is not at_length:
+                yield Asked(self._target.lowering(), seen, is_short)
 
     def _trace(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         seen = _seen_in_trace(choices)
