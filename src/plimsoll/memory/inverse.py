@@ -34,6 +34,8 @@ def largest_that_fits(
     most: int,
     precision: float = 0.005,
     growing_bytes: Callable[[T], int] = lambda said: 0,
+    *,
+    suppose: Callable[[int], None] = lambda size: None,
 ) -> Found[T]:
     """Find the largest size from 1 to ``most`` that fits.
 
@@ -44,6 +46,7 @@ def largest_that_fits(
         most: the largest size to try.
         precision: how near, as a share of the size, the answer may be below the first size that does not fit.
         growing_bytes: what of the first size's bytes grows with the size, 0 where that is not known.
+        suppose: told, before a size is tried that a line says, of the one that is tried next if that is the answer.
     """
     beyond_bytes: dict[int, int] = {}
     best: T | None = None
@@ -51,7 +54,9 @@ def largest_that_fits(
     num_slow = 0  # traces in a row that did not halve what is between them
     size = max(1, min(start, most))
     while len(beyond_bytes) < _MOST_TRACES:
-        between = high - low
+        between, following = high - low, size + max(1, int(precision * size))
+        if beyond_bytes and following < high:
+            suppose(following)
         beyond_bytes[size], fits, said = try_size(size)
         if fits:
             low, best = size, said

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -36,6 +36,7 @@ from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.remembered import trace_of
 from plimsoll.run.targets import Target, find_target, gpu_target
 from plimsoll.run.teaching import require_teacher
+from plimsoll.run.traced_apart import Asked, Tracers
 from plimsoll.run.wishes import pinned_choices
 from plimsoll.techniques import Choices, in_order
 
@@ -83,12 +84,12 @@ def predict_job(
         InputError: if the model cannot be traced.
     """
     require_sound(job, device, limit_bytes, has_data=False)
-    with threads_of_rank(job.ranks):
+    with threads_of_rank(job.ranks), ExitStack() as stack:
         most, said = samples_of_rank(job), progress or (lambda text: None)
         size = micro_batch or most
         if not 1 <= size <= most:
             raise InputError(f"a micro-batch of {size} is not a part of a batch of {most}: give 1 to that many")
-        forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), said, size, started, texts)
+        forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), said, size, stack, started, texts)
         forecast.target.calibration = calibration
         return _predicted(forecast, size, search, what_if)
 
@@ -118,6 +119,7 @@ class _Forecast:
     lengths: Sequence[int]
     progress: Progress
     micro_batch: int
+    stack: ExitStack
     started: Baseline | None = None
     known_texts: TextSketch | None = None
     _traced: dict[tuple[int, int, str], Trace] = field(default_factory=dict)
@@ -128,6 +130,8 @@ class _Forecast:
         self.texts = self.known_texts or sketch_texts(self.job)
         if self.job.distill is not None:
             require_teacher(self.job, self.texts)
+        # Batches of other lengths, of jobs that differ, are not traced apart.
+        self.tracers = Tracers() if self.lengths else self.stack.enter_context(Tracers.started(self.job, self.texts))
         budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes
         self.target = find_target(
             choose_device(self.job) if self.device is None else self.device, budget_bytes, self._baseline
@@ -162,7 +166,8 @@ class _Forecast:
 
     def largest_micro_batch(self, start: int) -> Answer:
         """Find the largest micro-batch that fits; beyond the batch of the job, the batch is as large."""
-        found = self._largest(partial(self._at, sequence_length=self.job.sequence_length), start, _LARGEST_BATCH)
+        try_size = partial(self._at, sequence_length=self.job.sequence_length)
+        found = self._largest(try_size, start, _LARGEST_BATCH, self._suppose)
         peak = found.said.peak if found.said else None
         return Answer(question="largest micro-batch", value=found.value, peak=peak, is_bound=found.is_bound)
 
@@ -201,12 +206,29 @@ class _Forecast:
                     )
         return tuple(found)
 
-    def _largest(self, try_size: Callable[[int], Counted], start: int, most: int) -> Found[Counted]:
+    def _largest(
+        self, try_size: Callable[[int], Counted], start: int, most: int,
+        suppose: Callable[[int], None] = lambda size: None,
+    ) -> Found[Counted]:  # fmt: skip
         def asked(value: int) -> tuple[int, bool, Counted]:
             counted = try_size(value)
             return counted.peak.likely_bytes - self.target.limit_bytes, self.target.fits(counted), counted
 
-        return largest_that_fits(asked, start, most, growing_bytes=_growing_bytes)
+        return largest_that_fits(asked, start, most, growing_bytes=_growing_bytes, suppose=suppose)
+
+    def _suppose(self, micro_batch: int) -> None:
+        """Begin the trace of a micro-batch of the job as it is, which may be asked for next."""
+        lowering, job = self.target.lowering(), self._varied(micro_batch, self.job.sequence_length)
+        if job == self.job and (micro_batch, job.sequence_length, lowering.name) not in self._traced:
+            self.tracers.suppose([self._asked(micro_batch, lowering)])
+
+    def _asked(self, micro_batch: int, lowering: Lowering) -> Asked:
+        return Asked(lowering, (*self.pinned, micro_batch_choice(micro_batch)), is_short=False)
+
+    def _varied(self, micro_batch: int, sequence_length: int) -> Job:
+        """The job with another length and, for a larger micro-batch than its batch, a larger batch."""
+        batch_size = max(micro_batch * self.job.ranks, self.job.batch_size)
+        return self.job.model_copy(update={"sequence_length": sequence_length, "batch_size": batch_size})
 
     def _at(self, micro_batch: int, sequence_length: int) -> Counted:
         return self._count(micro_batch, sequence_length, self.target)
@@ -220,14 +242,10 @@ class _Forecast:
         key = (micro_batch, sequence_length, lowering.name)
         if key not in self._traced:
             self.progress(f"tracing: micro-batch {micro_batch} of {sequence_length} tokens for {lowering.name}")
-            changes = {
-                "sequence_length": sequence_length,
-                "batch_size": max(micro_batch * self.job.ranks, self.job.batch_size),
-            }
-            job = self.job.model_copy(update=changes)
+            job, asked = self._varied(micro_batch, sequence_length), self._asked(micro_batch, lowering)
             lengths = batch_lengths(self.lengths, job) if self.lengths else ()
-            choices = (*self.pinned, micro_batch_choice(micro_batch))
-            self._traced[key], _ = trace_of(job, self.texts, lowering, choices, lengths)
+            ahead = self.tracers.take(asked) if job == self.job else None
+            self._traced[key], _ = ahead or trace_of(job, self.texts, lowering, asked.choices, lengths)
             self.progress("counting")
         return self._traced[key]
 
