@@ -46,7 +46,7 @@ def largest_that_fits(
         most: the largest size to try.
         precision: how near, as a share of the size, the answer may be below the first size that does not fit.
         growing_bytes: what of the first size's bytes grows with the size, 0 where that is not known.
-        suppose: told, before a size is tried that a line says, of the one that is tried next if that is the answer.
+        suppose: told, before the size is tried that the first line says, of the one that is probably tried later.
     """
     beyond_bytes: dict[int, int] = {}
     best: T | None = None
@@ -54,9 +54,7 @@ def largest_that_fits(
     num_slow = 0  # traces in a row that did not halve what is between them
     size = max(1, min(start, most))
     while len(beyond_bytes) < _MOST_TRACES:
-        between, following = high - low, size + max(1, int(precision * size))
-        if beyond_bytes and following < high:
-            suppose(following)
+        between = high - low
         beyond_bytes[size], fits, said = try_size(size)
         if fits:
             low, best = size, said
@@ -69,6 +67,8 @@ def largest_that_fits(
         growing = growing_bytes(said) if len(beyond_bytes) == 1 else 0
         if growing > 0:
             size, num_slow = round(size * (1 - beyond_bytes[size] / growing)), -1  # the first line goes through this
+            if low + 1 < size < high:
+                suppose(size - 1)  # the line leaves out what lies between, so that its size is a little too large
         else:
             size = _next_to_try(beyond_bytes, low, high, num_slow)
         size = min(max(size, low + step), high - 1)
