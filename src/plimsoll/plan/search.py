@@ -350,9 +350,9 @@ class _Search:
             if not len(rows):
                 break
             best = guesses.choices(int(rows[guesses.needs[rows].argmin()]))
+            self._num_missed += 1
             self._correct(best)
             found = self._traced_within(limit_bytes, None)
-            self._num_missed += 1
             if found is not None and found.seconds < chosen.seconds and self._holds(found.choices):
                 chosen, self._num_missed = found, 0
         return chosen

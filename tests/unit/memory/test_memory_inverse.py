@@ -124,3 +124,19 @@ def test_the_allocator_may_find_no_room_below_the_limit():
 
     found = largest_that_fits(try_size, 50, 500, precision=0.0)
     assert (found.value, found.said) == (90, "size 90")
+
+
+def test_the_size_below_the_first_line_is_supposed_before_that_is_tried():
+    told: list[tuple[str, int]] = []
+
+    def try_size(size: int) -> tuple[int, bool, int]:
+        told.append(("tried", size))
+        return 10 * size + 4 * (size > 20) - 700, size < 66, 10 * size
+
+    found = largest_that_fits(
+        try_size, 100, 500, growing_bytes=lambda said: said, suppose=lambda size: told.append(("supposed", size))
+    )
+    first, supposed, second, *others = told
+    assert (first, second) == (("tried", 100), ("tried", supposed[1] + 1))
+    assert {name for name, _ in others} <= {"tried"}
+    assert found.value == 65

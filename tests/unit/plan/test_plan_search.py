@@ -18,8 +18,8 @@ from plimsoll.techniques.micro_batch import sizes_of
 
 
 def searched(world, limit_bytes, decided=Decided((), frozenset(), frozenset()), allow=()):
-    """Search; what was expected to be traced was traced in the end, and no sooner."""
-    problem, expected = world.problem(limit_bytes, decided, allow), []
+    """Search; what was expected to be traced was traced in the end, and no sooner; what is supposed changes nothing."""
+    problem, expected, num_asked = world.problem(limit_bytes, decided, allow), [], len(world.asked)
 
     def expect(mixes):
         assert not set(mixes) & set(expected)
@@ -27,6 +27,10 @@ def searched(world, limit_bytes, decided=Decided((), frozenset(), frozenset()), 
 
     found = search(problem, world.look_at, expect)
     assert set(expected) <= set(world.asked)
+    asked = world.asked[num_asked:]
+    assert search(problem, world.look_at, suppose=list) == found
+    assert world.asked[num_asked:] == [*asked, *asked]
+    del world.asked[num_asked + len(asked) :]
     return found, problem
 
 
@@ -124,6 +128,44 @@ def test_what_does_not_depend_on_one_another_is_expected_together(inhabited):
     search(world.problem(155), world.look_at, expected.append)
     learned, *_ = expected
     assert [choices[1].technique for choices in learned] == ["a", "b", "c"]
+
+
+def test_two_of_one_category_are_supposed_and_then_expected_together(inhabited):
+    """While techniques are traced by themselves; what comes after them is supposed while the pairs are."""
+    world, told = inhabited(World([MadeUp(name, (4,), seconds=(0.1,)) for name in "abc"])), []
+    search(
+        world.problem(155), world.look_at, lambda mixes: told.append(("expected", list(mixes))),
+        suppose=lambda mixes: told.append(("supposed", [mix for mix, _ in mixes])),
+    )  # fmt: skip
+    (_, learned), (_, likely), (_, pairs), (last, following), *_ = told
+    assert [len(choices) for choices in learned] == [2, 2, 2]
+    assert likely == pairs
+    assert [[choice.technique for choice in choices[1:]] for choices in pairs] == [list("ab"), list("ac"), list("bc")]
+    assert last == "supposed"
+    assert not set(following) & {*learned, *pairs}
+
+
+def test_where_guesses_are_right_what_follows_was_supposed(inhabited):
+    """From the pair of them on, each is the first that was supposed while the one before was traced."""
+    techniques = [MadeUp("recompute", (4,), saves_fixed=40, seconds=(0.5,)), MadeUp("other", (4,), 40, (0.6,))]
+    world, supposed = inhabited(World(techniques)), []
+
+    def suppose(mixes):
+        first = next((mix for mix, at_length in mixes if not at_length), None)
+        supposed.append((len(world.asked), first))
+
+    search(world.problem(230), world.look_at, suppose=suppose)
+    _, *following = supposed
+    assert len(following) == 5
+    assert [mix for _, mix in following] == [world.asked[num_asked + 1] for num_asked, _ in following]
+
+
+def test_what_will_be_asked_for_at_full_length_is_supposed(inhabited):
+    world, supposed = inhabited(World([MadeUp("recompute", (8,), seconds=(0.01,))], pass_seconds=1)), []
+    found = search(
+        world.problem(255), world.look_at, at_length=world.look_at, suppose=lambda mixes: supposed.extend(mixes)
+    )
+    assert (found.chosen.choices, True) in supposed
 
 
 def test_fallbacks_are_what_was_traced_for_the_plan_and_one_mix_of_all_that_is_left(inhabited):

@@ -1,13 +1,18 @@
 """Predictions of a job: verdicts, what would fit, and other sizes."""
 
+from contextlib import nullcontext
+
 import pytest
 
+from plimsoll.data.sketch import TextSketch
 from plimsoll.device.gpus import all_gpus, find_gpu
 from plimsoll.errors import DeviceError, InputError, JobError
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.comparison import Target as LearnedTarget
 from plimsoll.records.job import Job
 from plimsoll.run.forecast import batch_lengths, predict_job
+from plimsoll.run.remembered import trace_of
+from plimsoll.run.traced_apart import Tracers
 from processes import run_program
 
 MIB = 1 << 20
@@ -225,3 +230,28 @@ def test_the_first_prediction_of_a_process_is_that_of_the_second(tmp_path):
     text.write_text("a ship sails on the sea " * 200)
     done = run_program(TWICE, text)
     assert done.stdout == "True True\n", done.stderr
+
+
+def test_the_size_below_the_first_guess_is_supposed_and_says_the_same(monkeypatch):
+    """Only of the job as it is: larger batches are of another job."""
+    supposed, taken = [], []
+
+    class Fake(Tracers):
+        def suppose(self, asked):
+            supposed.extend(asked)
+
+        def take(self, asked):
+            taken.append(asked)
+            return trace_of(job(batch_size=256), TextSketch(2000, None, 0), *asked[:2]) if asked in supposed else None
+
+    whole = predict_job(job(batch_size=256), device="rtx3060")
+    limit_bytes = int(0.8 * whole.peak.likely_bytes)
+    alone = predict_job(job(batch_size=256), device="rtx3060", limit_bytes=limit_bytes)
+    monkeypatch.setattr(Tracers, "started", lambda *asked: nullcontext(Fake()))
+    beside = predict_job(job(batch_size=256), device="rtx3060", limit_bytes=limit_bytes)
+    assert beside.answers == alone.answers
+    sizes = [one.choices[-1].options["samples"] for one in taken]
+    assert [one.choices[-1].options["samples"] for one in supposed] == [sizes[1] - 1]
+    taken.clear()
+    predict_job(job(), device="rtx3060", limit_bytes=limit_bytes, search=True)
+    assert {one.choices[-1].options["samples"] for one in taken} == {16}
