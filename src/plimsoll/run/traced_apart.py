@@ -23,6 +23,7 @@ from functools import partial
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 from threading import Condition, Thread
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ from plimsoll.run.imports import is_a_command
 from plimsoll.run.remembered import trace_of
 from plimsoll.techniques import Choices
 
-_MOST_PROCESSES = 7  # a search asks for no more at once
+_MOST_PROCESSES = 7  # beside this one: a search asks for no more at once
 
 _Key = tuple[str, Choices, bool]
 
@@ -72,8 +73,10 @@ class Tracers:
 
     @property
     def number(self) -> int:
-        """How many processes there are."""
-        return len(self._workers)
+        """How many processes have a core for what is supposed: other programs leave it to them."""
+        num_working = sum(not future.done() for future in tuple(self._begun.values()))
+        num_others = max(_num_running() - 1 - num_working, 0)
+        return min(len(self._workers), max((os.cpu_count() or 1) - 1 - num_others, 0))
 
     @classmethod
     @contextmanager
@@ -94,8 +97,8 @@ class Tracers:
         self._ask(self._expected, asked)
 
     def suppose(self, asked: Sequence[Asked]) -> None:
-        """Have traces made that may be taken, where nothing that is expected waits."""
-        self._ask(self._supposed, asked)
+        """Have traces made that may be taken, where nothing that is expected waits and cores are idle."""
+        self._ask(self._supposed, asked[: self.number])
 
     def take(self, asked: Asked) -> tuple[Trace, bool] | None:
         """Wait for a trace that was begun; returns it, and whether it was known before. ``None``: make it here."""
@@ -147,6 +150,13 @@ class Tracers:
             thread.join()
         for worker in self._workers:
             worker.connection.close()
+
+
+def _num_running() -> int:
+    """How many threads of this machine run or wait for a core, this one among them, see proc_loadavg(5)."""
+    with suppress(OSError):
+        return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    return 1
 
 
 @contextmanager

@@ -28,8 +28,10 @@ UNKNOWN = Choice(technique="no such technique")
 
 @pytest.fixture(autouse=True)
 def _as_a_command(monkeypatch):
-    """Programs fork nothing."""
+    """Programs fork nothing; nothing else runs on this machine."""
     monkeypatch.setattr(module, "is_a_command", lambda: True)
+    monkeypatch.setattr(module, "_num_running", lambda: 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
 
 @pytest.fixture
@@ -108,6 +110,22 @@ def test_what_was_only_supposed_is_not_waited_for(monkeypatch):
         assert has_begun(tracers, asked(2))
     assert process.exitcode == -signal.SIGKILL
     assert not any(thread.is_alive() for thread in tracers._threads)
+
+
+def test_nothing_is_supposed_where_other_programs_use_the_cores(tracers, monkeypatch):
+    monkeypatch.setattr(module, "_num_running", lambda: 2)
+    stopped(tracers)
+    assert tracers.number == 0
+    tracers.suppose([asked(2)])
+    tracers.expect([asked(4)])  # which is made in any case
+    assert has_begun(tracers, asked(4))
+    assert tracers.number == 1  # it is this process that runs beside this one
+    assert tracers.take(asked(2)) is None
+
+
+def test_threads_that_run_are_counted(monkeypatch):
+    monkeypatch.undo()
+    assert module._num_running() >= 1
 
 
 def test_what_fails_or_was_not_expected_is_made_here(tracers):
