@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from plimsoll.memory.known import known_of
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.repeated import Stretch, place_of
+from plimsoll.run.folded_blocks import FoldedBlocks
 from plimsoll.techniques import FORGETFUL, Choices
 from plimsoll.workload import Workload, model_loss
 
@@ -76,6 +77,7 @@ class Folded:
     ) -> None:
         self._recorder, self._workload, self._parameters = recorder, workload, parameters
         self._done: list[_Done] = []
+        self._blocks = FoldedBlocks(recorder, workload.model)
 
     def run(self, piece: Any, is_share: bool, do_pass: Callable[[], Tensor]) -> Tensor:
         """Do a pass, or note it again.
@@ -95,7 +97,8 @@ class Folded:
                 parameter.grad = gradient
             return loss
         begin = place_of(self._recorder)
-        loss = do_pass()
+        with self._blocks.folded():
+            loss = do_pass()
         reached = [one for one in without if one.grad is not None]
         stretch = Stretch(self._recorder, begin, [loss, *(one.grad for one in reached if one.grad is not None)])
         if stretch.is_closed and _are_same(before, [*_attributes_of(self._workload.model)]):
