@@ -47,18 +47,23 @@ Renamed = Callable[[int], int]
 
 
 class Place(NamedTuple):
-    """How many ops, events, storages and pieces of graphs a record has."""
+    """How many ops, events, storages, pieces of graphs, and copies beside with waits for them a record has."""
 
     op: int
     event: int
     storage: int
     node: int
+    copy: int
+    wait: int
 
 
 def place_of(recorder: Recorder) -> Place:
     """Say how far a record is."""
-    storages, graphs = recorder._storages, recorder._graphs
-    return Place(recorder.op_row + 1, len(storages._events), len(storages._num_bytes), graphs.num_noted)
+    storages, beside = recorder._storages, recorder.beside
+    return Place(
+        recorder.op_row + 1, len(storages._events), len(storages._num_bytes), recorder._graphs.num_noted,
+        len(beside.copies), len(beside.waits),
+    )  # fmt: skip
 
 
 def row_of(recorder: Recorder, tensor: Tensor) -> int:
@@ -102,23 +107,25 @@ class Stretch:
         self.end = place_of(recorder)
         self._died, self._category, self._name = storages._died[rows], storages._category[rows], storages._name[rows]
         self._nodes = graphs.noted(begin.node)
+        self._copies, self._waits = recorder.beside.noted(begin.copy, begin.wait)
         self._made = [_Made.of(tensor, recorder) for tensor in made]
 
     @property
     def is_closed(self) -> bool:
         """Whether only the known tensors are left of what was made, and of what is older only what was said has gone.
 
-        ``False`` with copies that run beside the computation or with a replayed graph: these are rehearsed each time.
+        ``False`` with a replayed graph, too: that is rehearsed each time.
         """
         is_closed = not self.left and not any(one.has_graph for one in self._made) and self.is_plain
         return is_closed and sorted(ended_since(self._recorder, self._begin)) == sorted(self._ended)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the known tensors are plain, and nothing runs beside the computation or is replayed."""
-        beside, begin_op = self._recorder.beside, self._begin.op
-        is_beside = any(one[0] >= begin_op for one in (*beside.copies, *beside.waits))
-        return all(one.is_plain for one in self._made) and not is_beside and not any(self._recorder._ops[-1][begin_op:])
+        """Whether the known tensors are plain, no copy from before is waited for, and no graph is replayed."""
+        begin_op = self._begin.op
+        waits_for_older = any(copy < begin_op for _, copy, _ in self._waits)
+        is_replayed = any(self._recorder._ops[-1][begin_op:])
+        return all(one.is_plain for one in self._made) and not waits_for_older and not is_replayed
 
     @property
     def left(self) -> list[int]:
@@ -142,7 +149,8 @@ class Stretch:
             recorder._phases[ops], storages._num_bytes[rows], storages._shape[rows], storages._on_host[rows],
             self._category, list(map(renamed, self._name)), [row - begin.op for row in storages._born[rows]],
             [row - begin.op if row >= 0 else row for row in self._died],
-            self._compared_events(older),
+            self._compared_events(older), [(row - begin.op, *rest) for row, *rest in self._copies],
+            [(row - begin.op, copy - begin.op, rest) for row, copy, rest in self._waits],
             [(made - begin.op, gone - begin.op if gone >= 0 else gone, num) for made, gone, num in self._nodes.nodes],
         )  # fmt: skip
 
@@ -171,6 +179,7 @@ class Stretch:
         ops, events = slice(begin.op, end.op), slice(begin.event, end.event)
         to_op, to_row = recorder.op_row + 1 - begin.op, len(storages._num_bytes) - begin.storage
         recorder._graphs.note_again(self._nodes, begin.op + to_op, to_op)
+        recorder.beside.note_shifted(self._copies, self._waits, to_op)
         for column in (*recorder._ops, *recorder._work, recorder._phases):
             column.extend(column[ops])
         recorder._ops[3][begin.op + to_op :] = [recorder.step] * (end.op - begin.op)

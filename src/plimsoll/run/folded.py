@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -70,14 +71,16 @@ class Folded:
         recorder: what records them.
         workload: the training.
         parameters: iterates over what has gradients.
+        blocks: folds blocks in the passes that are run; ``None``: all of them are run.
     """
 
     def __init__(
-        self, recorder: Recorder, workload: Workload, parameters: Callable[[], Iterable[nn.Parameter]]
-    ) -> None:
+        self, recorder: Recorder, workload: Workload, parameters: Callable[[], Iterable[nn.Parameter]],
+        blocks: FoldedBlocks | None = None,
+    ) -> None:  # fmt: skip
         self._recorder, self._workload, self._parameters = recorder, workload, parameters
         self._done: list[_Done] = []
-        self._blocks = FoldedBlocks(recorder, workload.model)
+        self._blocks = blocks
 
     def run(self, piece: Any, is_share: bool, do_pass: Callable[[], Tensor]) -> Tensor:
         """Do a pass, or note it again.
@@ -93,11 +96,15 @@ class Folded:
         done = next((one for one in self._done if one.given.is_like(given) and _are_same(one.before, before)), None)
         if done is not None:
             loss, *gradients = done.stretch.again()
+            known = set(done.reached)
             for parameter, gradient in zip(done.reached, gradients, strict=True):
                 parameter.grad = gradient
+            for parameter in self._parameters():
+                if parameter not in known:
+                    self._recorder.know_gradient(parameter)
             return loss
         begin = place_of(self._recorder)
-        with self._blocks.folded():
+        with nullcontext() if self._blocks is None else self._blocks.folded():
             loss = do_pass()
         reached = [one for one in without if one.grad is not None]
         stretch = Stretch(self._recorder, begin, [loss, *(one.grad for one in reached if one.grad is not None)])

@@ -1,14 +1,12 @@
-"""Blocks of a dry run's pass that are alike: the first and the last of a row are run, and the others are noted as these.
+"""Blocks of a dry run's pass that are alike: the first and the last of a row are run, the others are noted as these.
 
-A transformer does the same in each of its layers. Of a row of layers that are alike the first is run, the second to the
-last but one are noted as the first was, and the last is run. In backward the last is run, the others are noted as it
-was, and the first is run. Both that were run must have done the same, event by event. Where they have not, or where a
-block is called in another way than the first, `BlocksDiffer` is raised: the training has to be rehearsed with all
-blocks run.
+A transformer does the same in each of its layers. Of a row of layers that are alike (`plimsoll.run.alike`) the first is
+run, the second to the last but one are noted as the first was, and the last is run. In backward the last is run, the
+others are noted as it was, and the first is run. Both that were run must have done the same, event by event. Where they
+have not, or where a block is called in another way than the first, `BlocksDiffer` is raised: the training has to be
+rehearsed with all blocks run.
 
-Alike are blocks whose modules have the same classes, settings and shapes, but for the number of the block. They take
-one tensor that has a gradient and return one; everything else that they are given is the same for all.
-
+Blocks take one tensor that has a gradient and return one; everything else that they are given is the same for all.
 Does NOT see code that does something else in a block in the middle, by its number alone.
 """
 
@@ -16,9 +14,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from plimsoll.errors import PlimsollError
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.repeated import Place, Renamed, Stretch, end_alike, ended_since, place_of, row_of
-from plimsoll.techniques._blocks import blocks_of
+from plimsoll.run.alike import PLAIN, layout_of, rows_of
 from plimsoll.techniques._forwards import replaced_forward
-
-_FEWEST = 3  # in a row, of which the first and the last are run
-_PARTS = frozenset({"_parameters", "_buffers", "_modules"})
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.Size)
 
 
 class BlocksDiffer(PlimsollError):
@@ -60,59 +53,6 @@ class FoldedBlocks:
                 for number, block in enumerate(blocks):
                     stack.enter_context(replaced_forward(block, _Forward(row, number, block.forward)))
             yield
-
-
-def rows_of(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Return blocks of a model that follow one another, are alike and share no parameter, at least three together."""
-    waiting = [(name.rpartition("."), block) for name, block in blocks_of(model)]
-    while waiting:
-        (path, _, number), first = waiting[0]
-        row = [first]
-        for (other_path, _, other_number), block in waiting[1:] if number.isdecimal() else ():
-            is_next = other_path == path and other_number == str(int(number) + len(row))
-            if not is_next or not are_alike(first, int(number), block, int(other_number)):
-                break
-            row.append(block)
-        waiting = waiting[len(row) :]
-        parameters = [one for block in row for one in block.parameters()]
-        if len(row) >= _FEWEST and len(parameters) == len(set(parameters)):
-            yield row
-
-
-def are_alike(first: nn.Module, first_number: int, other: nn.Module, other_number: int) -> bool:
-    """Whether all that decides what two blocks do is the same, but for the number of each."""
-    pairs, others = [*_traits(first)], [*_traits(other)]
-    return len(pairs) == len(others) and all(
-        one == another or (one[:-1] == another[:-1] and one[-2:] == (int, first_number) and another[-1] == other_number)
-        for one, another in zip(pairs, others, strict=True)
-    )
-
-
-def _traits(block: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """What decides what a block does: each trait with its name, and its value last."""
-    for name, module in block.named_modules():
-        yield name, type(module)
-        for key, value in vars(module).items():
-            if key in _PARTS:
-                continue
-            if isinstance(value, dict | list | tuple | set):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                yield name, key, type(value), tuple((place, _identity(one)) for place, one in items)
-            else:
-                is_ours = key == "forward" and type(value).__module__.startswith("plimsoll.")
-                yield name, key, type(value), None if is_ours else _identity(value)
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            yield name, key, None if tensor is None else _layout(tensor)
-
-
-def _identity(value: Any) -> Hashable:
-    if type(value) is partial:
-        return partial, id(value.func), *map(_identity, (*value.args, *value.keywords, *value.keywords.values()))
-    return value if isinstance(value, _PLAIN) else ("object", id(value))
-
-
-def _layout(tensor: Tensor) -> Hashable:
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 class _Forward:
@@ -145,17 +85,17 @@ class _Given(NamedTuple):
         """Whether the tensor has a layout, and all else is the same."""
         return (
             self.tensor is not None
-            and _layout(self.tensor) == layout
+            and layout_of(self.tensor) == layout
             and self.structure == other.structure
             and all(
-                one is another or (isinstance(one, _PLAIN) and one == another)
+                one is another or (isinstance(one, PLAIN) and one == another)
                 for one, another in zip(self.others, other.others, strict=True)
             )
         )
 
 
 class _Result(NamedTuple):
-    """What a block returns: one tensor that has a gradient, and all else."""
+    """What a block returns: at a place a tensor that has a gradient, and all else."""
 
     others: list[Any]
     place: int
@@ -180,67 +120,75 @@ class _Passed(NamedTuple):
 
 
 class _Row:
-    """One forward and backward pass over a row of blocks."""
+    """One forward and backward pass over a row of blocks.
+
+    Attributes:
+        recorder: what records it.
+        blocks: the blocks.
+        names: what they are called in the record.
+        noted: those that were noted, in the order of forward.
+        last: the backward pass of the last block, once it was run.
+    """
 
     def __init__(self, recorder: Recorder, blocks: Sequence[nn.Module]) -> None:
         self.recorder, self.blocks = recorder, blocks
         self.names = [recorder._names[block] for block in blocks]
         self.noted: list[_Noted] = []
-        self.backward: _Backward | None = None  # of the last block
+        self.last: _Backward | None = None
         self._num_called = 0
-        self._given: _Given | None = None  # to the first, until the last is called
-        self._layout: Hashable = None
-        self._passed: _Passed | None = None  # the forward pass of the first
+        self._first: _Passed | None = None
+        self._given: _Given | None = None  # to the first, without its tensor, until the last is called
+        self._layout: Hashable = None  # of that tensor
 
     def call(self, number: int, run: Callable[[], Any], given: _Given) -> Any:
         """Run a block, or note it as the first was."""
         if number == 0:
             return self._call_first(run, given)
-        if self._passed is None:
+        if self._first is None:
             return run()
         self._num_called += 1
         if number != self._num_called or self._given is None or not given.is_like(self._layout, self._given):
             raise BlocksDiffer(f"{self.names[number]} is called in another way than {self.names[0]}")
         if number < len(self.blocks) - 1:
-            return self._note(number, given, self._passed)
+            return self._note(number, given, self._first)
         self._given = None
-        result, passed = self._run(number, run, given)
-        if passed is None or passed.compared(self.renamed(number, 0)) != self._passed.compared(_as_it_is):
+        result, last = self._run(number, run, given)
+        if last is None or last.compared(self.renamed(number, 0)) != self._first.compared(_as_it_is):
             raise BlocksDiffer(f"{self.names[number]} does not do what {self.names[0]} does")
         return result
 
     def _call_first(self, run: Callable[[], Any], given: _Given) -> Any:
-        if self._num_called or self._passed is not None:
+        if self._first is not None:
             raise BlocksDiffer(f"{self.names[0]} is called twice")
-        result, self._passed = self._run(0, run, given)
-        if self._passed is not None and given.tensor is not None:
-            self._given, self._layout = given._replace(tensor=None), _layout(given.tensor)
+        result, self._first = self._run(0, run, given)
+        if given.tensor is not None:
+            self._given, self._layout = given._replace(tensor=None), layout_of(given.tensor)
         return result
 
     def _run(self, number: int, run: Callable[[], Any], given: _Given) -> tuple[Any, _Passed | None]:
         """Run a block, and look at its backward pass, too; ``None``: its like cannot be noted."""
         begin, tensor = place_of(self.recorder), given.tensor
-        held = None if tensor is None else _references(tensor)
+        references = None if tensor is None else _references_to(tensor)
         result = run()
         leaves, structure = tree_flatten(result)
-        made = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if tensor is None or len(made) != 1 or not leaves[made[0]].requires_grad:
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if tensor is None or len(places) != 1 or not leaves[places[0]].requires_grad:
             return result, None
-        output = leaves[made[0]]
-        stretch = Stretch(self.recorder, begin, [output])
-        input_row, is_new = row_of(self.recorder, tensor), row_of(self.recorder, output) >= begin.storage
+        made, input_row = leaves[places[0]], row_of(self.recorder, tensor)
+        stretch = Stretch(self.recorder, begin, [made])
+        is_new = row_of(self.recorder, made) >= begin.storage
         if not is_new or input_row < 0 or not stretch.is_plain or ended_since(self.recorder, begin):
             return result, None
-        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        passed = _Passed(
-            stretch, begin, input_row, _references(tensor) != held, _Result(others, made[0], structure)
-        )  # fmt: skip
+        others = [None if leaf is made else leaf for leaf in leaves]
+        keeps_input = _references_to(tensor) != references
+        passed = _Passed(stretch, begin, input_row, keeps_input, _Result(others, places[0], structure))
         backward = _Backward(self, number, passed)
-        _call_before(output, backward.begin)
+        _call_before(made, backward.begin)
         _call_before(tensor, backward.end)
         return result, passed
 
     def _note(self, number: int, given: _Given, example: _Passed) -> Any:
+        assert given.tensor is not None
         noted = _Noted(self, number, example, given.tensor)
         self.noted.append(noted)
         with self.recorder._graphs.unseen():
@@ -248,8 +196,8 @@ class _Row:
         return example.result.with_tensor(tensor)
 
     def renamed(self, number: int, other: int) -> Renamed:
-        """Return what stands in place of a text where the block is another."""
-        texts = [*self.recorder._texts]
+        """Return what stands in place of a text where one block stands in place of another."""
+        texts, known = [*self.recorder._texts], dict[int, int]()
         name = re.compile(rf"(?<![\w.]){re.escape(self.names[number])}(?!\w)")
 
         def renamed(text: int) -> int:
@@ -257,7 +205,6 @@ class _Row:
                 known[text] = self.recorder.text(name.sub(self.names[other], texts[text]))
             return known[text]
 
-        known: dict[int, int] = {}
         return renamed
 
 
@@ -265,77 +212,87 @@ def _as_it_is(text: int) -> int:
     return text
 
 
-def _references(tensor: Tensor) -> tuple[int, int, int]:
-    """Who holds a tensor or its storage, in numbers that rise where it is kept for backward."""
+def _references_to(tensor: Tensor) -> tuple[int, int, int]:
+    """How often a tensor and its storage are held: more often once they are kept for backward."""
     storage = tensor.untyped_storage()
-    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)  # type: ignore[attr-defined]
+    num_held = tensor._use_count()  # type: ignore[attr-defined]
+    return num_held, torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
 
 
 def _call_before(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
-    """Call a function with the gradient of a tensor once that is complete."""
+    """Have a function called with the gradient of a tensor once it is complete."""
     number = tensor.output_nr
     assert tensor.grad_fn is not None
     tensor.grad_fn.register_prehook(lambda gradients: function(gradients[number]))
 
 
 class _Backward:
-    """The backward pass of a block that is run, from its result's gradient to that of its input."""
+    """The backward pass of a block that is run, from the gradient of its result to that of its input.
+
+    Attributes:
+        stretch: what was recorded.
+        ended: what the storages are that have ended in it and were there before.
+        reached: the places of the parameters that have a gradient since.
+        is_new: whether the gradient of the input is in a storage of its own, and not in that of the result's.
+    """
+
+    stretch: Stretch
+    ended: list[Hashable]
+    reached: list[int]
+    is_new: bool
 
     def __init__(self, row: _Row, number: int, passed: _Passed) -> None:
         self._row, self._number, self._passed = row, number, passed
         self._parameters = [*row.blocks[number].parameters()]
         self._begin: Place | None = None
-        self._given_row, self._given_layout, self._before = -1, None, []
+        self._given: tuple[int, Hashable] = -1, None  # the row and the layout of the result's gradient
+        self._before: list[int] = []  # the rows of the gradients that there were
 
     def begin(self, gradient: Tensor) -> None:
         """Note where it begins."""
-        if self._number:  # the last, whose backward pass is the first of its row
-            self._end_twins()
         recorder = self._row.recorder
+        if self._number:  # the last of its row, whose backward pass is the first
+            self._end_twins()
         self._begin = place_of(recorder)
-        self._given_row, self._given_layout = row_of(recorder, gradient), _layout(gradient)
+        self._given = row_of(recorder, gradient), layout_of(gradient)
         self._before = [_row_of_gradient(recorder, one) for one in self._parameters]
 
     def _end_twins(self) -> None:
-        """What forward has left of a block and is gone before its backward pass, as casts are, is gone of all."""
-        begin = self._passed.begin.storage
-        twins = {
-            row: [noted.begin_row + row - begin for noted in self._row.noted] for row in self._passed.stretch.left
-        }  # fmt: skip
-        end_alike(self._row.recorder, self._passed.stretch.end, twins)
+        """End in all blocks that were noted what has ended between the last one's passes: casts that nobody saved."""
+        stretch, begin = self._passed.stretch, self._passed.begin.storage
+        twins = {row: [noted.begin_row + row - begin for noted in self._row.noted] for row in stretch.left}
+        end_alike(self._row.recorder, stretch.end, twins)
 
     def end(self, gradient: Tensor) -> None:
-        """Let those that are noted be as this was, or compare it with the last of the row."""
-        recorder, begin = self._row.recorder, self._begin
+        """Note all of it: as an example for the blocks that are noted, or, of the first, to compare it with that."""
+        recorder, begin, row = self._row.recorder, self._begin, self._row
         if begin is None:
-            raise BlocksDiffer(f"the backward pass of {self._row.names[self._number]} has not begun")
+            raise BlocksDiffer(f"the backward pass of {row.names[self._number]} has not begun")
         rows = [_row_of_gradient(recorder, one) for one in self._parameters]
-        reached = [place for place, row in enumerate(rows) if row != self._before[place]]
-        is_new = row_of(recorder, gradient) != self._given_row
-        gradients = [self._parameters[place].grad for place in reached]
-        made = [*([gradient] if is_new else []), *(one for one in gradients if one is not None)]
-        ended = ended_since(recorder, begin)
+        self.reached = [place for place, now in enumerate(rows) if now != self._before[place]]
+        self.is_new = row_of(recorder, gradient) != self._given[0]
+        gradients = [self._parameters[place].grad for place in self.reached]
+        made = [*([gradient] if self.is_new else []), *(one for one in gradients if one is not None)]
+        ended, names = ended_since(recorder, begin), self._older()
         self.stretch = Stretch(recorder, begin, made, ended)
-        self.reached, self.is_new = reached, is_new
-        names = self._older()
-        self.ended = [names[row] for row in ended if row in names]
-        # Of the first of a row that is the last to use them, what all blocks were given may end, too.
-        is_whole = self.stretch.is_plain and not self.stretch.left and len(self.ended) == len(ended) or not self._number
-        keeps_input = "input" in self.ended
-        if not is_whole or keeps_input != self._passed.keeps_input or (not is_new and _layout(gradient) != self._given_layout):
-            raise BlocksDiffer(f"the backward pass of {self._row.names[self._number]} leaves more than gradients")
-        last = self._row.backward
-        if self._number:
-            self._row.backward = self
-        elif last is None or last.compared(self._row.renamed(len(self._row.blocks) - 1, 0)) != self.compared(_as_it_is):
-            raise BlocksDiffer(f"the backward pass of {self._row.names[0]} is another than that of the last of its row")
+        self.ended = [names[one] for one in ended if one in names]
+        is_alike = self.is_new or layout_of(gradient) == self._given[1]
+        if self._number == 0:  # what all blocks were given may end with it, too
+            if row.last is None or row.last.compared(row.renamed(len(row.blocks) - 1, 0)) != self.compared(_as_it_is):
+                raise BlocksDiffer(f"the backward pass of {row.names[0]} does not do what that of {row.names[-1]} does")
+        elif not is_alike or not self.stretch.is_plain or self.stretch.left or len(self.ended) != len(ended):
+            raise BlocksDiffer(f"the backward pass of {row.names[-1]} leaves more than gradients")
+        elif self._passed.keeps_input != ("input" in self.ended):
+            raise BlocksDiffer(f"what {row.names[-1]} was given does not end with its backward pass")
+        else:
+            row.last = self
 
     def _older(self) -> dict[int, Hashable]:
-        """What storages are that were there before."""
-        passed, begin = self._passed, self._passed.begin.storage
-        names: dict[int, Hashable] = {row: ("of the gradient", place) for place, row in enumerate(self._before)}
-        names |= {row: ("saved", row - begin) for row in passed.stretch.left}
-        return names | {passed.input_row: "input", self._given_row: "gradient"}
+        """What the storages are that were there before."""
+        begin = self._passed.begin.storage
+        names: dict[int, Hashable] = {row: ("gradient", place) for place, row in enumerate(self._before)}
+        names |= {row: ("saved", row - begin) for row in self._passed.stretch.left}
+        return names | {self._passed.input_row: "input", self._given[0]: "given"}
 
     def compared(self, renamed: Renamed) -> Any:
         """Return what is the same for a block that does the same."""
@@ -353,8 +310,7 @@ class _Noted:
         begin_row: of the storages of its forward pass.
     """
 
-    def __init__(self, row: _Row, number: int, example: _Passed, given: Tensor | None) -> None:
-        assert given is not None
+    def __init__(self, row: _Row, number: int, example: _Passed, given: Tensor) -> None:
         self._row, self._number, self._example = row, number, example
         self._input_row = row_of(row.recorder, given)
         self._kept = given.untyped_storage() if example.keeps_input else None
@@ -365,27 +321,26 @@ class _Noted:
         (result,) = self._example.stretch.again(renamed=self._row.renamed(0, self._number))
         return result
 
-    def backward(self, gradient: Tensor) -> Tensor:
-        """Note its backward pass; returns the gradient of its input."""
-        row, example = self._row, self._row.backward
+    def backward(self, given: Tensor) -> Tensor:
+        """Note its backward pass, from the gradient of its result; returns that of its input."""
+        row, example = self._row, self._row.last
         if example is None:
-            raise BlocksDiffer(f"the backward pass of {row.names[self._number]} comes before that of the last block")
+            raise BlocksDiffer(f"the backward pass of {row.names[self._number]} comes before that of {row.names[-1]}")
         parameters = [*row.blocks[self._number].parameters()]
-        rows: dict[Hashable, int] = {"input": self._input_row, "gradient": row_of(row.recorder, gradient)}
-        rows |= {
-            ("of the gradient", place): _row_of_gradient(row.recorder, one) for place, one in enumerate(parameters)
-        }  # fmt: skip
-        ended = [self.begin_row + name[1] if _is_saved(name) else rows[name] for name in example.ended]
+        rows: dict[Hashable, int] = {"input": self._input_row, "given": row_of(row.recorder, given)}
+        rows |= {("gradient", place): _row_of_gradient(row.recorder, one) for place, one in enumerate(parameters)}
+        begin = self._example.begin.storage
+        rows |= {("saved", one - begin): self.begin_row + one - begin for one in self._example.stretch.left}
+        ended = [rows[name] for name in example.ended]
         made = iter(example.stretch.again(ended, row.renamed(len(row.blocks) - 1, self._number)))
         self._kept = None
-        result = next(made) if example.is_new else gradient
-        for place in example.reached:
-            parameters[place].grad = next(made)
-        return result
-
-
-def _is_saved(name: Any) -> bool:
-    return isinstance(name, tuple) and name[0] == "saved"
+        gradient = next(made) if example.is_new else given
+        for place, parameter in enumerate(parameters):
+            if place in example.reached:
+                parameter.grad = next(made)
+            else:
+                row.recorder.know_gradient(parameter)
+        return gradient
 
 
 class _NotedBlock(torch.autograd.Function):
