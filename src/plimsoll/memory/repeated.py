@@ -19,7 +19,7 @@ others in their place the next time, which are said. Names of modules in it can 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -69,6 +69,13 @@ def place_of(recorder: Recorder) -> Place:
 def row_of(recorder: Recorder, tensor: Tensor) -> int:
     """Return the row of a tensor's storage, -1 if it has none."""
     return recorder._storages._row_of.get(tensor.untyped_storage()._cdata, -1)
+
+
+def name_gradients(recorder: Recorder, parameters: Iterable[Tensor]) -> None:
+    """Take note of the gradients that have no name yet, as a pass that adds to them does: they were moved."""
+    for parameter in parameters:
+        if parameter.grad is not None and recorder._storages._name[row_of(recorder, parameter.grad)] == 0:
+            recorder.know_gradient(parameter)
 
 
 def ended_since(recorder: Recorder, begin: Place) -> list[int]:

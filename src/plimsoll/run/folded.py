@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.memory.known import known_of
 from plimsoll.memory.recorder import Recorder
-from plimsoll.memory.repeated import Stretch, place_of
+from plimsoll.memory.repeated import Stretch, name_gradients, place_of
 from plimsoll.run.folded_blocks import FoldedBlocks
 from plimsoll.techniques import FORGETFUL, Choices
 from plimsoll.workload import Workload, model_loss
@@ -96,12 +96,10 @@ class Folded:
         done = next((one for one in self._done if one.given.is_like(given) and _are_same(one.before, before)), None)
         if done is not None:
             loss, *gradients = done.stretch.again()
-            known = set(done.reached)
             for parameter, gradient in zip(done.reached, gradients, strict=True):
                 parameter.grad = gradient
-            for parameter in self._parameters():
-                if parameter not in known:
-                    self._recorder.know_gradient(parameter)
+            if not done.reached:  # it adds to what is there
+                name_gradients(self._recorder, self._parameters())
             return loss
         begin = place_of(self._recorder)
         with nullcontext() if self._blocks is None else self._blocks.folded():

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from plimsoll.errors import PlimsollError
 from plimsoll.memory.recorder import Recorder
-from plimsoll.memory.repeated import Place, Renamed, Stretch, end_alike, ended_since, place_of, row_of
+from plimsoll.memory.repeated import Place, Renamed, Stretch, end_alike, ended_since, name_gradients, place_of, row_of
 from plimsoll.run.alike import PLAIN, layout_of, rows_of
 from plimsoll.techniques._forwards import replaced_forward
 
@@ -335,11 +335,10 @@ class _Noted:
         made = iter(example.stretch.again(ended, row.renamed(len(row.blocks) - 1, self._number)))
         self._kept = None
         gradient = next(made) if example.is_new else given
-        for place, parameter in enumerate(parameters):
-            if place in example.reached:
-                parameter.grad = next(made)
-            else:
-                row.recorder.know_gradient(parameter)
+        for place in example.reached:
+            parameters[place].grad = next(made)
+        if not example.reached:  # it adds to what is there
+            name_gradients(row.recorder, parameters)
         return gradient
 
 
