@@ -17,6 +17,9 @@ from typing import Any
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+Copy = tuple[int, bool]
+Wait = tuple[int, int, bool]
+
 
 class Beside:
     """What one record has of such copies.
@@ -31,8 +34,8 @@ class Beside:
 
     def __init__(self, last_row: Callable[[], int]) -> None:
         self.last_row = last_row
-        self.copies: list[tuple[int, bool]] = []
-        self.waits: list[tuple[int, int, bool]] = []
+        self.copies: list[Copy] = []
+        self.waits: list[Wait] = []
 
     def columns(self) -> dict[str, Any]:
         """What a trace has of them."""
@@ -41,11 +44,19 @@ class Beside:
     def note_again(self, begin: int, num_times: int) -> None:
         """Note what belongs to the last rows, from one on, so many times more."""
         num_rows = self.last_row() + 1 - begin
-        copies = [(row, to_device) for row, to_device in self.copies if row >= begin]
+        copies = [one for one in self.copies if one[0] >= begin]
         waits = [one for one in self.waits if begin <= one[1]]
         for shift in range(num_rows, num_rows * (num_times + 1), num_rows):
-            self.copies += [(row + shift, to_device) for row, to_device in copies]
-            self.waits += [(row + shift, copy + shift, by_processor) for row, copy, by_processor in waits]
+            self.note_shifted(copies, waits, shift)
+
+    def noted(self, begin_copy: int, begin_wait: int) -> tuple[list[Copy], list[Wait]]:
+        """Return the copies and waits since so many were noted."""
+        return self.copies[begin_copy:], self.waits[begin_wait:]
+
+    def note_shifted(self, copies: list[Copy], waits: list[Wait], shift: int) -> None:
+        """Note copies and waits once more, so many rows later."""
+        self.copies += [(row + shift, to_device) for row, to_device in copies]
+        self.waits += [(row + shift, copy + shift, by_processor) for row, copy, by_processor in waits]
 
 
 class Copied:

@@ -11,6 +11,8 @@ Not covered: graphs kept for a second backward pass, or that no backward pass fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -51,6 +53,13 @@ class Graphs:
             self._nodes.append([op_row, -1, num_made - self._num_made])
         self._pass, self._num_made = current, num_made
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Let nodes that are made in the block be none of the training's."""
+        num_made = torch._C._autograd._get_sequence_nr()
+        yield
+        self._num_made += torch._C._autograd._get_sequence_nr() - num_made
+
     @property
     def num_noted(self) -> int:
         """How often nodes were noted."""
@@ -61,7 +70,15 @@ class Graphs:
         return NotedNodes([(made, gone, num) for made, gone, num in self._nodes[begin:]], self._pass != _OUTSIDE)
 
     def note_again(self, noted: NotedNodes, begin: int, shift: int) -> None:
-        """Note nodes once more, so many rows later; the first op is in row ``begin``, outside of any backward pass."""
+        """Note nodes once more, so many rows later; the first op is in row ``begin``."""
+        current = torch._C._current_graph_task_id()
+        if current != _OUTSIDE:  # of a recomputation, which end with the next op
+            self._end(begin, [one for one in self._open if one[0] == current])
+            still = [row for row, (_, gone, _) in enumerate(noted.nodes, start=len(self._nodes)) if gone < 0]
+            self._nodes += [[made + shift, gone + shift if gone >= 0 else gone, num] for made, gone, num in noted.nodes]
+            if still:
+                self._open.setdefault((current, _AGAIN), []).extend(still)
+            return
         if self._pass != _OUTSIDE:
             self._end(begin, list(self._open))
         last = max((gone for _, gone, _ in noted.nodes), default=-1)

@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._parameter_names[parameter] = name
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched.add(parameter)
-                handle = parameter.register_post_accumulate_grad_hook(self._know_gradient)  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(self.know_gradient)  # type: ignore[no-untyped-call]
                 self._stack.callback(handle.remove)
 
     def know_teacher(self, model: nn.Module) -> None:
@@ -333,7 +333,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.step += self.counts_steps
         self.know_optimizer(optimizer)
 
-    def _know_gradient(self, parameter: Tensor) -> None:
+    def know_gradient(self, parameter: Tensor) -> None:
+        """Take note of the gradient of a parameter, if it has one."""
         if parameter.grad is not None:
             self.know(((f"gradient of {self._parameter_names[parameter]}", parameter.grad),), "gradients")
 

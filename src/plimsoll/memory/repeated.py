@@ -14,13 +14,15 @@ by the caller, once for all.
         (loss,) = stretch.again()
 
 A `Stretch` is noted again with all its storages, event by event as it was. Storages that are older and end in it have
-others in their place the next time, which are said.
+others in their place the next time, which are said. Names of modules in it can be others, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -41,24 +43,58 @@ def stands_for(num_passes: int) -> Iterator[None]:
         recorder.note_again(begin, num_passes - 1)
 
 
+Renamed = Callable[[int], int]
+
+
 class Place(NamedTuple):
-    """How many ops, events, storages and pieces of graphs a record has."""
+    """How many ops, events, storages, pieces of graphs, and copies beside with waits for them a record has."""
 
     op: int
     event: int
     storage: int
     node: int
+    copy: int
+    wait: int
 
 
 def place_of(recorder: Recorder) -> Place:
     """Say how far a record is."""
-    storages, graphs = recorder._storages, recorder._graphs
-    return Place(recorder.op_row + 1, len(storages._events), len(storages._num_bytes), graphs.num_noted)
+    storages, beside = recorder._storages, recorder.beside
+    return Place(
+        recorder.op_row + 1, len(storages._events), len(storages._num_bytes), recorder._graphs.num_noted,
+        len(beside.copies), len(beside.waits),
+    )  # fmt: skip
 
 
 def row_of(recorder: Recorder, tensor: Tensor) -> int:
     """Return the row of a tensor's storage, -1 if it has none."""
     return recorder._storages._row_of.get(tensor.untyped_storage()._cdata, -1)
+
+
+def name_gradients(recorder: Recorder, parameters: Iterable[Tensor]) -> None:
+    """Take note of the gradients that have no name yet, as a pass that adds to them does: they were moved."""
+    for parameter in parameters:
+        if parameter.grad is not None and recorder._storages._name[row_of(recorder, parameter.grad)] == 0:
+            recorder.know_gradient(parameter)
+
+
+def ended_since(recorder: Recorder, begin: Place) -> list[int]:
+    """Return the rows of the storages that are older than a place and have ended since, in that order."""
+    return [-event - 1 for event in recorder._storages._events[begin.event :] if -begin.storage <= event < 0]
+
+
+def end_alike(recorder: Recorder, begin: Place, twins: Mapping[int, Sequence[int]]) -> None:
+    """Where a storage has ended since a place, let its twins have ended, too."""
+    storages = recorder._storages
+    events, event_ops = list[int](), list[int]()
+    begin_event = begin.event
+    for event, op_row in zip(storages._events[begin_event:], storages._event_op[begin_event:], strict=True):
+        ended = [-event - 1, *twins.get(-event - 1, ())] if event < 0 else []
+        events += [-row - 1 for row in ended] or [event]
+        event_ops += [op_row] * max(len(ended), 1)
+        for row in ended[1:]:
+            storages._died[row] = op_row
+    storages._events[begin_event:], storages._event_op[begin_event:] = events, event_ops
 
 
 class Stretch:
@@ -75,49 +111,95 @@ class Stretch:
         self._recorder, self._begin, self._ended = recorder, begin, ended
         storages, graphs = recorder._storages, recorder._graphs
         rows = slice(begin.storage, None)
-        self._end = place_of(recorder)
+        self.end = place_of(recorder)
         self._died, self._category, self._name = storages._died[rows], storages._category[rows], storages._name[rows]
         self._nodes = graphs.noted(begin.node)
+        self._copies, self._waits = recorder.beside.noted(begin.copy, begin.wait)
         self._made = [_Made.of(tensor, recorder) for tensor in made]
 
     @property
     def is_closed(self) -> bool:
         """Whether only the known tensors are left of what was made, and of what is older only what was said has gone.
 
-        ``False`` with copies that run beside the computation or with a replayed graph: these are rehearsed each time.
+        ``False`` with a replayed graph, too: that is rehearsed each time.
         """
-        begin, storages, beside = self._begin, self._recorder._storages, self._recorder.beside
-        alive = [row for row, died in enumerate(self._died, start=begin.storage) if died < 0]
-        is_closed = sorted(one.row for one in self._made) == alive and all(one.is_plain for one in self._made)
-        older_ends = sorted(-event - 1 for event in storages._events[begin.event :] if -begin.storage <= event < 0)
-        is_beside = any(one[0] >= begin.op for one in (*beside.copies, *beside.waits))
-        return (
-            is_closed
-            and older_ends == sorted(self._ended)
-            and not is_beside
-            and not any(self._recorder._ops[-1][begin.op :])
-        )
+        is_closed = not self.left and not any(one.has_graph for one in self._made) and self.is_plain
+        return is_closed and sorted(ended_since(self._recorder, self._begin)) == sorted(self._ended)
 
-    def again(self, ended: Sequence[int] = ()) -> list[Tensor]:
+    @property
+    def is_plain(self) -> bool:
+        """Whether the known tensors are plain, no copy from before is waited for, and no graph is replayed."""
+        begin_op = self._begin.op
+        waits_for_older = any(copy < begin_op for _, copy, _ in self._waits)
+        is_replayed = any(self._recorder._ops[-1][begin_op:])
+        return all(one.is_plain for one in self._made) and not waits_for_older and not is_replayed
+
+    @property
+    def left(self) -> list[int]:
+        """The rows of what was made, is still there, and is none of the known tensors."""
+        known = {one.row for one in self._made}
+        rows = enumerate(self._died, start=self._begin.storage)
+        return [row for row, died in rows if died < 0 and row not in known]
+
+    def compared(self, older: Mapping[int, Hashable], renamed: Renamed) -> tuple[Any, ...]:
+        """Return what is the same for a stretch that is like this one.
+
+        Args:
+            older: what the rows of older storages are called in both; of others the end does not count.
+            renamed: what the numbers of texts stand for in both.
+        """
+        recorder, begin, end = self._recorder, self._begin, self.end
+        storages, ops, rows = recorder._storages, slice(begin.op, end.op), slice(begin.storage, end.storage)
+        name, module, line, _, *others = (column[ops] for column in recorder._ops)
+        return (
+            name, list(map(renamed, module)), line, others, [column[ops] for column in recorder._work],
+            recorder._phases[ops], storages._num_bytes[rows], storages._shape[rows], storages._on_host[rows],
+            self._category, list(map(renamed, self._name)), [row - begin.op for row in storages._born[rows]],
+            [row - begin.op if row >= 0 else row for row in self._died],
+            self._compared_events(older), [(row - begin.op, *rest) for row, *rest in self._copies],
+            [(row - begin.op, copy - begin.op, rest) for row, copy, rest in self._waits],
+            [(made - begin.op, gone - begin.op if gone >= 0 else gone, num) for made, gone, num in self._nodes.nodes],
+        )  # fmt: skip
+
+    def _compared_events(self, older: Mapping[int, Hashable]) -> list[Any]:
+        """The events by the op in which they were; what ends together, as casts do, ends in the order of addresses."""
+        storages, begin = self._recorder._storages, self._begin
+        events = slice(begin.event, self.end.event)
+        found: list[tuple[int, bool, str]] = []
+        for event, op_row in zip(storages._events[events], storages._event_op[events], strict=True):
+            row = abs(event) - 1
+            if row >= begin.storage or row in older:
+                called = str(row - begin.storage if row >= begin.storage else older[row])
+                found.append((op_row - begin.op, event > 0, called))
+        groups = (list(group) for _, group in groupby(found, key=itemgetter(0, 1)))
+        return [group if group[0][1] else sorted(group) for group in groups]
+
+    def again(self, ended: Sequence[int] = (), renamed: Renamed | None = None) -> list[Tensor]:
         """Note all of it once more; returns what then is there in place of the tensors that were made.
 
         Args:
             ended: the rows of what ends this time.
+            renamed: the number of the text that stands in place of another.
         """
-        recorder, begin, end = self._recorder, self._begin, self._end
+        recorder, begin, end = self._recorder, self._begin, self.end
         storages, ended_by_row = recorder._storages, dict(zip(self._ended, ended, strict=True))
         ops, events = slice(begin.op, end.op), slice(begin.event, end.event)
         to_op, to_row = recorder.op_row + 1 - begin.op, len(storages._num_bytes) - begin.storage
         recorder._graphs.note_again(self._nodes, begin.op + to_op, to_op)
+        recorder.beside.note_shifted(self._copies, self._waits, to_op)
         for column in (*recorder._ops, *recorder._work, recorder._phases):
             column.extend(column[ops])
         recorder._ops[3][begin.op + to_op :] = [recorder.step] * (end.op - begin.op)
+        names = self._name
+        if renamed is not None:
+            recorder._ops[1][begin.op + to_op :] = map(renamed, recorder._ops[1][begin.op + to_op :])
+            names = [*map(renamed, names)]
         rows = slice(begin.storage, end.storage)
         storages._num_bytes += storages._num_bytes[rows]
         storages._shape += storages._shape[rows]
         storages._on_host += storages._on_host[rows]
         storages._category += self._category
-        storages._name += self._name
+        storages._name += names
         storages._born += [row + to_op for row in storages._born[rows]]
         storages._died += [row + to_op if row >= 0 else row for row in self._died]
         event_ops = [row + to_op for row in storages._event_op[events]]
@@ -142,6 +224,7 @@ class _Made(NamedTuple):
 
     row: int
     is_plain: bool
+    has_graph: bool
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -151,13 +234,13 @@ class _Made(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any, recorder: Recorder) -> _Made:
-        is_plain = type(tensor) is FakeTensor and tensor.layout is torch.strided and not tensor.requires_grad
-        if not is_plain:
-            return cls(-1, False, tensor.shape, (), tensor.dtype, None, tensor.device, {})
+        has_graph = tensor.requires_grad
+        if type(tensor) is not FakeTensor or tensor.layout is not torch.strided:
+            return cls(-1, False, has_graph, tensor.shape, (), tensor.dtype, None, tensor.device, {})
         row = row_of(recorder, tensor)
         layout = tensor.shape, tensor.stride(), tensor.dtype
         is_plain = tensor.storage_offset() == 0
-        return cls(row, is_plain, *layout, tensor.fake_mode, tensor.fake_device, notes_of(tensor))
+        return cls(row, is_plain, has_graph, *layout, tensor.fake_mode, tensor.fake_device, notes_of(tensor))
 
     def anew(self) -> Tensor:
         with _disable_current_modes():

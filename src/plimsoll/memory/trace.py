@@ -66,8 +66,11 @@ _EXPECTED_WARNINGS = (
 class Rehearsal:
     """A place in which a training runs on fake tensors and is recorded; made by `rehearsal`.
 
-    ``recorder`` takes the phase and step from outside, where they are not to be inferred.
+    ``recorder`` takes the phase and step from outside, where they are not to be inferred. ``folds_blocks`` says whether
+    blocks of a model that are alike may be noted as one of them was.
     """
+
+    folds_blocks = True
 
     def __init__(self, lowering: Lowering, phase: Callable[[], Phase] | None, keeps_all: bool) -> None:
         self._lowering = lowering

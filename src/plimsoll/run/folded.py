@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.memory.known import known_of
 from plimsoll.memory.recorder import Recorder
-from plimsoll.memory.repeated import Stretch, place_of
+from plimsoll.memory.repeated import Stretch, name_gradients, place_of
+from plimsoll.run.folded_blocks import FoldedBlocks
 from plimsoll.techniques import FORGETFUL, Choices
 from plimsoll.workload import Workload, model_loss
 
@@ -69,13 +71,16 @@ class Folded:
         recorder: what records them.
         workload: the training.
         parameters: iterates over what has gradients.
+        blocks: folds blocks in the passes that are run; ``None``: all of them are run.
     """
 
     def __init__(
-        self, recorder: Recorder, workload: Workload, parameters: Callable[[], Iterable[nn.Parameter]]
-    ) -> None:
+        self, recorder: Recorder, workload: Workload, parameters: Callable[[], Iterable[nn.Parameter]],
+        blocks: FoldedBlocks | None = None,
+    ) -> None:  # fmt: skip
         self._recorder, self._workload, self._parameters = recorder, workload, parameters
         self._done: list[_Done] = []
+        self._blocks = blocks
 
     def run(self, piece: Any, is_share: bool, do_pass: Callable[[], Tensor]) -> Tensor:
         """Do a pass, or note it again.
@@ -93,9 +98,12 @@ class Folded:
             loss, *gradients = done.stretch.again()
             for parameter, gradient in zip(done.reached, gradients, strict=True):
                 parameter.grad = gradient
+            if not done.reached:  # it adds to what is there
+                name_gradients(self._recorder, self._parameters())
             return loss
         begin = place_of(self._recorder)
-        loss = do_pass()
+        with nullcontext() if self._blocks is None else self._blocks.folded():
+            loss = do_pass()
         reached = [one for one in without if one.grad is not None]
         stretch = Stretch(self._recorder, begin, [loss, *(one.grad for one in reached if one.grad is not None)])
         if stretch.is_closed and _are_same(before, [*_attributes_of(self._workload.model)]):

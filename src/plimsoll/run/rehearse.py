@@ -4,8 +4,9 @@ What is traced is `TrainStep` itself, with its copies for the undo, its micro-ba
 prediction and a run cannot drift apart. Three steps are rehearsed: the first makes the optimizer's states, the second
 has them, the third comes after an evaluation; a fourth would be like the third. A batch of many micro-batches is
 rehearsed with two of them and a smaller last one: the first meets no gradients, those after it do. Of a batch
-that is given, and whose samples are of different lengths, these are the two that need most. Passes that do what one
-before did are noted again (`plimsoll.run.folded`), and so are pieces of an update (`plimsoll.run.folded_updates`).
+that is given, and whose samples are of different lengths, these are the two that need most. What was done before is
+noted again: passes (`plimsoll.run.folded`), blocks of one (`plimsoll.run.folded_blocks`) and pieces of an update
+(`plimsoll.run.folded_updates`).
 
 Does NOT read the data: every sample is as long as the longest there can be, unless the lengths of batches are given.
 That is ``sequence_length`` where the texts are not prepared yet.
@@ -14,7 +15,7 @@ That is ``sequence_length`` where the texts are not prepared yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.trace import Phase, Trace
 from plimsoll.run.boundary import Position
 from plimsoll.run.folded import Folded, passes_repeat
+from plimsoll.run.folded_blocks import BlocksDiffer, FoldedBlocks
 from plimsoll.run.folded_updates import FoldedUpdates
 from plimsoll.run.job_step import step_of
 from plimsoll.run.recover import samples_of_rank
@@ -46,7 +48,7 @@ from plimsoll.run.rungs import samples_of
 from plimsoll.run.scratch import ADDRESS_OF
 from plimsoll.run.step import TrainStep
 from plimsoll.run.teaching import loss_for
-from plimsoll.techniques import Choices
+from plimsoll.techniques import CARRIED_ON, Choices
 from plimsoll.techniques._lengths import groups_by_length, lengths_of
 from plimsoll.techniques.layer_streaming import put_where_needed, streams
 from plimsoll.techniques.parameter_offload import builds_in_files
@@ -146,15 +148,15 @@ def rehearse_job(
 
     alone = Ranks()  # made here, as a real one is made before what is measured
 
-    def trace_with(keeps_all: bool) -> Trace:
+    def trace_with(keeps_all: bool, folds_blocks: bool) -> Trace:
         position, others = Position(), rehearsed_ranks(job.ranks) if job.ranks > 1 else nullcontext(alone)
-        with _stage(lowering, position, keeps_all) as stage, others as ranks:
+        with _stage(lowering, position, keeps_all, folds_blocks) as stage, others as ranks:
             step = _train_job(job, texts, stage, position, lowering, choices, batches, held_out, ranks)
             trace = stage.trace()
             step.close()
         return trace
 
-    return with_unknown_lengths(trace_with)
+    return with_unknown_lengths(_folding_blocks(trace_with))
 
 
 def _train_job(  # noqa: PLR0917 -- one call
@@ -218,9 +220,9 @@ def rehearse_step(
     batches = [split_batch(cut, micro_batch)[0], cut] if is_short else [cut] * 3
     alone = Ranks()  # made here, as a real one is made before what is measured
 
-    def trace_with(keeps_all: bool) -> Trace:
+    def trace_with(keeps_all: bool, folds_blocks: bool) -> Trace:
         position = Position()
-        with _stage(lowering, position, keeps_all) as stage:
+        with _stage(lowering, position, keeps_all, folds_blocks) as stage:
             if hasattr(model, "_orig_mod"):  # torch.compile's
                 stage.known.assume("the model is compiled, and was traced as if it were not")
             fake_model, fake_optimizer = stage.fake_training(getattr(model, "_orig_mod", model), optimizer)
@@ -245,12 +247,24 @@ def rehearse_step(
             step.close()
         return trace
 
-    return with_unknown_lengths(trace_with)
+    return with_unknown_lengths(_folding_blocks(trace_with))
+
+
+def _folding_blocks(trace_with: Callable[[bool, bool], Trace]) -> Callable[[bool], Trace]:
+    """Trace with blocks that look alike folded, and where they turn out to differ with all of them run."""
+
+    def traced(keeps_all: bool) -> Trace:
+        with suppress(BlocksDiffer):
+            return trace_with(keeps_all, True)
+        return trace_with(keeps_all, False)
+
+    return traced
 
 
 @contextmanager
-def _stage(lowering: Lowering, position: Position, keeps_all: bool) -> Iterator[Rehearsal]:
+def _stage(lowering: Lowering, position: Position, keeps_all: bool, folds_blocks: bool) -> Iterator[Rehearsal]:
     with rehearsal(lowering, lambda: _phase(position), keeps_all) as stage, _fake_tensors_are_plain():
+        stage.folds_blocks = folds_blocks
         yield stage
 
 
@@ -259,12 +273,24 @@ def _rehearse(  # noqa: PLR0917 -- one call
 ) -> None:
     """A step on each batch; an evaluation where the training has one: after two, or when the states are dropped."""
     if passes_repeat(step.workload, choices):
-        step._passes.folded = Folded(stage.recorder, step.workload, step._all_parameters)
+        may_fold = stage.folds_blocks and CARRIED_ON.isdisjoint(choice.technique for choice in choices)
+        blocks = FoldedBlocks(stage.recorder, step.workload.model) if may_fold else None
+        step._passes.folded = Folded(stage.recorder, step.workload, step._all_parameters, blocks)
         step._commit.folded = FoldedUpdates(stage.recorder, step.workload.optimizer)
     if held_out is not None:
         num_samples = _evaluated_samples(batch_size_of(held_out), step.evaluated_at_once)
         with _disable_current_modes():  # to cut it is no part of the training
             held_out = tree_map(torch.clone, split_batch(held_out, num_samples)[0])
+    try:
+        _take_steps(stage, step, batches, held_out, has_states)
+    except BlocksDiffer:  # it is traced again, in the same process
+        step.close()
+        raise
+
+
+def _take_steps(
+    stage: Rehearsal, step: TrainStep, batches: list[Any], held_out: Any | None, has_states: bool
+) -> None:  # fmt: skip
     for number, batch in enumerate(batches, start=1):
         stage.recorder.step = number
         step(stage.fake_batch(batch))

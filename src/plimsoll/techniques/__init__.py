@@ -46,8 +46,8 @@ from plimsoll.techniques.truncated_bptt import TruncatedBptt
 from plimsoll.workload import Workload
 
 __all__ = [
-    "FORGETFUL", "ONLY_IN", "TECHNIQUES", "UNOFFERED", "UNTRACED", "Choices", "Setting", "Technique", "conflict_among",
-    "in_order", "installed", "technique_of",
+    "CARRIED_ON", "FORGETFUL", "ONLY_IN", "TECHNIQUES", "UNOFFERED", "UNTRACED", "Choices", "Setting", "Technique",
+    "conflict_among", "in_order", "installed", "technique_of",
 ]  # fmt: skip
 
 TECHNIQUES: dict[str, Technique] = {
@@ -93,9 +93,13 @@ ONLY_IN: dict[str, frozenset[Phase]] = {
 
 FORGETFUL = frozenset({
     "micro_batch", "autocast", "lora", "adaptive_softmax", "adafactor", "low_bit_optimizer", "optimizer_kernel",
-    "attention", "chunked_loss", "checkpointing", "evaluation", "heap", "allocator", "cache",
+    "optimizer_offload", "parameter_offload", "layer_streaming", "attention", "chunked_loss", "checkpointing",
+    "activation_offload", "evaluation", "heap", "allocator", "cache",
 })  # fmt: skip
 """Those that keep nothing from one forward and backward pass to the next: passes on the same values do the same."""
+
+CARRIED_ON = frozenset({"layer_streaming", "activation_offload"})
+"""Those that begin in one block what ends in the next, so that blocks that look alike do not do the same."""
 
 UNOFFERED: dict[str, dict[str, Value]] = {
     "fully_shard": {"dtype": "kept", "offload": "none"},

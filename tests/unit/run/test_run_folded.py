@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from folded_traces import all_run, settled
+from folded_traces import all_run, written_out
 from plimsoll.data.sketch import TextSketch
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
@@ -43,9 +43,9 @@ def folds(monkeypatch):
     """How many passes were noted again; without one if they are all to be run."""
     noted, again = [], Stretch.again
 
-    def counted(self, ended=()):
+    def counted(self, ended=(), renamed=None):
         noted.append(self)
-        return again(self, ended)
+        return again(self, ended, renamed)
 
     monkeypatch.setattr(Stretch, "again", counted)
     return noted
@@ -74,7 +74,7 @@ def test_the_trace_of_a_job_is_that_of_all_its_passes(architecture, target, fold
     all_run(monkeypatch, trace)  # which imports, and asks torch for what it then remembers
     folded = trace()
     assert len(folds) == (5 if precision == "fp16" else 6)
-    assert settled(folded) == settled(all_run(monkeypatch, trace))
+    assert written_out(folded) == written_out(all_run(monkeypatch, trace))
 
 
 @pytest.mark.sampled(4)

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from folded_traces import all_run, settled
+from folded_traces import all_run, written_out
 from plimsoll.data.sketch import TextSketch
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
@@ -42,10 +42,10 @@ def folded_and_run(trace, monkeypatch):
     """The trace with pieces noted again, how many these were, and that of running them all."""
     num_noted, again = 0, Stretch.again
 
-    def counted(stretch, ended=()):
+    def counted(stretch, ended=(), renamed=None):
         nonlocal num_noted
         num_noted += bool(ended)
-        return again(stretch, ended)
+        return again(stretch, ended, renamed)
 
     trace()  # which imports, and asks torch for what it then remembers
     with monkeypatch.context() as patch:
@@ -68,7 +68,7 @@ def test_the_trace_of_an_update_is_that_of_all_its_pieces(name, target, monkeypa
     trace = partial(rehearse_job, one, TEXTS, LOWERINGS[target], (micro_batch_choice(4),))
     folded, num_noted, run = folded_and_run(trace, monkeypatch)
     assert num_noted > 3 * 20  # of 40 parameters, of few kinds, in each of three steps
-    assert settled(folded) == settled(run)
+    assert written_out(folded) == written_out(run)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -78,7 +78,7 @@ def test_the_trace_with_a_technique_is_that_of_all_its_pieces(name, target, monk
     choices = in_order([micro_batch_choice(2), Choice(technique=name, options=TECHNIQUES[name])])
     trace = partial(rehearse_job, job({"name": "adamw"}), TEXTS, LOWERINGS[target], choices)
     folded, _, run = folded_and_run(trace, monkeypatch)
-    assert settled(folded) == settled(run)
+    assert written_out(folded) == written_out(run)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -96,7 +96,7 @@ def test_parameters_that_have_been_updated_more_often_are_of_another_kind(monkey
     trace = partial(rehearse_step, model, optimizer, batch, model_loss, LOWERINGS["cpu"], **options)
     folded, num_noted, run = folded_and_run(trace, monkeypatch)
     assert num_noted
-    assert settled(folded) == settled(run)
+    assert written_out(folded) == written_out(run)
 
 
 def test_what_is_not_known_of_a_state_has_its_piece_run():
