@@ -10,15 +10,25 @@ import ctypes
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import current_process, get_context
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PARENT = "PLIMSOLL_PARENT"
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Have Ctrl-C wait for the block: what Python calls at a fork would raise `KeyboardInterrupt` and ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def forked_pool(
@@ -36,7 +46,7 @@ def forked_pool(
         return None
     pool = ProcessPoolExecutor(num_processes, get_context("fork"), _begin, (os.getpid(), begin, arguments))
     stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-    with warnings.catch_warnings(), suppress(OSError, BrokenProcessPool):
+    with warnings.catch_warnings(), suppress(OSError, BrokenProcessPool), uninterrupted():
         # A library may have started threads; what is called in the children takes none of their locks.
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
         pool.submit(int).result()

@@ -1,20 +1,24 @@
 """Processes that are forked: what they inherit, and that none outlives the one that forked it."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
 from multiprocessing import get_context
+from pathlib import Path
 
 import psutil
 import pytest
 
-from plimsoll.forked import forked_pool
+import plimsoll
+from plimsoll.forked import forked_pool, uninterrupted
 from processes import LONGEST_SECONDS, environment
 
 KEPT: dict[str, object] = {}
+FORK = re.compile(r"os\.fork\(\)|get_context\(\"fork\"\)")
 
 
 def begin(value: object) -> None:
@@ -54,7 +58,7 @@ def test_a_process_that_may_have_no_children_has_none():
 PARENT = """
 import os, sys, time
 from contextlib import ExitStack
-from plimsoll.forked import forked_pool
+from plimsoll.forked import forked_pool, uninterrupted
 
 with ExitStack() as stack:
     pool = forked_pool(stack, 2, print)
@@ -97,3 +101,26 @@ def test_a_command_that_was_started_so_ends_with_the_one_that_did(tmp_path):
     parent.kill()
     parent.communicate()
     child.wait(LONGEST_SECONDS)
+
+
+def test_ctrl_c_waits_for_a_fork_and_is_not_lost():
+    """What is called at a fork raises it where Python ignores it."""
+    reached = []
+
+    def fork():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)  # to this thread; a command has no other yet
+            reached.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        fork()
+    assert reached
+
+
+def test_every_fork_of_a_command_has_ctrl_c_wait():
+    """Each of them, in the order of the calls: a signal that comes while it forks is raised afterwards."""
+    source = Path(plimsoll.__file__).parent
+    forks = {str(path.relative_to(source)) for path in source.rglob("*.py") if FORK.search(path.read_text("utf-8"))}
+    assert forks == {"forked.py", "run/baseline.py", "run/fork_server.py", "run/traced_apart.py"}
+    for name in forks:
+        assert "uninterrupted()" in (source / name).read_text("utf-8")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Self, final
 
 from plimsoll.errors import DataError, DeviceError, InputError, JobError
-from plimsoll.forked import end_with
+from plimsoll.forked import end_with, uninterrupted
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 from plimsoll.run.fork_server import can_fork
@@ -89,7 +89,8 @@ class ForkedBaseline:
         context = get_context("fork")
         self._receiving, sending = context.Pipe(duplex=False)
         self._child = context.Process(target=_send_baseline, args=(sending, job, os.getpid()), daemon=True)
-        self._child.start()
+        with uninterrupted():
+            self._child.start()
         sending.close()
         self._answer: Estimate | None = None
 

@@ -38,7 +38,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from plimsoll.device.heap import trim
-from plimsoll.forked import ending_with_this
+from plimsoll.forked import ending_with_this, uninterrupted
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _MOST_BYTES = 1 << 17  # of a request
@@ -226,11 +226,12 @@ def can_fork() -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
-        probe = os.fork()  # at which OpenBLAS ends its threads, until they are needed
+        with uninterrupted():
+            probe = os.fork()  # at which OpenBLAS ends its threads, until they are needed
+            if probe == 0:
+                os._exit(0)
     except OSError:  # no more processes are allowed
         return False
-    if probe == 0:
-        os._exit(0)
     os.waitpid(probe, 0)
     return len(os.listdir("/proc/self/task")) == 1 and not _has_begun_cuda()
 

@@ -380,8 +380,8 @@ class Planner:
         return learned_ratio(self._calibration, self._target.lowering().name, names)
 
     def _expect(self, mixes: Iterable[Choices]) -> None:
-        """Begin short traces that will be looked at, where they can be made side by side."""
-        self.subject.tracers.expect(list(self._untraced((choices, False) for choices in mixes)))
+        """Begin short traces that will be looked at, but for the first, which is made here meanwhile."""
+        self.subject.tracers.expect(list(self._untraced((choices, False) for choices in mixes))[1:])
 
     def _suppose(self, mixes: Iterable[Likely]) -> None:
         """Begin traces that may be looked at, one for each process that there is."""

@@ -28,7 +28,7 @@ from threading import Condition, Thread
 from typing import NamedTuple
 
 from plimsoll.data.sketch import TextSketch
-from plimsoll.forked import end_with
+from plimsoll.forked import end_with, uninterrupted
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.records.job import Job
 from plimsoll.records.trace import Trace
@@ -84,7 +84,8 @@ class Tracers:
         """Fork the processes, which end with the block."""
         number = min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES)
         with ExitStack() as stack:
-            with _uninterrupted():  # a program may have threads and what does not survive a fork
+            with uninterrupted():
+                # A program of one's own may have threads, and what does not survive a fork.
                 may_fork = number > 0 and is_a_command() and not current_process().daemon and can_fork()
                 tracers = cls(tuple(_forked(number, job, texts)) if may_fork else ())
                 stack.callback(tracers._end)
@@ -157,16 +158,6 @@ def _num_running() -> int:
     with suppress(OSError):
         return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     return 1
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Have Ctrl-C wait for the block: what Python calls at a fork would raise it and ignore it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _forked(number: int, job: Job, texts: TextSketch) -> Iterator[_Worker]:
