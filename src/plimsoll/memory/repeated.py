@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +42,6 @@ def stands_for(num_passes: int) -> Iterator[None]:
     for recorder, begin in zip(recorders, begins, strict=True):
         recorder.note_again(begin, num_passes - 1)
 
-
-T = TypeVar("T")
 
 Renamed = Callable[[int], int]
 
@@ -97,25 +95,6 @@ def end_alike(recorder: Recorder, begin: Place, twins: Mapping[int, Sequence[int
         for row in ended[1:]:
             storages._died[row] = op_row
     storages._events[begin_event:], storages._event_op[begin_event:] = events, event_ops
-
-
-def for_each(items: Iterable[T], function: Callable[[T], None], *, are_alike: bool) -> None:
-    """Call a function with each item.
-
-    Args:
-        items: what it is called with.
-        function: leaves nothing that it has made.
-        are_alike: whether no call but the first need be made: whoever records notes the others as that was.
-    """
-    recorders = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)] if are_alike else []
-    stretch: Stretch | None = None
-    for item in items:
-        if stretch is not None and stretch.is_closed:
-            stretch.again()
-            continue
-        begin = place_of(recorders[0]) if len(recorders) == 1 else None
-        function(item)
-        stretch = None if begin is None else Stretch(recorders[0], begin, [])
 
 
 class Stretch:

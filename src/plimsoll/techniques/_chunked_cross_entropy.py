@@ -22,10 +22,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.errors import InputError
-from plimsoll.memory.repeated import for_each
 
 # A gradient in half precision is added to its fp32 sum by so many rows at a time: what it takes beside the sum.
 _ROWS_PER_SUM = 4096
@@ -203,19 +201,14 @@ class _Pass:
 
     def losses(self, share_N: Tensor | None = None) -> Tensor:
         """Compute the loss of each token; given their shares in the result, also add up the gradients."""
-        loss_N, length = self._logits.new_empty(len(self._target_N)), self._chunk_tokens
-
-        def add_chunk(start: int) -> None:
-            rows = slice(start, start + length)
+        loss_N = self._logits.new_empty(len(self._target_N))
+        for start in range(0, len(self._target_N), self._chunk_tokens):
+            rows = slice(start, start + self._chunk_tokens)
             logits_CV = self._logits_of(rows)
             loss_N[rows], total_C = self._losses_of(logits_CV, self._target_N[rows])
             if share_N is not None:
                 self._make_gradient(logits_CV, total_C, self._target_N[rows], share_N[rows] * self._options.scale)
                 self._add_gradients(logits_CV, rows)
-
-        starts = range(0, len(loss_N), length)
-        for_each(starts[:-1], add_chunk, are_alike=type(loss_N) is FakeTensor)
-        for_each(starts[-1:], add_chunk, are_alike=False)  # it may be shorter
         return loss_N.masked_fill_(self._ignored_N, 0)
 
     def _logits_of(self, rows: slice) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from plimsoll.memory.known import known_of
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
-from plimsoll.memory.repeated import Stretch, for_each, place_of, row_of, stands_for
+from plimsoll.memory.repeated import Stretch, place_of, row_of, stands_for
 from plimsoll.memory.trace import rehearsal
 
 SIDE = 128  # more values than a dry run computes with
@@ -117,34 +116,3 @@ def test_older_storages_that_end_have_others_in_their_place():
             return stage.trace()
 
     assert consumed(is_noted_again=True) == consumed(is_noted_again=False)
-
-
-@pytest.mark.parametrize("leaves_something", [False, True])
-def test_calls_that_are_alike_are_noted_as_the_first(leaves_something):
-    """What leaves something of each call is called each time, and so is what is not alike."""
-
-    def traced(are_alike):
-        called, kept = [], []
-        with rehearsal(CpuLowering(), lambda: "forward", keeps_all=True) as stage:
-            stage.recorder.step = 1
-            total = torch.zeros(SIDE, SIDE)
-
-            def add(number):
-                called.append(number)
-                made = total + 1
-                total.mul_(made)
-                if leaves_something:
-                    kept.append(made)
-
-            for_each(range(4), add, are_alike=are_alike)
-            return called, stage.trace()
-
-    called, trace = traced(are_alike=True)
-    assert called == ([0, 1, 2, 3] if leaves_something else [0])
-    assert ([0, 1, 2, 3], trace) == traced(are_alike=False)
-
-
-def test_calls_that_nobody_records_are_made():
-    called = []
-    for_each("abc", called.append, are_alike=True)
-    assert called == ["a", "b", "c"]

@@ -95,27 +95,6 @@ def test_the_trace_with_any_technique_is_that_of_all_its_passes(name, training, 
         assert folded == all_run(monkeypatch, trace)
 
 
-def call_each(items, function, *, are_alike):
-    for item in items:
-        function(item)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_the_trace_of_a_chunked_loss_is_that_of_all_its_chunks(precision, folds, monkeypatch):
-    """Chunks of 5 of 64 tokens, the last of 4; in half precision they are computed once more in backward."""
-    one = job(model={"architecture": "gpt2", **ARCHITECTURES["gpt2"]}, precision=precision)
-    texts = TextSketch(vocab_size=1100, num_labels=None, end_id=0)
-    choices = in_order((micro_batch_choice(4), Choice(technique="chunked_loss", options={"chunk_tokens": 5})))
-    trace = partial(rehearse_job, one, texts, LOWERINGS["cpu"], choices)
-    trace()  # which imports
-    before = len(folds)
-    folded = trace()
-    num_folds = len(folds) - before
-    monkeypatch.setattr("plimsoll.techniques._chunked_cross_entropy.for_each", call_each)
-    assert written_out(folded) == written_out(trace())
-    assert num_folds > len(folds) - before - num_folds + 2 * 11  # of each pass all chunks but the first and the last
-
-
 @pytest.mark.parametrize("name", sorted(set(TECHNIQUES) - FORGETFUL))
 def test_what_a_technique_may_keep_is_run_each_time(name):
     workload = setup_for("gpt2", ["micro_batch"]).workload()
