@@ -23,7 +23,10 @@ _PARENT = "PLIMSOLL_PARENT"
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Have Ctrl-C wait for the block: what Python calls at a fork would raise `KeyboardInterrupt` and ignore it."""
+    """Have Ctrl-C wait for the block: what Python calls at a fork would raise `KeyboardInterrupt` and ignore it.
+
+    Does NOT do so in a process with other threads, one of which is interrupted then.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -46,10 +49,12 @@ def forked_pool(
         return None
     pool = ProcessPoolExecutor(num_processes, get_context("fork"), _begin, (os.getpid(), begin, arguments))
     stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-    with warnings.catch_warnings(), suppress(OSError, BrokenProcessPool), uninterrupted():
+    with warnings.catch_warnings(), suppress(OSError, BrokenProcessPool):
         # A library may have started threads; what is called in the children takes none of their locks.
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-        pool.submit(int).result()
+        with uninterrupted():
+            begun = pool.submit(int)
+        begun.result()
         return pool
     return None
 

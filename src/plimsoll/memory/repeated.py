@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -84,16 +84,19 @@ def ended_since(recorder: Recorder, begin: Place) -> list[int]:
 
 
 def end_alike(recorder: Recorder, begin: Place, twins: Mapping[int, Sequence[int]]) -> None:
-    """Where a storage has ended since a place, let its twins have ended, too."""
-    storages = recorder._storages
+    """Where storages have ended since a place, let their twins have ended in the same op, the last of each first."""
+    storages, begin_event = recorder._storages, begin.event
     events, event_ops = list[int](), list[int]()
-    begin_event = begin.event
-    for event, op_row in zip(storages._events[begin_event:], storages._event_op[begin_event:], strict=True):
-        ended = [-event - 1, *twins.get(-event - 1, ())] if event < 0 else []
-        events += [-row - 1 for row in ended] or [event]
-        event_ops += [op_row] * max(len(ended), 1)
-        for row in ended[1:]:
-            storages._died[row] = op_row
+    since = zip(storages._events[begin_event:], storages._event_op[begin_event:], strict=True)
+    for (op_row, have_twins), group in groupby(since, key=lambda one: (one[1], -one[0] - 1 in twins)):
+        ended = [event for event, _ in group]
+        if have_twins:
+            others = zip(*(reversed(twins[-event - 1]) for event in ended), strict=True)
+            for row in chain.from_iterable(others):
+                storages._died[row] = op_row
+                ended.append(-row - 1)
+        events += ended
+        event_ops += [op_row] * len(ended)
     storages._events[begin_event:], storages._event_op[begin_event:] = events, event_ops
 
 

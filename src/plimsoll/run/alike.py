@@ -41,11 +41,11 @@ def rows_of(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 def are_alike(first: nn.Module, first_number: int, other: nn.Module, other_number: int) -> bool:
     """Whether two blocks, each with its number, are alike."""
-    pairs = [*zip(_traits(first), _traits(other), strict=False)]
-    num_traits = sum(1 for _ in _traits(first)), sum(1 for _ in _traits(other))
+    some, others = [*_traits(first)], [*_traits(other)]
     own = (int, first_number), (int, other_number)
-    return num_traits[0] == num_traits[1] and all(
-        one == another or (one[:-2] == another[:-2] and (one[-2:], another[-2:]) == own) for one, another in pairs
+    return len(some) == len(others) and all(
+        one == another or (one[:-2] == another[:-2] and (one[-2:], another[-2:]) == own)
+        for one, another in zip(some, others, strict=True)
     )
 
 

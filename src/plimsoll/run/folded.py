@@ -51,8 +51,8 @@ def passes_repeat(workload: Workload, choices: Choices) -> bool:
 def _put_on(module: nn.Module) -> Iterator[Any]:
     """What is called with a module and is none of its class: hooks, and a method that was exchanged."""
     for name, value in vars(module).items():
-        if name.endswith("_hooks"):
-            yield from value.values()
+        if name.endswith("_hooks"):  # transformers keeps handles in a list of such a name
+            yield from value.values() if isinstance(value, dict) else ()
     if "forward" in vars(module):
         yield module.forward
 

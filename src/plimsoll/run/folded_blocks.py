@@ -6,8 +6,9 @@ others are noted as it was, and the first is run. Both that were run must have d
 have not, or where a block is called in another way than the first, `BlocksDiffer` is raised: the training has to be
 rehearsed with all blocks run.
 
-Blocks take one tensor that has a gradient and return one; everything else that they are given is the same for all.
-Does NOT see code that does something else in a block in the middle, by its number alone.
+Blocks take one tensor that has a gradient and return one; everything else that they are given is the same for all. What
+goes from one to the next, and the parameters of each, are used nowhere else. Does NOT see code that does something else
+in a block in the middle, by its number alone, nor code that used a parameter of one before the first was called.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.repeated import Place, Renamed, Stretch, end_alike, ended_since, name_gradients, place_of, row_of
 from plimsoll.run.alike import PLAIN, layout_of, rows_of
 from plimsoll.techniques._forwards import replaced_forward
+
+_ONLY_KEPT = 1  # references to a storage that nobody else has
 
 
 class BlocksDiffer(PlimsollError):
@@ -191,6 +194,7 @@ class _Row:
         assert given.tensor is not None
         noted = _Noted(self, number, example, given.tensor)
         self.noted.append(noted)
+        _call_before(given.tensor, noted.require_own)
         with self.recorder._graphs.unseen():
             tensor = _NotedBlock.apply(given.tensor, noted)  # type: ignore[no-untyped-call]
         return example.result.with_tensor(tensor)
@@ -287,6 +291,11 @@ class _Backward:
         else:
             row.last = self
 
+    @property
+    def had_none(self) -> list[bool]:
+        """Of each parameter whether it had no gradient before."""
+        return [row < 0 for row in self._before]
+
     def _older(self) -> dict[int, Hashable]:
         """What the storages are that were there before."""
         begin = self._passed.begin.storage
@@ -314,6 +323,7 @@ class _Noted:
         self._row, self._number, self._example = row, number, example
         self._input_row = row_of(row.recorder, given)
         self._kept = given.untyped_storage() if example.keeps_input else None
+        self._returned_row = -2  # none, until its backward pass was noted
         self.begin_row = place_of(row.recorder).storage
 
     def forward(self) -> Tensor:
@@ -321,12 +331,29 @@ class _Noted:
         (result,) = self._example.stretch.again(renamed=self._row.renamed(0, self._number))
         return result
 
+    def require_own(self, gradient: Tensor) -> None:
+        """Refuse a gradient of the input that is not this block's own, but what others have added up, too.
+
+        Raises:
+            BlocksDiffer: if what the block was given is used elsewhere.
+        """
+        if row_of(self._row.recorder, gradient) != self._returned_row:
+            raise BlocksDiffer(f"what {self._row.names[self._number]} was given is used elsewhere, too")
+
     def backward(self, given: Tensor) -> Tensor:
-        """Note its backward pass, from the gradient of its result; returns that of its input."""
+        """Note its backward pass, from the gradient of its result; returns that of its input.
+
+        Raises:
+            BlocksDiffer: if it cannot do what the last block's does.
+        """
         row, example = self._row, self._row.last
         if example is None:
             raise BlocksDiffer(f"the backward pass of {row.names[self._number]} comes before that of {row.names[-1]}")
         parameters = [*row.blocks[self._number].parameters()]
+        if [one.grad is None for one in parameters] != example.had_none:
+            raise BlocksDiffer(f"parameters of {row.names[self._number]} are used elsewhere, too")
+        if self._kept is not None and torch._C._storage_Use_Count(self._kept._cdata) != _ONLY_KEPT:
+            raise BlocksDiffer(f"what {row.names[self._number]} was given is kept elsewhere, too")
         rows: dict[Hashable, int] = {"input": self._input_row, "given": row_of(row.recorder, given)}
         rows |= {("gradient", place): _row_of_gradient(row.recorder, one) for place, one in enumerate(parameters)}
         begin = self._example.begin.storage
@@ -335,6 +362,7 @@ class _Noted:
         made = iter(example.stretch.again(ended, row.renamed(len(row.blocks) - 1, self._number)))
         self._kept = None
         gradient = next(made) if example.is_new else given
+        self._returned_row = row_of(row.recorder, gradient)
         for place in example.reached:
             parameters[place].grad = next(made)
         if not example.reached:  # it adds to what is there

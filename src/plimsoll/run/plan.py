@@ -390,9 +390,11 @@ class Planner:
 
     def _untraced(self, mixes: Iterable[Likely]) -> Iterator[Asked]:
         for choices, at_length in mixes:
-            seen, is_short = _seen_in_trace(choices), self._is_short or not at_length
-            if (seen, is_short) not in self._traced and is_short is not at_length:
-                yield Asked(self._target.lowering(), seen, is_short)
+            if at_length and self._is_short:
+                continue  # the short trace shows all
+            asked = Asked(self._target.lowering(), _seen_in_trace(choices), is_short=not at_length)
+            if (asked.choices, asked.is_short) not in self._traced:
+                yield asked
 
     def _trace(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         seen = _seen_in_trace(choices)

@@ -76,7 +76,7 @@ class Tracers:
         """How many processes have a core for what is supposed: other programs leave it to them."""
         num_working = sum(not future.done() for future in tuple(self._begun.values()))
         num_others = max(_num_running() - 1 - num_working, 0)
-        return min(len(self._workers), max((os.cpu_count() or 1) - 1 - num_others, 0))
+        return min(len(self._workers), max(len(os.sched_getaffinity(0)) - 1 - num_others, 0))
 
     @classmethod
     @contextmanager
@@ -114,7 +114,8 @@ class Tracers:
         with self._changed:
             self._supposed.clear()  # what was supposed before and is not begun is out of date
             known = {*self._begun, *(one.key for one in self._expected)}
-            waiting += [one for one in asked if one.key not in known] if self._workers else ()
+            new = {one.key: one for one in asked if one.key not in known}
+            waiting += new.values() if self._workers else ()
             self._changed.notify_all()
 
     def _feed(self, connection: Connection) -> None:

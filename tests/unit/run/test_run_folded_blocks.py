@@ -170,6 +170,32 @@ class Model(nn.Module):
         return SimpleNamespace(loss=self.end(hidden).mean())
 
 
+@of_transformers
+class UsedElsewhere(Model):
+    """What a block in the middle takes and has, used in another place of the model, too."""
+
+    def __init__(self, use):
+        super().__init__(map(Block, range(5)))
+        self.use = use
+
+    def forward(self, input_ids):
+        hidden, kept, before = self.begin(input_ids), 0.0, None
+        for number, block in enumerate(self.blocks):
+            before, hidden = hidden, block(hidden)
+            if number == 2 and self.use == "its result, at the end":
+                kept = hidden
+            if number == 2 and self.use == "its result, at once":
+                kept = (hidden * hidden).sum()
+            if number == 2 and self.use == "its result, in memory":
+                self.memory = hidden.detach()
+            if number == 2 and self.use == "its result without its graph":
+                hidden = before + hidden.detach()
+            if number == 3 and self.use == "its parameter":
+                kept = block.first.weight.sum()
+        result = self.end(hidden + kept) if self.use == "its result, at the end" else self.end(hidden) + kept
+        return SimpleNamespace(loss=result.mean())
+
+
 def model_traced(model):
     batch = {"input_ids": torch.zeros(8, 4, dtype=torch.int64)}
     options = {"choices": (micro_batch_choice(4),), "clip_norm": None, "precision": "fp32", "units": batch_size_of}
@@ -183,6 +209,16 @@ DIFFERING = {
     "one is given something else": lambda: Model(map(Block, range(4)), lambda number: {"scale": number == 2}),
     "one is called twice": lambda: Model(map(Block, range(4)), order=[0, 1, 1, 2, 3]),
     "the first is called again": lambda: Model(map(Block, range(4)), order=[0, 1, 2, 3, 0]),
+    **{
+        f"used elsewhere: {use}": partial(UsedElsewhere, use)
+        for use in (
+            "its result, at the end",
+            "its result, at once",
+            "its result, in memory",
+            "its result without its graph",
+            "its parameter",
+        )
+    },
     "they are called in another order": lambda: Model(map(Block, range(4)), order=[0, 2, 1, 3]),
 }
 
@@ -235,6 +271,22 @@ def test_what_is_computed_between_blocks_is_run(noted, monkeypatch):
             return SimpleNamespace(loss=self.end(hidden).mean())
 
     trace = model_traced(Between(map(Block, range(4))))
+    folded = trace()
+    assert noted
+    assert written_out(folded) == written_out(all_run(monkeypatch, trace))
+
+
+def test_layers_that_transformers_checkpoints_itself_are_noted(noted, monkeypatch):
+    """It puts a list of handles into each, whose name is that of hooks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**FEW_KEYS, vocab_size=64, use_cache=False)).train()
+    model.activation_checkpointing_enable()
+    batch = {"input_ids": torch.zeros(8, 4, dtype=torch.int64), "labels": torch.zeros(8, 4, dtype=torch.int64)}
+    options = {"choices": (micro_batch_choice(4),), "clip_norm": None, "precision": "fp32", "units": batch_size_of}
+    optimizer = torch.optim.AdamW(model.parameters())
+    trace = partial(rehearse_step, model, optimizer, batch, model_loss, CpuLowering(), **options)
+    all_run(monkeypatch, trace)
     folded = trace()
     assert noted
     assert written_out(folded) == written_out(all_run(monkeypatch, trace))
