@@ -119,7 +119,7 @@ go, say_go = os.pipe()
 if sys.argv[1] == "other parent":
     os.write(say_go, b"go")
 os.close(say_go)  # which a server does not have
-if (number := _fork_for(1 if sys.argv[1] == "other parent" else os.getppid(), go)) is None:
+if (number := _fork_for(-1 if sys.argv[1] == "other parent" else os.getppid(), go)) is None:
     print("went on")
 """
 
