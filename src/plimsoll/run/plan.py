@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -385,15 +385,13 @@ class Planner:
 
     def _suppose(self, mixes: Iterable[Likely]) -> None:
         """Begin traces that may be looked at, one for each process that there is."""
-        tracers = self.subject.tracers
-        tracers.suppose(list(islice(self._untraced(mixes), tracers.number)))
+        self.subject.tracers.suppose(self._untraced(mixes))
 
     def _untraced(self, mixes: Iterable[Likely]) -> Iterator[Asked]:
         for choices, at_length in mixes:
-            if at_length and self._is_short:
-                continue  # the short trace shows all
             asked = Asked(self._target.lowering(), _seen_in_trace(choices), is_short=not at_length)
-            if (asked.choices, asked.is_short) not in self._traced:
+            is_shown = at_length and self._is_short  # by the short trace
+            if not is_shown and (asked.choices, asked.is_short) not in self._traced:
                 yield asked
 
     def _trace(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:

@@ -16,10 +16,11 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import islice
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
@@ -97,9 +98,9 @@ class Tracers:
         """Have traces made that will be taken in this order."""
         self._ask(self._expected, asked)
 
-    def suppose(self, asked: Sequence[Asked]) -> None:
+    def suppose(self, asked: Iterable[Asked]) -> None:
         """Have traces made that may be taken, where nothing that is expected waits and cores are idle."""
-        self._ask(self._supposed, asked[: self.number])
+        self._ask(self._supposed, list(islice(asked, self.number)))
 
     def take(self, asked: Asked) -> tuple[Trace, bool] | None:
         """Wait for a trace that was begun; returns it, and whether it was known before. ``None``: make it here."""
