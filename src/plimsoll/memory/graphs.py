@@ -72,23 +72,20 @@ class Graphs:
     def note_again(self, noted: NotedNodes, begin: int, shift: int) -> None:
         """Note nodes once more, so many rows later; the first op is in row ``begin``."""
         current = torch._C._current_graph_task_id()
-        if current != _OUTSIDE:  # of a recomputation, which end with the next op
+        is_inside = current != _OUTSIDE  # these nodes are of a recomputation, and end with the next op
+        if is_inside:
             self._end(begin, [one for one in self._open if one[0] == current])
-            still = [row for row, (_, gone, _) in enumerate(noted.nodes, start=len(self._nodes)) if gone < 0]
-            self._nodes += [[made + shift, gone + shift if gone >= 0 else gone, num] for made, gone, num in noted.nodes]
-            if still:
-                self._open.setdefault((current, _AGAIN), []).extend(still)
-            return
-        if self._pass != _OUTSIDE:
+        elif self._pass != _OUTSIDE:
             self._end(begin, list(self._open))
         last = max((gone for _, gone, _ in noted.nodes), default=-1)
-        if not noted.is_running and last >= 0:  # the end of a backward pass ends all older nodes
+        if not is_inside and not noted.is_running and last >= 0:  # the end of a backward pass ends all older nodes
             self._end(last + shift, list(self._open))
         still = [row for row, (_, gone, _) in enumerate(noted.nodes, start=len(self._nodes)) if gone < 0]
         self._nodes += [[made + shift, gone + shift if gone >= 0 else gone, num] for made, gone, num in noted.nodes]
         if still:
-            self._open.setdefault((_OUTSIDE, _OUTSIDE), []).extend(still)
-        self._pass = _AGAIN if noted.is_running else _OUTSIDE
+            self._open.setdefault((current, _AGAIN if is_inside else _OUTSIDE), []).extend(still)
+        if not is_inside:
+            self._pass = _AGAIN if noted.is_running else _OUTSIDE
 
     def nodes(self) -> tuple[tuple[int, int, int], ...]:
         """``(op row, op row, number)``: where nodes were made and from where on they are gone, -1 if never."""

@@ -124,7 +124,7 @@ class Stretch:
     def is_closed(self) -> bool:
         """Whether only the known tensors are left of what was made, and of what is older only what was said has gone.
 
-        ``False`` with a replayed graph, too: that is rehearsed each time.
+        It is also ``False`` where a CUDA graph is replayed, which a dry run does each time.
         """
         is_closed = not self.left and not any(one.has_graph for one in self._made) and self.is_plain
         return is_closed and sorted(ended_since(self._recorder, self._begin)) == sorted(self._ended)

@@ -1,7 +1,7 @@
-"""What a search will look at next, if what it looks at now is as guessed: other cores can begin it meanwhile.
+"""Which traces a search will probably need next, so that idle cores can begin them.
 
-It is the search itself that says so: a copy of it goes on with guesses in the place of traces, until it asks for
-another one. A wrong guess costs nothing but the time of a core that had nothing to do; the search never sees it.
+A copy of the search finds out: it takes guesses for results, and stops where it needs a mix that it has no result of. A
+wrong guess costs the time of an idle core and changes no plan, since the search itself never sees guesses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Suppose = Callable[[Iterable[Likely]], None]
 
 
 class Untraced(Exception):
-    """A search that goes on with guesses asks for a trace."""
+    """A copy of the search needs a mix that was not traced."""
 
     def __init__(self, choices: Choices) -> None:
         super().__init__(choices)
@@ -37,7 +37,7 @@ class Untraced(Exception):
 
 
 def not_traced(choices: Choices) -> Look:
-    """In the place of what traces a mix."""
+    """Refuse to trace a mix."""
     raise Untraced(choices)
 
 

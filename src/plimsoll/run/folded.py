@@ -98,7 +98,7 @@ class Folded:
             loss, *gradients = done.stretch.again()
             for parameter, gradient in zip(done.reached, gradients, strict=True):
                 parameter.grad = gradient
-            if not done.reached:  # it adds to what is there
+            if not done.reached:  # all gradients were there, and it adds to them
                 name_gradients(self._recorder, self._parameters())
             return loss
         begin = place_of(self._recorder)

@@ -2,13 +2,12 @@
 
 A transformer does the same in each of its layers. Of a row of layers that are alike (`plimsoll.run.alike`) the first is
 run, the second to the last but one are noted as the first was, and the last is run. In backward the last is run, the
-others are noted as it was, and the first is run. Both that were run must have done the same, event by event. Where they
-have not, or where a block is called in another way than the first, `BlocksDiffer` is raised: the training has to be
-rehearsed with all blocks run.
+others are noted as it was, and the first is run.
 
-Blocks take one tensor that has a gradient and return one; everything else that they are given is the same for all. What
-goes from one to the next, and the parameters of each, are used nowhere else. Does NOT see code that does something else
-in a block in the middle, by its number alone, nor code that used a parameter of one before the first was called.
+A block takes one tensor that has a gradient and returns one; its other arguments are the same for all blocks. Between
+the first and the last block nobody else uses these tensors or the blocks' parameters. The two blocks that were run did
+the same, event by event. Where one of this is not so, `BlocksDiffer` is raised, and the dry run begins again and runs
+all blocks. Does NOT see code that does something else in a block in the middle because of its number.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class FoldedBlocks:
 
     @contextmanager
     def folded(self) -> Iterator[None]:
-        """Fold the rows in the forward and the backward pass of the block; techniques are installed."""
+        """Fold the rows in a forward and backward pass, which the ``with`` block makes. Techniques are installed."""
         with ExitStack() as stack:
             for blocks in rows_of(self._model):
                 row = _Row(self._recorder, blocks)
@@ -200,7 +199,7 @@ class _Row:
         return example.result.with_tensor(tensor)
 
     def renamed(self, number: int, other: int) -> Renamed:
-        """Return what stands in place of a text where one block stands in place of another."""
+        """Return a function that takes a text's number to that of the same text about another block."""
         texts, known = [*self.recorder._texts], dict[int, int]()
         name = re.compile(rf"(?<![\w.]){re.escape(self.names[number])}(?!\w)")
 
@@ -237,7 +236,7 @@ class _Backward:
         stretch: what was recorded.
         ended: what the storages are that have ended in it and were there before.
         reached: the places of the parameters that have a gradient since.
-        is_new: whether the gradient of the input is in a storage of its own, and not in that of the result's.
+        is_new: whether the input's gradient has its own storage; it may share that of the result's gradient.
     """
 
     stretch: Stretch
@@ -272,6 +271,8 @@ class _Backward:
         recorder, begin, row = self._row.recorder, self._begin, self._row
         if begin is None:
             raise BlocksDiffer(f"the backward pass of {row.names[self._number]} has not begun")
+        if not self._is_alone(begin):
+            raise BlocksDiffer(f"the backward pass of {row.names[self._number]} is mixed with that of something else")
         rows = [_row_of_gradient(recorder, one) for one in self._parameters]
         self.reached = [place for place, now in enumerate(rows) if now != self._before[place]]
         self.is_new = row_of(recorder, gradient) != self._given[0]
@@ -290,6 +291,13 @@ class _Backward:
             raise BlocksDiffer(f"what {row.names[-1]} was given does not end with its backward pass")
         else:
             row.last = self
+
+    def _is_alone(self, begin: Place) -> bool:
+        """Whether all ops since a place are of modules of the block; those that add up gradients are of none."""
+        recorder, name = self._row.recorder, self._row.names[self._number]
+        texts = [*recorder._texts]
+        modules = {texts[number] for number in recorder._ops[1][begin.op :]}
+        return all(module in {"", name} or module.startswith(f"{name}.") for module in modules)
 
     @property
     def had_none(self) -> list[bool]:
@@ -323,7 +331,7 @@ class _Noted:
         self._row, self._number, self._example = row, number, example
         self._input_row = row_of(row.recorder, given)
         self._kept = given.untyped_storage() if example.keeps_input else None
-        self._returned_row = -2  # none, until its backward pass was noted
+        self._returned: tuple[int, Place] | None = None  # the row of its input's gradient, and where that was
         self.begin_row = place_of(row.recorder).storage
 
     def forward(self) -> Tensor:
@@ -332,12 +340,12 @@ class _Noted:
         return result
 
     def require_own(self, gradient: Tensor) -> None:
-        """Refuse a gradient of the input that is not this block's own, but what others have added up, too.
+        """Refuse a gradient of the input to which others have added.
 
         Raises:
             BlocksDiffer: if what the block was given is used elsewhere.
         """
-        if row_of(self._row.recorder, gradient) != self._returned_row:
+        if (row_of(self._row.recorder, gradient), place_of(self._row.recorder)) != self._returned:
             raise BlocksDiffer(f"what {self._row.names[self._number]} was given is used elsewhere, too")
 
     def backward(self, given: Tensor) -> Tensor:
@@ -362,11 +370,11 @@ class _Noted:
         made = iter(example.stretch.again(ended, row.renamed(len(row.blocks) - 1, self._number)))
         self._kept = None
         gradient = next(made) if example.is_new else given
-        self._returned_row = row_of(row.recorder, gradient)
         for place in example.reached:
             parameters[place].grad = next(made)
-        if not example.reached:  # it adds to what is there
+        if not example.reached:  # all gradients were there, and it adds to them
             name_gradients(row.recorder, parameters)
+        self._returned = row_of(row.recorder, gradient), place_of(row.recorder)
         return gradient
 
 

@@ -251,7 +251,7 @@ def rehearse_step(
 
 
 def _folding_blocks(trace_with: Callable[[bool, bool], Trace]) -> Callable[[bool], Trace]:
-    """Trace with blocks that look alike folded, and where they turn out to differ with all of them run."""
+    """Fold blocks that look alike; if they turn out to differ, trace again and run all blocks."""
 
     def traced(keeps_all: bool) -> Trace:
         with suppress(BlocksDiffer):

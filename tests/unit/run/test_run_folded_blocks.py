@@ -1,6 +1,7 @@
 """Blocks that are noted as others were: the trace is that of running each of them, and what may differ is run."""
 
 from functools import partial
+from random import Random as Rng
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -290,3 +291,53 @@ def test_layers_that_transformers_checkpoints_itself_are_noted(noted, monkeypatc
     folded = trace()
     assert noted
     assert written_out(folded) == written_out(all_run(monkeypatch, trace))
+
+
+USES = {
+    "nothing": lambda hidden, block: 0.0,
+    "its sum": lambda hidden, block: hidden.sum(),
+    "its square": lambda hidden, block: (hidden * hidden).sum(),
+    "its slice": lambda hidden, block: hidden[:, 0].sum(),
+    "its value": lambda hidden, block: hidden.detach().sum(),
+    "a weight": lambda hidden, block: block.first.weight.sum(),
+    "the square of a weight": lambda hidden, block: block.second.weight.square().sum(),
+}
+
+
+@of_transformers
+class Random(Model):
+    """Between blocks, drawn for all of them or for each, something of the tensor that goes on or of the next block."""
+
+    def __init__(self, seed):
+        random = Rng(seed)
+        super().__init__(map(Block, range(random.randint(3, 6))))
+        same = random.choice(["nothing", "nothing", "nothing", *USES]) if random.random() < 0.7 else None
+        self.uses = [same or random.choice([*USES]) for _ in self.blocks]
+        self.is_kept, self.is_late = random.random() < 0.2, random.random() < 0.3
+        self.skip = random.choice([None, None, None, "all", "one"])
+
+    def forward(self, input_ids):
+        hidden = self.begin(input_ids)
+        more, kept, first = [], [], hidden
+        for number, (block, use) in enumerate(zip(self.blocks, self.uses, strict=True)):
+            if not self.is_late:
+                more.append(USES[use](hidden, block))
+            kept += [hidden] if self.is_kept else []
+            hidden = block(hidden)
+            if self.is_late:
+                more.append(USES[use](hidden, block))
+            if self.skip == "all" or (self.skip == "one" and number == 1):
+                hidden = hidden + first
+        return SimpleNamespace(loss=self.end(hidden).mean() + sum(more), kept=kept)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seeds", [range(40), range(40, 80)], ids=str)
+def test_random_uses_of_what_goes_from_block_to_block_change_nothing(seeds, noted, monkeypatch):
+    different = []
+    for seed in seeds:
+        trace = model_traced(Random(seed))
+        if written_out(trace()) != written_out(all_run(monkeypatch, trace)):
+            different.append((seed, Random(seed).uses))
+    assert different == []
+    assert noted
