@@ -97,7 +97,7 @@ coverage: $(VENV)/.installed-release ## which lines the tests run, also in proce
 	$(RUN) -m coverage report
 
 # Modules or folders of them for `make mutants`, how many mutants of each, and what they are drawn with.
-MUTATED ?= src/plimsoll/run/undo.py src/plimsoll/run/commit.py
+MUTATED ?= src/plimsoll/step/undo/step_state.py src/plimsoll/step/update/commit.py
 NUMBER ?= 20
 SEED ?= 0
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from plimsoll.assemble import assemble
 from plimsoll.data.prepare import Prepared
+from plimsoll.models.assemble import assemble
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import RunRecord
-from plimsoll.run.directory import RunDirectory
-from plimsoll.run.job_step import step_of
+from plimsoll.step.job_step import step_of
+from plimsoll.training.run_directory import RunDirectory
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ import psutil
 
 from plimsoll.device.process import data_bytes
 from plimsoll.records.run import CheckpointLine, Line, StartLine, StepLine, parse_line
-from plimsoll.run.directory import RunDirectory
+from plimsoll.training.run_directory import RunDirectory
 
 MIB = 1 << 20
 INTERRUPTED = {130, 143}

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 import plimsoll
 from demo import standard_library
-from plimsoll.assemble import assemble
 from plimsoll.data.prepare import prepare
+from plimsoll.models.assemble import assemble
 from plimsoll.report.progress import stages
 
 STEPS = 5

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from plimsoll.data.batching import Buckets
-from plimsoll.data.loader import Loader
+from plimsoll.data.batches.batching import Buckets
+from plimsoll.data.batches.loader import Loader
 
 BATCH_SIZE = 1024
 CONSUMED = Buckets(max_tokens=300, pool_samples=100)
@@ -88,7 +88,7 @@ def hugging_face_batches(text: Path, cache: Path, num_workers: int) -> Any:
 
 def plimsoll_batches(text: Path, cache: Path, num_workers: int) -> Any:
     from plimsoll.data.formats import Reading
-    from plimsoll.data.index import open_corpus
+    from plimsoll.data.text.index import open_corpus
 
     corpus = open_corpus((str(text),), Reading(unit="line"), cache / "plimsoll")
     return (fields["characters"] for fields in Loader(CorpusLines(corpus), BATCH_SIZE, workers=num_workers))

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 import plimsoll
-from plimsoll.assemble import assemble, choose_device
 from plimsoll.data.prepare import Prepared
 from plimsoll.device.base import backend_for
+from plimsoll.models.assemble import assemble, choose_device
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from _results import add_out, file_result
 from plimsoll.data.prepare import prepare
-from plimsoll.data.sources import find_files
+from plimsoll.data.text.sources import find_files
 from plimsoll.device.process import private_bytes
 from plimsoll.errors import PlimsollError
 from plimsoll.records.job import Job
@@ -136,7 +136,7 @@ class Training:
 
     def plan(self, budget_bytes: int) -> Plan:
         """Plan for a budget, once."""
-        from plimsoll.run.plan import plan_job
+        from plimsoll.planning.plan import plan_job
 
         if budget_bytes not in self.plans:
             self.plans[budget_bytes] = plan_job(self.job, limit_bytes=budget_bytes)
@@ -169,7 +169,7 @@ class Training:
 
 def _budget_of(rung: Rung | None) -> int:
     """What holds a rung, in whole MiB."""
-    from plimsoll.device.data_limit import MARGIN_BYTES
+    from plimsoll.device.cpu.data_limit import MARGIN_BYTES
 
     assert rung is not None
     assert rung.peak is not None

@@ -28,10 +28,10 @@ def main() -> None:
     first = sys.stdin.readline()
     if not first:
         return
-    import plimsoll.run.train  # noqa: F401  -- as a training process imports
-    from plimsoll import assemble  # noqa: F401
-    from plimsoll.run.baseline import load_libraries
-    from plimsoll.run.imports import leave_out_unused
+    import plimsoll.training.loop  # noqa: F401  -- as a training process imports
+    from plimsoll.models import assemble  # noqa: F401
+    from plimsoll.planning.baseline import load_libraries
+    from plimsoll.planning.lean_imports import leave_out_unused
 
     job = Job.from_json(json.loads(first)["job"])
     leave_out_unused(job, is_own=True)
@@ -62,12 +62,12 @@ def exit_code_of(run: dict[str, Any]) -> int:
 
 
 def train(run: dict[str, Any]) -> None:
-    from plimsoll.assemble import assemble
     from plimsoll.data.prepare import Prepared
     from plimsoll.device.base import backend_for
+    from plimsoll.models.assemble import assemble
     from plimsoll.models.build import build_model
-    from plimsoll.run.job_step import step_of
-    from plimsoll.run.trial import try_plan
+    from plimsoll.planning.trial import try_plan
+    from plimsoll.step.job_step import step_of
     from plimsoll.techniques.heap import set_up_as_with
 
     job, prepared = Job.from_json(run["job"]), Prepared.load(Path(run["prepared"]))

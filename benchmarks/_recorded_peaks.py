@@ -21,9 +21,9 @@ from plimsoll.memory.allocator.caching import CachingAllocator, replay
 from plimsoll.memory.predict import count_on_cuda
 from plimsoll.memory.trace import Rehearsal, trace_training
 from plimsoll.memory.workspaces import LT_BYTES
+from plimsoll.planning.targets import gpu_target
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Trace
-from plimsoll.run.targets import gpu_target
 
 MIB = 2**20
 _STEPS = 2

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice
-from plimsoll.run.recover import samples_of_rank
+from plimsoll.step.recovery import samples_of_rank
 
 # -- models that a job names by their function -------------------------------------------------------------------------
 
@@ -76,16 +76,16 @@ def cnn_wide(vocab_size: int, num_labels: int) -> nn.Module:
 def main() -> None:
     run = json.load(sys.stdin)
     job = Job.from_json(run["job"])
-    from plimsoll import assemble  # noqa: F401  -- as a training process imports
     from plimsoll.device.base import backend_for
+    from plimsoll.distributed.ranks import joined
+    from plimsoll.models import assemble  # noqa: F401  -- as a training process imports
     from plimsoll.models.build import build_model
-    from plimsoll.optimizers import build_optimizer
-    from plimsoll.ranks import joined
-    from plimsoll.run import train  # noqa: F401
-    from plimsoll.run.baseline import load_libraries
-    from plimsoll.run.imports import leave_out_unused
-    from plimsoll.run.job_step import step_of
+    from plimsoll.models.optimizers import build_optimizer
+    from plimsoll.planning.baseline import load_libraries
+    from plimsoll.planning.lean_imports import leave_out_unused
+    from plimsoll.step.job_step import step_of
     from plimsoll.techniques.heap import set_up_as_with, set_up_for_steps
+    from plimsoll.training import loop  # noqa: F401
 
     choices = tuple(Choice(**choice) for choice in run["choices"])
     with ExitStack() as stack:

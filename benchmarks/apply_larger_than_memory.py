@@ -35,13 +35,13 @@ from torch import nn
 from _large_model import add_options, large_model
 from _results import INSIDE_A_LIMIT, add_out, file_result, keep_printed, mib, table
 from plimsoll.device.base import backend_for
-from plimsoll.device.pages import cold_bytes_per_second
+from plimsoll.device.cpu.pages import cold_bytes_per_second
+from plimsoll.inference.placement import placed_model
 from plimsoll.models.inference import inference_task
 from plimsoll.models.loading import load_model
+from plimsoll.planning.plan_inference import plan_inference
 from plimsoll.records.placement import InferencePlan
 from plimsoll.records.units import format_bytes, parse_bytes
-from plimsoll.run.placed import placed_model
-from plimsoll.run.plan_inference import plan_inference
 
 MIB = 1 << 20
 FEW_PASSES = 12  # of accelerate's and of those that read the disk

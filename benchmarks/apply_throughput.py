@@ -24,8 +24,8 @@ import torch
 
 from plimsoll.data.formats import Reading
 from plimsoll.data.input_rows import open_rows
-from plimsoll.run.apply import ApplyOptions, apply_model
-from plimsoll.run.inference_model import Dtype
+from plimsoll.inference.apply import ApplyOptions, apply_model
+from plimsoll.inference.model import Dtype
 
 TASKS = {"classify": "text-classification", "embed": "feature-extraction"}
 

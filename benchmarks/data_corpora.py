@@ -118,7 +118,7 @@ def line_begins(path: Path) -> np.ndarray:
 
 def opened(path: Path, cache: Path, **fields: Any) -> Any:
     from plimsoll.data.formats import Reading
-    from plimsoll.data.index import open_corpus
+    from plimsoll.data.text.index import open_corpus
 
     return open_corpus((str(path),), Reading("line", **fields), cache)
 
@@ -147,7 +147,7 @@ BUILD: dict[str, Callable[[Path, Path], object]] = {
 
 
 def build(way: str, path: Path, cache: Path) -> Figures:
-    library = {"P": "plimsoll.data.index", "H": "datasets"}.get(
+    library = {"P": "plimsoll.data.text.index", "H": "datasets"}.get(
         way[0], "numpy"
     )  # importing takes memory, not time here
     return timed(lambda: BUILD[way](path, cache), lambda: importlib.import_module(library))
@@ -249,7 +249,7 @@ def cold(way: str, path: Path, cache: Path, num_lines: int) -> Figures:
         mapped = Mapped(path)
         stayed, ids = drop_pages(path), random.integers(0, num_lines, 4000)
         return {"lines_per_second": len(ids) / seconds_of(lambda: mapped.texts(ids)), "stayed": stayed}
-    from plimsoll.data.order import BlockShuffle, drawn
+    from plimsoll.data.batches.order import BlockShuffle, drawn
 
     corpus = opened(path, cache).with_blocks()
     before = private_bytes()

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from _loader_process import CONSUMED, Numbers, whole_lines
 from _results import add_out, fenced, file_result, keep_printed, mib, table
-from plimsoll.data.batching import Batches, Buckets, Cursor, batches_of
-from plimsoll.data.loader import Loader
-from plimsoll.data.ragged import pad_multiple_for
+from plimsoll.data.batches.batching import Batches, Buckets, Cursor, batches_of
+from plimsoll.data.batches.loader import Loader
+from plimsoll.data.samples.ragged import pad_multiple_for
 
 MIB = 2**20
 PROCESS = Path(__file__).with_name("_loader_process.py")

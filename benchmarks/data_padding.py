@@ -30,17 +30,17 @@ from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from _results import add_out, fenced, file_result, keep_printed
+from plimsoll.data.batches.order import Order
 from plimsoll.data.formats import Reading
-from plimsoll.data.index import open_corpus
-from plimsoll.data.order import Order
-from plimsoll.data.packing import PackedDataset, pack
-from plimsoll.data.spans import cut_texts
-from plimsoll.data.texts import DocumentDataset
-from plimsoll.data.tokenizer import prepare_tokenizer
-from plimsoll.data.tokens import TokenStore, open_tokens, tokenize
-from plimsoll.data.windows import IGNORED_LABEL, Samples
+from plimsoll.data.samples.packing import PackedDataset, pack
+from plimsoll.data.samples.spans import cut_texts
+from plimsoll.data.samples.texts import DocumentDataset
+from plimsoll.data.samples.windows import IGNORED_LABEL, Samples
+from plimsoll.data.text.index import open_corpus
+from plimsoll.data.tokens.store import TokenStore, open_tokens, tokenize
+from plimsoll.data.tokens.tokenizer import prepare_tokenizer
+from plimsoll.files.store import stored
 from plimsoll.records.job import TokenizerSource
-from plimsoll.store import stored
 
 SHOWN = Console(stderr=False, width=120)
 LOG_MEAN, LOG_DEVIATION = 3.05, 0.735

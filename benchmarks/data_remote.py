@@ -196,7 +196,7 @@ def of_plimsoll(address: str, cache: Path) -> Callable[[], Iterator[str]]:
     import fsspec.implementations.http  # noqa: F401
 
     from plimsoll.data.formats import Reading
-    from plimsoll.data.index import open_corpus
+    from plimsoll.data.text.index import open_corpus
 
     return lambda: iter(open_corpus([address], Reading(), cache))
 

@@ -23,13 +23,13 @@ from pathlib import Path
 
 import numpy as np
 
-from plimsoll.data.corpus import Corpus
 from plimsoll.data.formats import Reading
-from plimsoll.data.index import open_corpus
-from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer, tokenizer_threads
-from plimsoll.data.tokens import open_tokens, tokenize
+from plimsoll.data.text.corpus import Corpus
+from plimsoll.data.text.index import open_corpus
+from plimsoll.data.tokens.store import open_tokens, tokenize
+from plimsoll.data.tokens.tokenizer import Tokenizer, prepare_tokenizer, tokenizer_threads
+from plimsoll.files.store import stored
 from plimsoll.records.job import TokenizerSource
-from plimsoll.store import stored
 
 BATCH_BYTES = 1 << 20
 
@@ -122,8 +122,8 @@ def fed(folder: Path, num_tokens: int, rounds: int) -> dict[str, float]:
     """Tokens a second that the loader hands out in one thread."""
     import torch
 
-    from plimsoll.data.loader import Loader
-    from plimsoll.data.windows import WindowDataset
+    from plimsoll.data.batches.loader import Loader
+    from plimsoll.data.samples.windows import WindowDataset
 
     torch.set_num_threads(1)
 

@@ -34,7 +34,7 @@ from scipy.sparse import coo_matrix
 from scipy.sparse.linalg import svds
 
 from _results import add_out, fenced, file_result, keep_printed
-from plimsoll.data.words import words_of
+from plimsoll.data.tokens.words import words_of
 
 DIMENSION, WINDOW = 100, 4
 NUM_WORDS, NUM_OTHERS = 20_000, 380_000

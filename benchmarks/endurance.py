@@ -54,14 +54,14 @@ from _endurance_run import ENDING, INTERRUPTED, SURVIVED, Command, Disturber, de
 from _endurance_table import rows, summary, title
 from _results import add_out, file_result
 from demo import standard_library
-from plimsoll.data.sources import find_files
+from plimsoll.data.text.sources import find_files
 from plimsoll.device.process import private_bytes
+from plimsoll.planning.baseline import job_baseline
 from plimsoll.records.base import write_atomically
 from plimsoll.records.job import Job
 from plimsoll.records.run import OomEvent, RunRecord
 from plimsoll.records.units import parse_bytes
-from plimsoll.run.baseline import job_baseline
-from plimsoll.run.directory import RunDirectory
+from plimsoll.training.run_directory import RunDirectory
 
 HERE = Path(__file__).parent
 MORE_STEPS_THAN_CAN_BE_DONE = 10**9

@@ -3,11 +3,11 @@
     python benchmarks/explain_growth.py [--pairs 60] [--steps 40] [--runs 2000] [--threads 1] [--out table.md]
 
 Cost: one training, in one process, whose losses are all kept with their graphs. Its steps come in pairs, in an order
-drawn anew: one is looked at (`plimsoll.run.graphs`), the other is not. Compared is the processor time of all threads:
-the median of the differences, with its 95 % interval from order statistics, and beside it the time inside the look
-itself. The first looks, of which at most three walk the graph and read the source, are given apart: by how much they
-are longer, together. From these follows the share of the time of a run of 400 and of 4,000 steps, with as many looks as
-it really has.
+drawn anew: one is looked at (`plimsoll.step.retained.graphs`), the other is not. Compared is the processor time of all
+threads: the median of the differences, with its 95 % interval from order statistics, and beside it the time inside the
+look itself. The first looks, of which at most three walk the graph and read the source, are given apart: by how much
+they are longer, together. From these follows the share of the time of a run of 400 and of 4,000 steps, with as many
+looks as it really has.
 
 Growth: trainings that keep something from step to step with its graph, each in a process of its own, in the C library's
 own heap and without a limit. Named is what the finding says a step adds ("at most": what it cannot exclude). Measured
@@ -47,7 +47,7 @@ from _private_memory import private_bytes
 from _results import add_out, file_result
 from plimsoll.diagnose.growth import growth_of
 from plimsoll.models.hugging_face import TextShape, build_hugging_face
-from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.recurrent.model import build_recurrent
 
 VOCABULARY, NUM_SAMPLES, LENGTH = 1000, 8, 64
 MIB, KIB = 1 << 20, 1 << 10

@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from _results import table
 from plimsoll import TrainStep
 from plimsoll.errors import AfterUpdateError, OutOfMemoryError, TornStepError
-from plimsoll.run.commit import StepCommit
-from plimsoll.run.failpoints import exhaust_memory
+from plimsoll.step.failpoints import exhaust_memory
+from plimsoll.step.update.commit import StepCommit
 
 STEPS = (4, 8, 16, 32)
 """So many, until there are as many allocations to fail as are wanted."""

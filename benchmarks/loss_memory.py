@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plimsoll.records.units import format_bytes
-from plimsoll.techniques._chunked_cross_entropy import Layer, LossOptions, chunked_cross_entropy
+from plimsoll.techniques.mechanisms.chunked_cross_entropy import Layer, LossOptions, chunked_cross_entropy
 
 SHOWN = Console(stderr=False, width=140)
 SHAPES = ((4096, 256, 8000), (2048, 768, 50257))

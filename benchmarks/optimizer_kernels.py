@@ -19,9 +19,9 @@ from torch import nn
 from plimsoll.device.base import backend_for
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.recorder import Recorder
-from plimsoll.run.boundary import Position
-from plimsoll.run.commit import StepCommit
-from plimsoll.techniques._low_bit_adam import LowBitAdam
+from plimsoll.step.oom_boundary import Position
+from plimsoll.step.update.commit import StepCommit
+from plimsoll.techniques.mechanisms.low_bit_adam import LowBitAdam
 
 KERNELS = ("loop", "foreach", "fused")
 LOW_BITS = {"8 bits": 8, "4 bits": 4}

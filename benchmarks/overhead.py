@@ -52,21 +52,21 @@ from torch import Tensor, nn
 
 from _results import add_out, fenced, file_result, keep_printed
 from _results import table as markdown
-from plimsoll.data.loader import Batch
+from plimsoll.data.batches.loader import Batch
 from plimsoll.device.base import backend_for
 from plimsoll.models.hugging_face import TextShape, build_hugging_face
-from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.recurrent.model import build_recurrent
+from plimsoll.models.workload import count_units, split_batch
 from plimsoll.records.run import StepLine
 from plimsoll.report.as_text import live_panel
-from plimsoll.run.directory import RunDirectory
-from plimsoll.run.monitor import MemorySampler, View
-from plimsoll.run.step import TrainStep
-from plimsoll.run.train import Training, note_step
-from plimsoll.workload import count_units, split_batch
+from plimsoll.step.train_step import TrainStep
+from plimsoll.training.loop import Training, note_step
+from plimsoll.training.monitor import MemorySampler, View
+from plimsoll.training.run_directory import RunDirectory
 
 VOCABULARY, LENGTH, CLIP_NORM, LEARNING_RATE = 1000, 128, 1.0, 3e-4
 NUM_BATCHES, WARM_UP_ROUNDS = 8, 5
-SAMPLE_SECONDS, DRAWS_PER_SECOND = 0.05, 4  # of plimsoll.run.monitor
+SAMPLE_SECONDS, DRAWS_PER_SECOND = 0.05, 4  # of plimsoll.training.monitor
 SHOWN = Console(width=118)
 
 Fields = dict[str, Tensor]

@@ -19,8 +19,8 @@ import torch
 from _results import add_out, file_result
 from plimsoll.models.hugging_face import TextShape, build_hugging_face
 from plimsoll.records.plan import Choice
-from plimsoll.run.pieces import shape_of, weighted_pieces
-from plimsoll.run.step import TrainStep
+from plimsoll.step.micro_batches import shape_of, weighted_pieces
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import installed
 
 LONGEST = 128

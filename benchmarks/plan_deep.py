@@ -8,10 +8,10 @@
 - `trainer`: Hugging Face Trainer with what it offers that is exact: gradient checkpointing, one sample at a time with
   accumulation, and the optimizer kernel that needs less (`adamw_torch`, `adamw_torch_fused`).
 
-The last two train inside a limit on private memory (RLIMIT_DATA, set by `plimsoll.device.data_limit` for both, with its
-setting of the heap, after the imports), which is bisected until a step passes and a little less fails. What an
-accumulated step needs does not change after its second sample, so the bisection uses two steps of two samples
-(the second has the optimizer's states); with ``--whole`` both also do one whole step of 64 samples. Dropout is on, and
+The last two train inside a limit on private memory (RLIMIT_DATA, set by `plimsoll.device.cpu.data_limit` for both, with
+its setting of the heap, after the imports), which is bisected until a step passes and a little less fails. What an
+accumulated step needs does not change after its second sample, so the bisection uses two steps of two samples (the
+second has the optimizer's states); with ``--whole`` both also do one whole step of 64 samples. Dropout is on, and
 weights and samples are the same; each way draws its own masks, so the first losses differ in the fourth digit or less.
 Measured is private memory (RssAnon) from outside. Without `accelerate`, which Trainer needs, its arm is left out.
 
@@ -66,7 +66,7 @@ def make_tokens(data: str | None, path: Path) -> None:
     from tokenizers import ByteLevelBPETokenizer
 
     from demo import standard_library
-    from plimsoll.data.sources import find_files
+    from plimsoll.data.text.sources import find_files
 
     text = ""
     for source in find_files(standard_library() if data is None else (data,)).files:
@@ -126,17 +126,17 @@ def _train_plainly(run: dict[str, Any], ids: Any) -> None:
 
 
 def _train_planned(run: dict[str, Any], ids: Any) -> None:
-    from plimsoll import assemble  # noqa: F401  -- as a training process imports
     from plimsoll.device.base import backend_for
-    from plimsoll.mapped import MappedPool
-    from plimsoll.optimizers import build_optimizer
+    from plimsoll.device.mapped_memory import MappedPool
+    from plimsoll.models import assemble  # noqa: F401  -- as a training process imports
+    from plimsoll.models.optimizers import build_optimizer
+    from plimsoll.planning.baseline import load_libraries
+    from plimsoll.planning.lean_imports import leave_out_unused
     from plimsoll.records.plan import Choice
-    from plimsoll.run import train  # noqa: F401
-    from plimsoll.run.baseline import load_libraries
-    from plimsoll.run.imports import leave_out_unused
-    from plimsoll.run.job_step import step_of
+    from plimsoll.step.job_step import step_of
     from plimsoll.techniques.heap import set_up_as_with, set_up_for_steps
     from plimsoll.techniques.parameter_offload import builds_in_files
+    from plimsoll.training import loop  # noqa: F401
 
     job = job_of(run["samples"])
     leave_out_unused(job, is_own=True)
@@ -232,7 +232,7 @@ def smallest(run: dict[str, Any], fails_bytes: int, passes_bytes: int) -> tuple[
 
 
 def plain_arm(tokens: Path) -> dict[str, Any]:
-    from plimsoll.run.forecast import predict_job
+    from plimsoll.planning.predict_job import predict_job
 
     def predicted_bytes(batch_size: int) -> int:
         return int(predict_job(job_of(batch_size), device="cpu").peak.likely_bytes)
@@ -246,7 +246,7 @@ def plain_arm(tokens: Path) -> dict[str, Any]:
 
 
 def plimsoll_arm(tokens: Path, is_whole: bool) -> dict[str, Any]:
-    from plimsoll.run.plan import plan_job
+    from plimsoll.planning.plan import plan_job
 
     plan = plan_job(job_of(BATCH_SIZE), device="cpu", limit_bytes=IMPOSSIBLE_BYTES)
     said_bytes = plan.smallest_budget_bytes

@@ -191,7 +191,7 @@ def is_good(measured: Measured) -> bool:
 
 
 def rows_of(training: Training, cells: Sequence[int], steps: int, rounds: int, trial: bool) -> Iterator[Row]:
-    from plimsoll.device.data_limit import MARGIN_BYTES
+    from plimsoll.device.cpu.data_limit import MARGIN_BYTES
 
     budgets = training.budgets(NUM_BUDGETS)
     plans = {budgets[cell]: training.plan(budgets[cell]) for cell in cells}

@@ -49,10 +49,10 @@ def plan_here(case: str) -> None:
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
-    from plimsoll.plan.surrogate import Surrogate
+    from plimsoll.planning.plan import plan_job
+    from plimsoll.planning.search.surrogate import Surrogate
+    from plimsoll.planning.targets import Target
     from plimsoll.records.job import Job
-    from plimsoll.run.plan import plan_job
-    from plimsoll.run.targets import Target
 
     counts, guesses = counted(Target, "count"), counted(Surrogate, "guess")
     model, vocab_size, batch_size, device, budget_gib, _ = CASES[case]

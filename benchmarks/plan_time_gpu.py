@@ -44,22 +44,21 @@ from benchmarks.gpu.cases import Case
 
 from _results import add_out, check_only, file_result, keep_printed, quantile, table
 from plimsoll.data.sketch import TextSketch
-from plimsoll.device.gpus import find_gpu, spec_of
+from plimsoll.device.cuda.gpus import find_gpu, spec_of
 from plimsoll.device.speed import speed_of
 from plimsoll.memory.predict import count_on_cuda
 from plimsoll.memory.trace import Rehearsal, rehearsal
-from plimsoll.plan.cost import step_duration
-from plimsoll.records.device import Device, MemoryUse
-from plimsoll.records.gpu import DeviceSpec
+from plimsoll.models.workload import model_loss
+from plimsoll.planning.dry_run.step import rehearse_step, rehearsed_samples
+from plimsoll.planning.plan import planner_of
+from plimsoll.planning.search.cost import step_duration
+from plimsoll.planning.targets import gpu_target
+from plimsoll.records.device import Device, DeviceSpec, MemoryUse
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice
 from plimsoll.records.speed import Speed
 from plimsoll.records.trace import Phase, Trace
-from plimsoll.run.plan import planner_of
-from plimsoll.run.rehearse import rehearse_step, rehearsed_samples
-from plimsoll.run.targets import gpu_target
 from plimsoll.techniques import UNTRACED, in_order
-from plimsoll.workload import model_loss
 
 RECORDED = Path(__file__).parent / "recorded"
 ROWS, GRID = RECORDED / "h200-times-torch2.11.0.json.gz", RECORDED / "h200-gpt2-grid-torch2.11.0.csv"

@@ -26,20 +26,20 @@ import transformers
 
 from _results import add_out, file_result
 from plimsoll.data.sketch import TextSketch
-from plimsoll.device.heap import FAST_BYTES, map_blocks_from
+from plimsoll.device.cpu.heap import FAST_BYTES, map_blocks_from
 from plimsoll.device.speed import measured_speed
 from plimsoll.errors import PlimsollError
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import count_on_cpu
 from plimsoll.models.build import build_model
-from plimsoll.optimizers import build_optimizer
-from plimsoll.plan.cost import step_duration
-from plimsoll.records.heap import FAST_HEAP
+from plimsoll.models.optimizers import build_optimizer
+from plimsoll.planning.dry_run.step import _batch, rehearse_job, rehearsed_samples
+from plimsoll.planning.search.cost import step_duration
+from plimsoll.records.allocator import FAST_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.prediction import Estimate
-from plimsoll.run.job_step import step_of
-from plimsoll.run.rehearse import _batch, rehearse_job, rehearsed_samples
+from plimsoll.step.job_step import step_of
 
 SMALL = {"n_layer": 4, "n_embd": 256, "n_head": 4}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

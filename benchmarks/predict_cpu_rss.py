@@ -36,12 +36,12 @@ from plimsoll.data.sketch import TextSketch
 from plimsoll.device.process import private_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
+from plimsoll.planning.baseline import job_baseline
+from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.targets import Target
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.prediction import Estimate
-from plimsoll.run.baseline import job_baseline
-from plimsoll.run.rehearse import rehearse_job
-from plimsoll.run.targets import Target
 
 HERE = Path(__file__).parent
 MIB = 1 << 20

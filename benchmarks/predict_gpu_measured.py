@@ -168,7 +168,7 @@ def number_of_draws(run: Run) -> int:
 
 def predict(run: Run, draw: int | None) -> Answer:
     """Trace the run once and simulate the allocator of its GPU; without a draw its batches have 128 columns."""
-    from plimsoll.device.gpus import find_gpu
+    from plimsoll.device.cuda.gpus import find_gpu
     from plimsoll.memory.allocator.caching import CachingAllocator, replay
     from plimsoll.memory.workspaces import deltas_with_workspaces
 
@@ -187,9 +187,9 @@ def trace_run(run: Run, draw: int | None) -> Any:
     import torch
 
     from _measured_models import build
-    from plimsoll.device.gpus import find_gpu
+    from plimsoll.device.cuda.gpus import find_gpu
     from plimsoll.memory.trace import trace_training
-    from plimsoll.run.targets import gpu_target
+    from plimsoll.planning.targets import gpu_target
 
     batches = make_batches(run, draw)
 

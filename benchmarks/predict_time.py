@@ -57,7 +57,7 @@ def run_arm(arm: str, case: str) -> None:
     import transformers  # noqa: F401
 
     from plimsoll.models.build import build_model, loss_of
-    from plimsoll.run.forecast import predict_job
+    from plimsoll.planning.predict_job import predict_job
 
     job, device = job_of(case), CASES[case][4]
     if arm == "MemTracker":

@@ -31,11 +31,11 @@ from plimsoll.data.sketch import TextSketch
 from plimsoll.device.base import backend_for
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.planning.baseline import job_baseline
+from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.targets import Target
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.baseline import job_baseline
-from plimsoll.run.rehearse import rehearse_job
-from plimsoll.run.targets import Target
 from plimsoll.techniques.checkpointing import checkpointing_choice
 from predict_cpu_rss import BUDGET_BYTES, MIB, NUM_STEPS, Case, bert, gpt2, recurrent
 

@@ -71,7 +71,7 @@ HEADER = [
 
 def budgets_of(training: Training) -> dict[float, int]:
     """The budget of each share, in whole MiB."""
-    from plimsoll.device.data_limit import MARGIN_BYTES
+    from plimsoll.device.cpu.data_limit import MARGIN_BYTES
 
     plan = training.plan(_PLENTY_BYTES)
     assert plan.plain is not None

@@ -61,11 +61,11 @@ def measure(name: str, cut: str, lengths: list[int], budget_mib: int) -> dict[st
     import torch
 
     from plimsoll.device.base import backend_for
-    from plimsoll.models.recurrent import build_recurrent
-    from plimsoll.models.recurrent_tagger import build_tagger
+    from plimsoll.models.recurrent.model import build_recurrent
+    from plimsoll.models.recurrent.tagger import build_tagger
     from plimsoll.records.plan import Choice, micro_batch_choice
-    from plimsoll.run.pieces import shape_of, weighted_pieces
-    from plimsoll.run.step import TrainStep
+    from plimsoll.step.micro_batches import shape_of, weighted_pieces
+    from plimsoll.step.train_step import TrainStep
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -57,9 +57,9 @@ def train_once(case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from plimsoll.device.base import backend_for
-    from plimsoll.models.recurrent import build_recurrent
+    from plimsoll.models.recurrent.model import build_recurrent
     from plimsoll.records.plan import Choice
-    from plimsoll.run.step import TrainStep
+    from plimsoll.step.train_step import TrainStep
 
     torch.manual_seed(0)
     backend = backend_for("cpu")
@@ -96,7 +96,7 @@ def plain_loop(case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from plimsoll.device.base import backend_for
-    from plimsoll.models.recurrent import build_recurrent
+    from plimsoll.models.recurrent.model import build_recurrent
 
     backend = backend_for("cpu")
     backend.baseline_bytes()

@@ -74,10 +74,10 @@ def measure(folder: Path, choices: tuple[Choice, ...]) -> dict[str, Any]:
     """Train in this process."""
     import torch
 
-    from plimsoll.assemble import assemble
-    from plimsoll.data.loader import iterate_once
+    from plimsoll.data.batches.loader import iterate_once
     from plimsoll.device.base import backend_for
-    from plimsoll.run.job_step import step_of
+    from plimsoll.models.assemble import assemble
+    from plimsoll.step.job_step import step_of
 
     torch.set_num_threads(1)
     job, prepared = Job.load(folder / "job.json"), Prepared.load(folder / "prepared.json")

@@ -28,8 +28,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from plimsoll.data.prepare import Prepared
-from plimsoll.data.tokens import open_tokens
-from plimsoll.models.recurrent import RecurrentLanguageModel, load_recurrent
+from plimsoll.data.tokens.store import open_tokens
+from plimsoll.models.recurrent.model import RecurrentLanguageModel, load_recurrent
 
 BATCH_SIZE, VOCAB_SIZE, SIZE = 32, 2000, 96
 STREAM_WINDOW = 512  # tokens at once of the stream that is evaluated; what it is changes nothing

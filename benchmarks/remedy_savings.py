@@ -20,7 +20,7 @@ from pathlib import Path
 
 import plimsoll
 from plimsoll.records.diagnosis import Remedy
-from plimsoll.records.job_changed import changed_job
+from plimsoll.records.job_edit import changed_job
 from plimsoll.techniques import TECHNIQUES
 
 MIB = 1 << 20

@@ -79,7 +79,7 @@ def cpu_answer(name: str) -> Answer:
     import trainings
 
     import plimsoll
-    from plimsoll.run.targets import own_baseline
+    from plimsoll.planning.targets import own_baseline
 
     case = trainings.case_named(name)
     context_bytes = own_baseline(0).likely_bytes
@@ -93,7 +93,7 @@ def answer_as_plimsoll(records: Path | None) -> None:
     sys.path.insert(0, str(HERE / "rivals"))
     import transformers
 
-    own = ("plimsoll.run.predict", "plimsoll.memory.lowering.cuda", "trainings")
+    own = ("plimsoll.planning.predict_step", "plimsoll.memory.lowering.cuda", "trainings")
     for name in (*own, *(["predict_gpu_measured"] if records else [])):
         importlib.import_module(name)
     transformers.utils.logging.set_verbosity_error()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from _results import add_out, fenced, file_result
 from demo import standard_library
-from plimsoll.data.sources import find_files
+from plimsoll.data.text.sources import find_files
 
 PAGE = Path(__file__).parent.parent / "README.md"
 COMMANDS = {

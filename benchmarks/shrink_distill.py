@@ -35,12 +35,12 @@ from plimsoll.data.sketch import TextSketch
 from plimsoll.models.chunked_distillation import Mix
 from plimsoll.models.distillation import Distillation
 from plimsoll.models.head_apart import head_apart
+from plimsoll.models.workload import Workload, model_loss
+from plimsoll.planning.teacher_loss import teacher_of
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice
 from plimsoll.records.units import format_bytes
-from plimsoll.run.teaching import teacher_of
 from plimsoll.techniques import installed
-from plimsoll.workload import Workload, model_loss
 
 SHOWN = Console(stderr=False, width=140)
 TEMPERATURE, HARD = 2.0, 0.5

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
+from plimsoll.compression.methods import SHRINKERS, Calibration, Subject
 from plimsoll.models.loading import load_model
 from plimsoll.records.plan import Choice
 from plimsoll.weights.parts import model_bytes
-from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
 
 LENGTH = 128
 VOCABULARY = 8000

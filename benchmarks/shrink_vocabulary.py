@@ -79,10 +79,10 @@ def shrunk(origin: Path, texts: list[str], target: Path, compared: slice) -> Fig
     """Make the smaller folder and compare what it computes itself."""
     from transformers import AutoTokenizer
 
+    from plimsoll.compression.methods import SHRINKERS, Calibration, Subject
+    from plimsoll.compression.saved_form import save_subject
     from plimsoll.models.loading import load_model
-    from plimsoll.models.shrunk import save_subject
     from plimsoll.records.plan import Choice
-    from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
 
     given = Subject(load_model(origin).model, AutoTokenizer.from_pretrained(origin))
     before_tokenizer, table_before = given.tokenizer, given.model.get_input_embeddings().weight.numel() * 4

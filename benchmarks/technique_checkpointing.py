@@ -19,12 +19,12 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.models.build import build_model
-from plimsoll.optimizers import build_optimizer
+from plimsoll.models.optimizers import build_optimizer
+from plimsoll.planning.dry_run.step import rehearse_job
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.job_step import step_of
-from plimsoll.run.rehearse import rehearse_job
-from plimsoll.run.step import TrainStep
+from plimsoll.step.job_step import step_of
+from plimsoll.step.train_step import TrainStep
 
 MIB = 2**20
 TEXTS = TextSketch(vocab_size=8000, num_labels=None, end_id=0)

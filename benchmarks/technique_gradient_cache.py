@@ -30,9 +30,9 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
+from plimsoll.planning.dry_run.step import rehearse_step
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.rehearse import rehearse_step
-from plimsoll.run.step import TrainStep
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques.gradient_cache import gradient_cache_choice
 
 MIB = 2**20

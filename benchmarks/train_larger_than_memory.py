@@ -33,10 +33,10 @@ from safetensors import safe_open
 from _results import INSIDE_A_LIMIT, add_out, file_result, mib, table
 from plimsoll.device.process import private_bytes
 from plimsoll.models.build import build_model
+from plimsoll.models.workload import resident_bytes
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import RunRecord
-from plimsoll.workload import resident_bytes
 
 MIB = 1 << 20
 PINS = ("parameter_offload=true", "optimizer_offload=disk", "checkpointing=all")

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plimsoll.data import scan
-from plimsoll.data.corpus import Corpus
-from plimsoll.data.formats import Reading, _scanning, text
-from plimsoll.data.index import open_corpus
+from plimsoll.data.formats import Reading, text
+from plimsoll.data.formats.helpers import scanning
+from plimsoll.data.text import scan
+from plimsoll.data.text.corpus import Corpus
+from plimsoll.data.text.index import open_corpus
 
 
 def opened(source: Path, reading: Reading | None = None, **fields: object) -> Corpus:
@@ -35,8 +36,8 @@ def cut_into(part_bytes: int, chunk_bytes: int) -> Iterator[None]:
     """Let files be scanned in such parts and chunks (multiples of 8); NUL in the first 4 bytes marks binary files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scan, "PART_BYTES", part_bytes)
-        patch.setattr(_scanning, "CHUNK_BYTES", chunk_bytes)
-        patch.setattr(_scanning, "_PROBE_BYTES", 4)
+        patch.setattr(scanning, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(scanning, "_PROBE_BYTES", 4)
         patch.setattr(text, "_FEW", 0)  # all lines at once, however few they are
         yield
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.recurrent.model import build_recurrent
 
 VOCABULARY, LENGTH, SAMPLES, LABELS = 50, 9, 6, 3
 KINDS = ("gpt2", "lstm", "bert classifier", "lstm classifier")

@@ -3,13 +3,13 @@
 from itertools import groupby
 from operator import itemgetter
 
-from plimsoll.run import rehearse
+from plimsoll.planning.dry_run import step
 
 
 def all_run(monkeypatch, trace):
     """Trace without noting anything again."""
     with monkeypatch.context() as patch:
-        patch.setattr(rehearse, "passes_repeat", lambda workload, choices: False)
+        patch.setattr(step, "passes_repeat", lambda workload, choices: False)
         return trace()
 
 

@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plimsoll.techniques._side_stream import SideStream, Transfer
+from plimsoll.techniques.mechanisms.side_stream import SideStream, Transfer
 
 
 class LateTransfer(Transfer):

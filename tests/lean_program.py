@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from plimsoll.cli.main import main  # noqa: F401  -- by which a command's process is known
+from plimsoll.planning.lean_imports import leave_out_unused
 from plimsoll.records.job import Job
-from plimsoll.run.imports import leave_out_unused
 
 JOB = Job.from_fields(
     {
@@ -30,8 +30,8 @@ def traces() -> list[str]:
     from plimsoll.data.sketch import TextSketch
     from plimsoll.memory.lowering.cpu import CpuLowering
     from plimsoll.memory.lowering.cuda import CudaLowering
+    from plimsoll.planning.dry_run.step import rehearse_job
     from plimsoll.records.plan import Choice, micro_batch_choice
-    from plimsoll.run.rehearse import rehearse_job
 
     texts = TextSketch(vocab_size=300, num_labels=None, end_id=0)
     choices = (micro_batch_choice(2), Choice(technique="checkpointing", options={"blocks": "all"}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from textwrap import dedent
 
-from plimsoll.diagnose.lint._source import Hit, Source, parse
+from plimsoll.diagnose.lint.helpers.source import Hit, Source, parse
 
 
 def marked(code: str) -> list[int]:

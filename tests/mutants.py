@@ -1,7 +1,7 @@
 """Whether tests notice what is changed in a module: a sample of its mutants, made by cosmic-ray's operators.
 
-    python tests/mutants.py src/plimsoll/run/undo.py src/plimsoll/run/commit.py --number 20 --seed 0
-    python tests/mutants.py src/plimsoll/run --number 100    # of all modules there, each place as likely as another
+    python tests/mutants.py src/plimsoll/step/undo/step_state.py src/plimsoll/step/update/commit.py --number 20 --seed 0
+    python tests/mutants.py src/plimsoll/step --number 100    # of all modules there, each place as likely as another
 
 A number of mutants is drawn of each module, or of all modules of a folder together, each one small change (a
 comparison, a number, a `not`, ...) in a copy of the sources, and the tests of its module are run on it until one fails;
@@ -37,24 +37,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "plimsoll"
 THROUGH = {
-    "run/(commit|pieces|recover|room|rungs|scratch|sparse|step|undo).py": [
+    "step/(undo/.*|update/.*|[a-z_]*).py": [
         "tests/numerics/test_transaction.py", "tests/numerics/test_first_updates.py",
     ],
-    "run/(apply.*|applied|inference_model|plan_inference|rehearse_inference).py": [
+    "(inference/.*|planning/plan_inference).py": [
         "tests/unit/cli/test_cli_apply.py", "tests/end_to_end/test_apply.py",
     ],
-    "run/(checkpoint|directory|evaluate|feed|follow|held|monitor|supervise|train|watch|worker).py": [
+    "(training/.*|step/evaluate|step/retained/.*|diagnose/watch).py": [
         "tests/unit/cli/test_cli_train.py", "tests/end_to_end/test_resume.py",
     ],
-    "run/(checkpoint_sharded|launch|ranked|reduction|rehearsed_ranks|together).py": [
+    "(distributed/.*|training/sharded_checkpoint|training/ranks|planning/dry_run/ranks|step/collective).py": [
         "tests/numerics/test_rank_numerics.py",
     ],
-    "run/(forecast|learning|plan|predict|rehearse|remedies|subjects|targets|ways|wishes).py": [
-        "tests/unit/run/test_run_plan.py", "tests/unit/cli/test_cli_plan.py",
-    ],
-    "run/shrink.*.py": ["tests/unit/cli/test_cli_shrink.py"],
-    "run/(taught|teaching).py": ["tests/end_to_end/test_distilled_jobs.py"],
-    "run/tagging.py": ["tests/end_to_end/test_tagged_jobs.py"],
+    "planning/.*.py": ["tests/unit/planning/test_planning_plan.py", "tests/unit/cli/test_cli_plan.py"],
+    "compression/[a-z_]*.py": ["tests/unit/cli/test_cli_shrink.py"],
+    "(training/teacher_cache|planning/teacher_loss).py": ["tests/end_to_end/test_distilled_jobs.py"],
+    "training/tagging.py": ["tests/end_to_end/test_tagged_jobs.py"],
 }  # fmt: skip
 """Tests that go through modules (a regular expression) without naming them: some, of those that take little time."""
 _PATIENCE = 5  # tests of a mutant may take so many times as long as of the unchanged module, and then some

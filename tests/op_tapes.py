@@ -28,7 +28,7 @@ class Op(NamedTuple):
 
 
 class OpTape(TorchDispatchMode):
-    """`plimsoll.run.captured.Graph` for a CPU."""
+    """`plimsoll.step.replay.capture.Graph` for a CPU."""
 
     made: list[OpTape] = []
 

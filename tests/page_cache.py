@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plimsoll.device.pages import Stretch
+from plimsoll.device.cpu.pages import Stretch
 
 
 def mapped_weights(path: Path, sizes: Iterable[int]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from plimsoll.memory.allocator.heap_calls import NODE_OBJECTS_BYTES
-from plimsoll.records.heap import HeapRules
+from plimsoll.records.allocator import HeapRules
 
 _HEADER_BYTES = 8
 _CHUNK_ALIGNMENT_BYTES = 16

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 
 class PlainLanguageModel(nn.Module):
-    """The layers of `plimsoll.models.recurrent.RecurrentLanguageModel` under the same names, made in the same order."""
+    """The layers of `plimsoll.models.recurrent.model.RecurrentLanguageModel` under the same names, made in the same
+    order.
+    """
 
     def __init__(
         self, architecture: str, vocab_size: int, size: int, num_layers: int = 2, dropout: float = 0.0

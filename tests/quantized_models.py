@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from checkpoints import model_of
+from plimsoll.compression.methods import SHRINKERS, Calibration, Subject
 from plimsoll.records.plan import Choice
-from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
 
 IDS = torch.arange(12).view(2, 6)
 

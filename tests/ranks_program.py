@@ -20,18 +20,18 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from plimsoll.data.loader import iterate_once
+from plimsoll.data.batches.loader import iterate_once
 from plimsoll.device.base import backend_for
+from plimsoll.distributed.ranks import PeerOutOfMemory, Ranks, joined
 from plimsoll.errors import InputError, OutOfMemoryError, TornStepError
-from plimsoll.ranks import PeerOutOfMemory, Ranks, joined
+from plimsoll.models.workload import Units, split_batch
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.run import OomEvent
-from plimsoll.run.accuracy import Accuracy
-from plimsoll.run.boundary import Position
-from plimsoll.run.failpoints import armed, exhaust_memory, failpoint
-from plimsoll.run.step import TrainStep
-from plimsoll.run.together import attempt_together
-from plimsoll.workload import Units, split_batch
+from plimsoll.step.collective import attempt_together
+from plimsoll.step.failpoints import armed, exhaust_memory, failpoint
+from plimsoll.step.oom_boundary import Position
+from plimsoll.step.train_step import TrainStep
+from plimsoll.training.accuracy import Accuracy
 
 PHASES = ("copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation")
 NUM_STEPS = 6

@@ -11,7 +11,7 @@ from torch import nn
 
 from plimsoll.errors import PlimsollWarning
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.step import TrainStep
+from plimsoll.step.train_step import TrainStep
 
 GRAPH = Choice(technique="cuda_graph")
 CHECKPOINTING = Choice(technique="checkpointing", options={"blocks": "all"})

@@ -31,12 +31,12 @@ from tests.technique_trainings import (
 from tests.workloads import units_of, weights_of
 from torch import Tensor
 
-from plimsoll.ranks import Ranks, joined
+from plimsoll.distributed.ranks import Ranks, joined
+from plimsoll.models.workload import Workload, split_batch
 from plimsoll.records.plan import Choice
-from plimsoll.run.failpoints import armed
-from plimsoll.run.pieces import autocast
+from plimsoll.step.failpoints import armed
+from plimsoll.step.micro_batches import autocast
 from plimsoll.techniques import activation_offload, in_order, installed
-from plimsoll.workload import Workload, split_batch
 
 
 def do(ranks: Ranks, case: dict[str, Any]) -> list[Any]:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from tests.ranks_program import batch_of, loss_of, part_of, rungs_of, stacked_model
 
+from plimsoll.distributed.ranks import Ranks, joined
 from plimsoll.errors import PlimsollError
-from plimsoll.ranks import Ranks, joined
-from plimsoll.run.failpoints import exhaust_memory
-from plimsoll.run.step import TrainStep
+from plimsoll.step.failpoints import exhaust_memory
+from plimsoll.step.train_step import TrainStep
 
 
 def end_badly(ranks: Ranks, case: dict[str, Any]) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from tests.ranks_program import batch_of, loss_of, rungs_of, stacked_model
 
-from plimsoll.ranks import PeerOutOfMemory, Ranks, joined
-from plimsoll.run import checkpoint, checkpoint_sharded
-from plimsoll.run.failpoints import armed
-from plimsoll.run.step import TrainStep
+from plimsoll.distributed.ranks import PeerOutOfMemory, Ranks, joined
+from plimsoll.step.failpoints import armed
+from plimsoll.step.train_step import TrainStep
+from plimsoll.training import checkpoint, sharded_checkpoint
 
 MARKS = {"job": "of the test"}
 
@@ -30,8 +30,8 @@ def go_on(ranks: Ranks, case: dict[str, Any]) -> list[float]:
     root = Path(case["root"])
     saved = checkpoint.newest_good(root, MARKS)
     if saved is not None:
-        is_whole = step.workload.sharded is None and not checkpoint_sharded.is_sharded(saved)
-        saved.restore(model, optimizer) if is_whole else checkpoint_sharded.restore(saved, step.workload)
+        is_whole = step.workload.sharded is None and not sharded_checkpoint.is_sharded(saved)
+        saved.restore(model, optimizer) if is_whole else sharded_checkpoint.restore(saved, step.workload)
         step.load_state_dict(saved.progress["training_step"])
     while step.num_steps < case["until"]:
         step({name: field[ranks.rank :: ranks.world_size] for name, field in batch_of(step.num_steps).items()})
@@ -46,7 +46,7 @@ def go_on(ranks: Ranks, case: dict[str, Any]) -> list[float]:
         if ranks.rank == 0:
             checkpoint.save(root, step.num_steps, model=model, optimizer=optimizer, **facts)
     else:
-        checkpoint_sharded.save(root, step.num_steps, workload=step.workload, ranks=ranks, **facts)
+        sharded_checkpoint.save(root, step.num_steps, workload=step.workload, ranks=ranks, **facts)
     step.close()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
@@ -55,7 +55,7 @@ def fails_to_write(rank: int, step: TrainStep, root: Path, facts: dict[str, Any]
     """Try to write a checkpoint with no memory left on one rank: all are told which, and nothing stays behind."""
     try:
         with armed("checkpoint", 1) if rank == step.ranks.rank else nullcontext():
-            checkpoint_sharded.save(root, step.num_steps, workload=step.workload, ranks=step.ranks, **facts)
+            sharded_checkpoint.save(root, step.num_steps, workload=step.workload, ranks=step.ranks, **facts)
         raise AssertionError("a checkpoint was written without memory")
     except PeerOutOfMemory as error:
         told = error.rank, f"memory ran out on rank {rank}: " in str(error)

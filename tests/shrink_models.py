@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plimsoll.models.recurrent import build_recurrent
-from plimsoll.models.recurrent_tagger import build_tagger
-from plimsoll.weights.shrink import Calibration, Subject
+from plimsoll.compression.methods import Calibration, Subject
+from plimsoll.models.recurrent.model import build_recurrent
+from plimsoll.models.recurrent.tagger import build_tagger
 
 CORPUS = (
     "the ship may be loaded up to the line and never past it",

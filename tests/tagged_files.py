@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from plimsoll.data.corpus import Corpus
 from plimsoll.data.formats import Reading
-from plimsoll.data.index import open_corpus
-from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
-from plimsoll.data.tokens import TokenStore, tokenize
+from plimsoll.data.text.corpus import Corpus
+from plimsoll.data.text.index import open_corpus
+from plimsoll.data.tokens.store import TokenStore, tokenize
+from plimsoll.data.tokens.tokenizer import Tokenizer, prepare_tokenizer
 from plimsoll.records.job import TokenizerSource
 
 Sentence = list[tuple[str, str]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-_CHECKS = {("plimsoll.run.retry", "_compare"), ("plimsoll.run.additive", "_compare")}
+_CHECKS = {("plimsoll.step.retry", "_compare"), ("plimsoll.step.losses.additive", "_compare")}
 
 
 class Tally:

@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plimsoll.models.recurrent import build_recurrent
-from plimsoll.models.recurrent_tagger import build_tagger
+from plimsoll.models.recurrent.model import build_recurrent
+from plimsoll.models.recurrent.tagger import build_tagger
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.pieces import autocast
-from plimsoll.run.step import TrainStep
+from plimsoll.step.micro_batches import autocast
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, conflict_among, in_order, installed, technique_of
-from plimsoll.workload import Workload, model_loss
 from workloads import (
     BATCH_SIZE,
     CASES,

@@ -209,13 +209,13 @@ def test_the_page_of_the_command_line_has_every_command_option_and_example():
 
 def test_the_python_page_has_every_public_name_and_every_name_that_pages_import():
     homes = {"Plan": ("plimsoll.records.plan", "Plan")}
-    program = "```python\nfrom plimsoll.data.loader import Loader, lanes as l  # and more\nfrom torch import nn\n```\n"
+    program = "```python\nfrom plimsoll.data.samples.windows import Loader, lanes as l\nfrom torch import nn\n```\n"
     indented = "    ```python\n    from plimsoll.records.plan import (\n    Plan,\n    A)\n    ```\n"
     page = python_api.page(homes, ["lightning"], [program, indented])
     marks = re.findall(r"^::: (.+)$", page, re.MULTILINE)
     assert marks == [
-        "plimsoll.records.plan.Plan", "plimsoll.integrations.lightning", "plimsoll.data.loader.Loader",
-        "plimsoll.data.loader.lanes", "plimsoll.records.plan.A",
+        "plimsoll.records.plan.Plan", "plimsoll.integrations.lightning", "plimsoll.data.samples.windows.Loader",
+        "plimsoll.data.samples.windows.lanes", "plimsoll.records.plan.A",
     ]  # fmt: skip
     assert "heading: plimsoll.Plan" in page
 

@@ -32,15 +32,15 @@ def test_what_is_no_python_has_no_meaning():
 
 
 def test_a_module_has_its_own_tests_and_those_that_go_through_it():
-    own, *others = files_for("run/undo.py")
-    assert own == "tests/unit/run/test_run_undo.py"
+    own, *others = files_for("step/undo/step_state.py")
+    assert own == "tests/unit/step/undo/test_step_undo_step_state.py"
     assert "tests/numerics/test_transaction.py" in others
-    assert files_for("run/step.py").count("tests/unit/run/test_run_step.py") == 1
+    assert files_for("step/train_step.py").count("tests/unit/step/test_step_train_step.py") == 1
     assert all((ROOT / file).is_file() for files in THROUGH.values() for file in files)
     assert files_for("records/units.py") == ["tests/unit/records/test_records_units.py"]
-    nested = "tests/unit/weights/shrink/test_weights_shrink_int4.py"
-    assert files_for("weights/shrink/int4.py") == ([nested] if (ROOT / nested).is_file() else [])
-    assert files_for("weights/shrink/__init__.py") == []
+    nested = "tests/unit/compression/methods/test_compression_methods_int4.py"
+    assert files_for("compression/methods/int4.py") == ([nested] if (ROOT / nested).is_file() else [])
+    assert files_for("planning/search/__init__.py") == []
 
 
 @pytest.mark.slow

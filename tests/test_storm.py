@@ -32,10 +32,10 @@ from _storm_run import (  # noqa: E402
 )
 from _storm_state import differences, state_of  # noqa: E402
 from plimsoll.errors import OutOfMemoryError, TornStepError  # noqa: E402
-from plimsoll.run.commit import StepCommit  # noqa: E402
-from plimsoll.run.retry import Retry  # noqa: E402
-from plimsoll.run.step import TrainStep  # noqa: E402
-from plimsoll.run.undo import Undo  # noqa: E402
+from plimsoll.step.retry import Retry  # noqa: E402
+from plimsoll.step.train_step import TrainStep  # noqa: E402
+from plimsoll.step.undo.step_state import Undo  # noqa: E402
+from plimsoll.step.update.commit import StepCommit  # noqa: E402
 
 KINDS = storm.all_kinds()
 TEACHER = KINDS["state in forward: teacher in place"]

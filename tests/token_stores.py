@@ -1,4 +1,4 @@
-"""Token stores for tests: texts as lists of numbers, as `plimsoll.data.tokens.tokenize` stores them."""
+"""Token stores for tests: texts as lists of numbers, as `plimsoll.data.tokens.store.tokenize` stores them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.data.tokens import TokenStore, open_tokens
-from plimsoll.store import stored
+from plimsoll.data.tokens.store import TokenStore, open_tokens
+from plimsoll.files.store import stored
 
 END = 0
 

@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from plimsoll.run.failpoints import exhaust_memory
+from plimsoll.step.failpoints import exhaust_memory
 
 NUM_SAMPLES, BATCH_SAMPLES, LENGTH, NUM_WORDS = 64, 8, 16, 50
 

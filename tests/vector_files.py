@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plimsoll.embeddings.formats import Fault, Vectors
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats.helpers.sources import Source
 
 RECORDED = Path(__file__).parent / "unit" / "embeddings" / "formats" / "recorded"
 

@@ -11,8 +11,8 @@ is in it, so that what is measured to grow has grown). Tests that look at those 
 as ever: a program with ``sys.modules`` or ``RLIMIT_`` in it, what has settings that libraries read while they are
 loaded, what a process with several threads starts, and what other programs (``prlimit``, a shell) start.
 
-Linux only. The protocol is that of `plimsoll.run.fork_server`, whose processes are commands of Plimsoll alone: here are
-what else tests start, and all that a process is started with.
+Linux only. The protocol is that of `plimsoll.files.fork_server`, whose processes are commands of Plimsoll alone: here
+are what else tests start, and all that a process is started with.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from plimsoll.run.fork_server import ROOM_FOR_ARGUMENTS, ask, make_light, next_fork, show_arguments
+from plimsoll.files.fork_server import ROOM_FOR_ARGUMENTS, ask, make_light, next_fork, show_arguments
 
 # Variables that are read when they are needed. Any other may be read once, while a library is loaded, or in /proc,
 # which shows those of the server (TORCHELASTIC_RUN_ID).
@@ -45,7 +45,7 @@ _READ_LATER = (
     *("PLIMSOLL_", "PYTEST_", "PYTHONPATH", "TOKENIZERS_PARALLELISM"),
     *("CUDA_VISIBLE_DEVICES", "COLUMNS", "LINES", "TERM", "FORCE_COLOR", "NO_COLOR"),
     *("ONEDNN_", "DNNL_", "LRU_CACHE_CAPACITY", "TORCHINDUCTOR_CACHE_DIR"),
-    "GOMP_SPINCOUNT",  # how threads wait, of which tests have one: see `plimsoll.device.threads`
+    "GOMP_SPINCOUNT",  # how threads wait, of which tests have one: see `plimsoll.device.cpu.threads`
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "GLOO_"),  # of ranks
 )
 _MEASURED = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")  # `make coverage` has a hook where Python starts
@@ -60,10 +60,10 @@ _LOADED = (
     "plimsoll.cli.main",
     "plimsoll.cli.answer",
     "plimsoll.report.render",
-    "plimsoll.run.train",
-    "plimsoll.run.plan",
-    "plimsoll.run.predict",
-    "plimsoll.run.apply",
+    "plimsoll.training.loop",
+    "plimsoll.planning.plan",
+    "plimsoll.planning.predict_step",
+    "plimsoll.inference.apply",
 )
 
 _start_anew = subprocess._fork_exec  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plan_records import CHECKPOINTS, duration
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.records.ways import Way, Ways
+from plimsoll.records.strategies import Way, Ways
 from prediction_records import MIB, estimate
 
 

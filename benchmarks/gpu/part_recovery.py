@@ -24,7 +24,7 @@ from plimsoll import TrainStep
 from plimsoll.device.base import backend_for
 from plimsoll.records.plan import Choice, Rung, micro_batch_choice
 from plimsoll.records.prediction import Estimate
-from plimsoll.run.failpoints import armed
+from plimsoll.step.failpoints import armed
 
 BUDGET_BYTES, STEPS = 4 << 30, 12
 MOST_OF_STEADY = 1.25

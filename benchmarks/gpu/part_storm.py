@@ -37,7 +37,7 @@ from plimsoll import TrainStep
 from plimsoll.errors import OutOfMemoryError, TornStepError
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.run import OomEvent
-from plimsoll.run.failpoints import armed
+from plimsoll.step.failpoints import armed
 
 ROOM_BYTES = 3 << 30
 PHASES = ("forward", "backward", "optimizer", "evaluation")  # saving copies to the host, and asks for none

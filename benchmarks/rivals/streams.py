@@ -200,16 +200,16 @@ class Mosaic(Store):
 class Plimsoll(Store):
     """The files as they are, with an index of their lines."""
 
-    imports = ("plimsoll.data.index", "plimsoll.data.loader")
+    imports = ("plimsoll.data.text.index", "plimsoll.data.batches.loader")
 
     def prepare(self) -> None:
         from plimsoll.data.formats import Reading
-        from plimsoll.data.index import open_corpus
+        from plimsoll.data.text.index import open_corpus
 
         self.corpus = open_corpus(tuple(self.files), Reading(unit="line"), self.folder)
 
     def open(self, num_workers: int = NUM_WORKERS) -> None:
-        from plimsoll.data.loader import Loader
+        from plimsoll.data.batches.loader import Loader
 
         self.prepare()
         self.loader = Loader(self, BATCH_SIZE, seed=0, workers=num_workers)

@@ -11,16 +11,23 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from plimsoll.shown import Shown
+from plimsoll.records.base import Shown
 
 if TYPE_CHECKING:
     from plimsoll.device.limit import limited as limited
     from plimsoll.device.probe import probe_machine as probe  # noqa: F401
     from plimsoll.diagnose.explain import explain as explain
     from plimsoll.diagnose.live import explained as explained
-    from plimsoll.models.cells import UnrolledCell as UnrolledCell
     from plimsoll.models.loading import Loaded as Loaded
     from plimsoll.models.loading import load_model as load_model
+    from plimsoll.models.recurrent.cells import UnrolledCell as UnrolledCell
+    from plimsoll.planning.plan import plan_job as plan_job
+    from plimsoll.planning.plan import plan_step as plan_step
+    from plimsoll.planning.predict_job import predict_job as predict_job
+    from plimsoll.planning.predict_step import predict as predict
+    from plimsoll.planning.predict_step import predict_function as predict_function
+    from plimsoll.planning.rows_by_length import rows_by_length as rows_by_length
+    from plimsoll.planning.trial import try_plan as try_plan
     from plimsoll.records.diagnosis import Diagnosis as Diagnosis
     from plimsoll.records.job import Job as Job
     from plimsoll.records.plan import Plan as Plan
@@ -28,15 +35,8 @@ if TYPE_CHECKING:
     from plimsoll.records.run import OomEvent as OomEvent
     from plimsoll.records.run import RunRecord as RunRecord
     from plimsoll.report.render import render as render
-    from plimsoll.run.forecast import predict_job as predict_job
-    from plimsoll.run.outcome import StepResult as StepResult
-    from plimsoll.run.plan import plan_job as plan_job
-    from plimsoll.run.plan import plan_step as plan_step
-    from plimsoll.run.predict import predict as predict
-    from plimsoll.run.predict import predict_function as predict_function
-    from plimsoll.run.rows import rows_by_length as rows_by_length
-    from plimsoll.run.step import TrainStep as TrainStep
-    from plimsoll.run.trial import try_plan as try_plan
+    from plimsoll.step.result import StepResult as StepResult
+    from plimsoll.step.train_step import TrainStep as TrainStep
 
 _HOMES = {
     "Diagnosis": ("plimsoll.records.diagnosis", "Diagnosis"),
@@ -44,23 +44,23 @@ _HOMES = {
     "Loaded": ("plimsoll.models.loading", "Loaded"),
     "OomEvent": ("plimsoll.records.run", "OomEvent"),
     "RunRecord": ("plimsoll.records.run", "RunRecord"),
-    "StepResult": ("plimsoll.run.outcome", "StepResult"),
+    "StepResult": ("plimsoll.step.result", "StepResult"),
     "Plan": ("plimsoll.records.plan", "Plan"),
     "Prediction": ("plimsoll.records.prediction", "Prediction"),
-    "TrainStep": ("plimsoll.run.step", "TrainStep"),
-    "UnrolledCell": ("plimsoll.models.cells", "UnrolledCell"),
+    "TrainStep": ("plimsoll.step.train_step", "TrainStep"),
+    "UnrolledCell": ("plimsoll.models.recurrent.cells", "UnrolledCell"),
     "explain": ("plimsoll.diagnose.explain", "explain"),
     "explained": ("plimsoll.diagnose.live", "explained"),
     "limited": ("plimsoll.device.limit", "limited"),
     "load_model": ("plimsoll.models.loading", "load_model"),
-    "plan_job": ("plimsoll.run.plan", "plan_job"),
-    "plan_step": ("plimsoll.run.plan", "plan_step"),
-    "predict": ("plimsoll.run.predict", "predict"),
-    "predict_function": ("plimsoll.run.predict", "predict_function"),
-    "predict_job": ("plimsoll.run.forecast", "predict_job"),
-    "rows_by_length": ("plimsoll.run.rows", "rows_by_length"),
+    "plan_job": ("plimsoll.planning.plan", "plan_job"),
+    "plan_step": ("plimsoll.planning.plan", "plan_step"),
+    "predict": ("plimsoll.planning.predict_step", "predict"),
+    "predict_function": ("plimsoll.planning.predict_step", "predict_function"),
+    "predict_job": ("plimsoll.planning.predict_job", "predict_job"),
+    "rows_by_length": ("plimsoll.planning.rows_by_length", "rows_by_length"),
     "probe": ("plimsoll.device.probe", "probe_machine"),
-    "try_plan": ("plimsoll.run.trial", "try_plan"),
+    "try_plan": ("plimsoll.planning.trial", "try_plan"),
     "render": ("plimsoll.report.render", "render"),
 }
 __all__ = list(_HOMES)

@@ -17,12 +17,12 @@ import pyarrow.parquet
 import pytest
 
 from plimsoll.data import formats
-from plimsoll.data.corpus import Corpus
 from plimsoll.data.formats import Reading
-from plimsoll.data.index import open_corpus
+from plimsoll.data.text.corpus import Corpus
+from plimsoll.data.text.index import open_corpus
 from plimsoll.errors import DataError
 
-MODULES = [module.name for module in pkgutil.iter_modules(formats.__path__) if not module.name.startswith("_")]
+MODULES = [module.name for module in pkgutil.iter_modules(formats.__path__) if not module.ispkg]
 
 # How each format writes texts into a file; a format is added here with its module.
 Writer = Callable[[Path, list[str]], None]

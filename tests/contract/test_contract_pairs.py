@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from plimsoll.records.plan import Choice
-from plimsoll.run.failpoints import armed
+from plimsoll.step.failpoints import armed
 from plimsoll.techniques import TECHNIQUES, activation_offload, conflict_among, in_order, technique_of
 from technique_trainings import (
     STRICTEST_FIRST,

@@ -1,7 +1,7 @@
 """What every way to make a model smaller promises, on each sort of model.
 
-A method is listed once (`plimsoll.weights.shrink`) and is then tried here, by the strongest choice of its menu, on each
-model of `shrink_models`. Where the menu has none, the reason is what is looked at.
+A method is listed once (`plimsoll.compression.methods`) and is then tried here, by the strongest choice of its menu, on
+each model of `shrink_models`. Where the menu has none, the reason is what is looked at.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 import transformers
 from torch import nn
 
+from plimsoll.compression.methods import SHRINKERS, Calibration, Subject
+from plimsoll.compression.saved_form import form_of, save_subject
 from plimsoll.models.loading import load_model
-from plimsoll.models.shrunk import form_of, save_subject
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink_methods import METHODS
+from plimsoll.records.shrink import METHODS
 from plimsoll.weights.parts import plain_parts
-from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
 from quantized_models import logits, made
 from shrink_models import (
     MODELS,

@@ -18,13 +18,13 @@ from plimsoll.data.sketch import TextSketch
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
+from plimsoll.planning.dry_run.step import StageBackend, _stage, rehearse_job
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.run import PHASES_OF_A_STEP
-from plimsoll.run.boundary import Position
-from plimsoll.run.failpoints import armed
-from plimsoll.run.rehearse import StageBackend, _stage, rehearse_job
-from plimsoll.run.step import TrainStep
+from plimsoll.step.failpoints import armed
+from plimsoll.step.oom_boundary import Position
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import ONLY_IN, TECHNIQUES, activation_offload, conflict_among, technique_of
 from technique_trainings import (
     LARGE_VOCABULARY,

@@ -24,7 +24,7 @@ from plimsoll.errors import EmbeddingError
 from vector_files import RECORDED, expected
 
 PAGES = Path(__file__).parents[2] / "docs" / "embeddings"
-NAMES = [module.name for module in pkgutil.iter_modules(formats.__path__) if not module.name.startswith("_")]
+NAMES = [module.name for module in pkgutil.iter_modules(formats.__path__) if not module.ispkg]
 
 # Words that all formats can hold, and numbers of all sizes.
 WORDS = ["the", "été", "U.S.", "\U0001f600", "a\u2028b", "-", "0.5", "w" * 40, "The"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.recurrent.model import build_recurrent
 
 STEP_SECONDS = 0.04
 FOREVER_SECONDS = 600.0

@@ -53,8 +53,8 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 import transformers, plimsoll.models.generation
 from plimsoll.models.loading import load_model
-from plimsoll.run.apply import ApplyOptions, apply_model
-from plimsoll.run.apply_output import PartFile
+from plimsoll.inference.apply import ApplyOptions, apply_model
+from plimsoll.inference.output import PartFile
 append = PartFile.append
 def slowly(self, *arguments):
     time.sleep(0.2)
@@ -157,7 +157,7 @@ from pathlib import Path
 import torch, transformers
 from transformers.models.bert import modeling_bert
 from plimsoll.device.base import backend_for
-from plimsoll.run.apply import ApplyOptions, apply_model
+from plimsoll.inference.apply import ApplyOptions, apply_model
 model, data, out = map(Path, sys.argv[1:4])
 backend = backend_for("cpu")
 limit_bytes = backend.baseline_bytes() + (int(sys.argv[4]) << 20) if int(sys.argv[4]) else None

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import plimsoll
 from plimsoll.errors import OutOfMemoryError
-from plimsoll.run.failpoints import armed, exhaust_memory
+from plimsoll.step.failpoints import armed, exhaust_memory
 from plimsoll.techniques.gradient_cache import gradient_cache_rungs
 from workloads import largest_relative_difference
 

@@ -21,9 +21,9 @@ from end_to_end.commands import (
     write_job,
 )
 from plimsoll.models.build import save_model
-from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.recurrent.model import build_recurrent
 from plimsoll.records.run import EvaluationLine, RunHead
-from plimsoll.run.directory import RunDirectory
+from plimsoll.training.run_directory import RunDirectory
 
 NUM_STEPS = 6
 

@@ -17,7 +17,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.rehearse import rehearse_job
+from plimsoll.planning.dry_run.step import rehearse_job
 
 fields, on_card, techniques = json.loads(sys.argv[1])
 job = Job.from_fields(fields)

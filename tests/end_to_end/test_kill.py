@@ -32,7 +32,7 @@ from end_to_end.commands import (
     write_job,
 )
 from end_to_end.conftest import SLOW_STEPS
-from plimsoll.device.cgroup import oom_kill_count
+from plimsoll.device.cpu.cgroup import oom_kill_count
 from plimsoll.errors import OutputError
 from plimsoll.records.run import CheckpointLine, DeathLine, RunRecord, StartLine
 

@@ -29,17 +29,17 @@ from end_to_end.commands import (
     write_job,
 )
 from plimsoll.data.sketch import sketch_texts
-from plimsoll.device.data_limit import MARGIN_BYTES
+from plimsoll.device.cpu.data_limit import MARGIN_BYTES
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.build import build_model
-from plimsoll.plan.facts import facts_of
+from plimsoll.models.workload import resident_bytes
+from plimsoll.planning.facts import facts_of
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, RunRecord
 from plimsoll.techniques import in_order
 from plimsoll.techniques.checkpointing import checkpointing_choice
-from plimsoll.workload import resident_bytes
 
 MIB = 1 << 20
 CHOICES = (

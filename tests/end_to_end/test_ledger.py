@@ -18,20 +18,20 @@ import numpy as np
 import pytest
 import torch
 
-from plimsoll.assemble import Assembled
-from plimsoll.data import windows
-from plimsoll.data.loader import Loader
-from plimsoll.data.windows import Subset
+from plimsoll.data.batches.loader import Loader
+from plimsoll.data.samples import windows
+from plimsoll.data.samples.windows import Subset
+from plimsoll.models.assemble import Assembled
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_plan
 from plimsoll.records.run import EvaluationLine, OomEvent, Phase, RunHead, StepLine
-from plimsoll.run.commit import StepCommit
-from plimsoll.run.directory import RunDirectory
-from plimsoll.run.failpoints import armed
-from plimsoll.run.monitor import MemorySampler
-from plimsoll.run.recover import micro_batch_sizes
-from plimsoll.run.step import TrainStep
-from plimsoll.run.train import Training, train
+from plimsoll.step.failpoints import armed
+from plimsoll.step.recovery import micro_batch_sizes
+from plimsoll.step.train_step import TrainStep
+from plimsoll.step.update.commit import StepCommit
+from plimsoll.training.loop import Training, train
+from plimsoll.training.monitor import MemorySampler
+from plimsoll.training.run_directory import RunDirectory
 from workloads import BATCH_SIZE, CASES, Case, largest_relative_difference, plain_loop, weights_of
 
 NUM_SAMPLES = 20  # batches of 8, 8 and 4

@@ -24,8 +24,8 @@ from pathlib import Path
 from plimsoll.device.base import backend_for
 from plimsoll.models.inference import inference_task
 from plimsoll.records.placement import InferencePlan
-from plimsoll.run import apply
-from plimsoll.run.placed import placed_model
+from plimsoll.inference import apply
+from plimsoll.inference.placement import placed_model
 sys.path.insert(0, sys.argv[3])
 from small_checkpoints import batch
 
@@ -43,7 +43,7 @@ PLAIN = """
 import sys, torch
 from pathlib import Path
 from plimsoll.device.base import backend_for
-from plimsoll.run import apply
+from plimsoll.inference import apply
 from transformers import AutoModelForCausalLM
 
 with backend_for("cpu").limited(int(sys.argv[2])):

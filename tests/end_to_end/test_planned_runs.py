@@ -32,7 +32,7 @@ from end_to_end.commands import (
     write_job,
 )
 from end_to_end.test_bad_input import refused, tiny_job, without_machine
-from plimsoll.device.data_limit import MARGIN_BYTES
+from plimsoll.device.cpu.data_limit import MARGIN_BYTES
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import RunRecord
 
@@ -225,7 +225,7 @@ WISHES = {
 
 @pytest.mark.parametrize("case", WISHES)
 def test_a_wish_that_cannot_be(case, golden, tmp_path):
-    """Those that take no process are in tests/unit/run/test_run_plan.py."""
+    """Those that take no process are in tests/unit/planning/test_planning_plan.py."""
     golden(f"errors/{case}.txt", told(refused(tiny_job(tmp_path), "--out", tmp_path / "run", *WISHES[case]), tmp_path))
     assert not (tmp_path / "run" / "data").exists()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from plimsoll.compression.methods import SHRINKERS, Calibration, Subject
 from plimsoll.records.plan import Choice
-from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
 from pruned_models import ARCHITECTURES, batches_of, logits_of, num_weights, small_model
 
 METHODS = {"layers": {"keep": 1}, "hidden": {"share": 0.25}, "heads": {"share": 0.5}, "channels": {"share": 0.25}}

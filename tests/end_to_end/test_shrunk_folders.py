@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from plimsoll.models.shrunk import form_of, save_subject
-from plimsoll.weights.shrink import SHRINKERS
+from plimsoll.compression.methods import SHRINKERS
+from plimsoll.compression.saved_form import form_of, save_subject
 from shrink_models import calibration, ids_of, outputs, subject
 
 # A GPT-2 has layers that torchao does not know and a field of its own for their number.

@@ -31,7 +31,7 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 import plimsoll
 from plimsoll.errors import InputError, OutOfMemoryError
-from plimsoll.run.failpoints import armed
+from plimsoll.step.failpoints import armed
 
 
 class OwnStep(Trainer):

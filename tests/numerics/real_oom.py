@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from plimsoll.device.base import backend_for
 from plimsoll.device.limit import limited
-from plimsoll.run.step import TrainStep
+from plimsoll.step.train_step import TrainStep
 from workloads import NUM_SAMPLES, Case, Output, plain_loop, weights_of
 
 VOCABULARY = 2000

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
-from plimsoll.run.step import TrainStep
+from plimsoll.step.train_step import TrainStep
 
 functional = nn.functional
 MOST_DIFFERENCE = 1e-5  # as a share of the loss, and of the update

@@ -14,12 +14,12 @@ from torch import nn
 import plimsoll
 from plimsoll.errors import BudgetError, InputError, OutOfMemoryError
 from plimsoll.integrations.lightning import OomProof
+from plimsoll.planning.given_plan import require_that_fits
+from plimsoll.planning.inputs import JobSubject
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
-from plimsoll.run.failpoints import armed
-from plimsoll.run.given_plan import require_that_fits
-from plimsoll.run.step import TrainStep
-from plimsoll.run.subjects import JobSubject
+from plimsoll.step.failpoints import armed
+from plimsoll.step.train_step import TrainStep
 
 functional = nn.functional
 WEIGHT = torch.tensor([1.0, 20.0])

@@ -16,8 +16,8 @@ from torch import nn
 from plimsoll.device.base import backend_for
 from plimsoll.device.process import private_memory
 from plimsoll.errors import TornStepError
-from plimsoll.run.boundary import Position
-from plimsoll.run.commit import StepCommit
+from plimsoll.step.oom_boundary import Position
+from plimsoll.step.update.commit import StepCommit
 
 def dense(*shapes):
     made = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
@@ -83,8 +83,8 @@ PLACES = """
 import json, os
 import torch, torch._dynamo
 from plimsoll.device.base import backend_for
-from plimsoll.run.boundary import Position
-from plimsoll.run.commit import StepCommit
+from plimsoll.step.oom_boundary import Position
+from plimsoll.step.update.commit import StepCommit
 
 def in_heap(tensor):
     parts = [line.split()[0].split("-") for line in open("/proc/self/maps") if line.rstrip().endswith("[heap]")]

@@ -11,9 +11,9 @@ from transformers.models.auto import modeling_auto
 
 from plimsoll.device.base import backend_for
 from plimsoll.models.hugging_face import MODEL_FAULTS
-from plimsoll.run.additive import loss_check_of
-from plimsoll.run.known_losses import known_units, shifts_labels
-from plimsoll.workload import Workload
+from plimsoll.models.workload import Workload
+from plimsoll.step.losses.additive import loss_check_of
+from plimsoll.step.losses.known import known_units, shifts_labels
 
 SMALL = {
     1: ("encoder_layers", "decoder_layers", "n_groups", "n_group", "topk_group", "first_k_dense_replace"),

@@ -21,7 +21,7 @@ from real_oom import CASES, NUM_STEPS
 
 import plimsoll
 from end_to_end.commands import PeakWatch
-from plimsoll.device.data_limit import MARGIN_BYTES
+from plimsoll.device.cpu.data_limit import MARGIN_BYTES
 from workloads import BATCH_SIZE, largest_relative_difference
 
 CLOSE = 1e-5

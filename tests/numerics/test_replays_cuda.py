@@ -1,4 +1,4 @@
-"""Replays of real CUDA graphs: the trainings of tests/unit/run/test_run_replays.py, and what only a card can refuse."""
+"""Replays of real CUDA graphs: the trainings of `test_step_replay_replays.py`, and what only a card can refuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 import plimsoll
 from plimsoll.errors import PlimsollWarning
-from plimsoll.workload import model_loss
+from plimsoll.models.workload import model_loss
 from replayed import CHECKPOINTING, GRAPH, NUM_STEPS, WIDTH, Net, both, refused, require_the_same_bits, trained
 
 pytestmark = pytest.mark.gpu

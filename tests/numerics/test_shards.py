@@ -125,7 +125,7 @@ def test_ranks_that_differ_say_so_together_and_a_model_that_cannot_be_put_togeth
         assert all(one.startswith(expected) for one in found), (case, found)
 
 
-@pytest.mark.slow  # `tests/unit/run/test_run_checkpoint_sharded.py` has parts of it
+@pytest.mark.slow  # `tests/unit/training/test_training_sharded_checkpoint.py` has parts of it
 def test_a_checkpoint_of_four_ranks_goes_on_with_two_three_one_and_two(tmp_path):
     """The last of the four is of one process that has the whole model."""
     expected = weights_of(tmp_path / "alone", 1, None, 5)

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from plain_streams import PlainLanguageModel, plain_streams
-from plimsoll.data.lanes import Lanes
-from plimsoll.data.loader import Loader
-from plimsoll.data.streams import StreamDataset
-from plimsoll.models.recurrent import RecurrentLanguageModel, build_recurrent
-from plimsoll.named import RECURRENT
+from plimsoll.data.batches.loader import Loader
+from plimsoll.data.samples.stream_slots import Lanes
+from plimsoll.data.samples.streams import StreamDataset
+from plimsoll.models.names import RECURRENT
+from plimsoll.models.recurrent.model import RecurrentLanguageModel, build_recurrent
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.commit import StepCommit
-from plimsoll.run.failpoints import armed
-from plimsoll.run.step import TrainStep
+from plimsoll.step.failpoints import armed
+from plimsoll.step.train_step import TrainStep
+from plimsoll.step.update.commit import StepCommit
 from plimsoll.techniques import TECHNIQUES, Setting, technique_of
 from processor import skip_without_half_lstm
 from token_stores import store_of_lengths

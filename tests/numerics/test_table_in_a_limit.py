@@ -18,7 +18,7 @@ from plimsoll.device import process
 from plimsoll.device.base import backend_for
 from plimsoll.embeddings.host import HostEmbedding
 from plimsoll.embeddings.host_optimizer import optimizer_of
-from plimsoll.run.failpoints import armed
+from plimsoll.step.failpoints import armed
 
 warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
 USED, EVERY, WIDTH = 1600, 2000, 64

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from plimsoll.assemble import assemble
 from plimsoll.data.prepare import prepare
-from plimsoll.data.tokenizer import open_tokenizer
+from plimsoll.data.tokens.tokenizer import open_tokenizer
+from plimsoll.models.assemble import assemble
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.job_step import step_of
+from plimsoll.step.job_step import step_of
 from tagged_files import LSTM, Sentence, conll, sentences_of_names
 
 LENGTH, STRIDE, BATCH, LEARNING_RATE = 6, 4, 9, 0.5

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from plimsoll.errors import InputError, NonFiniteLossError, OutOfMemoryError, TornStepError
-from plimsoll.run.commit import StepCommit
-from plimsoll.run.failpoints import armed, exhaust_memory
-from plimsoll.run.step import TrainStep
+from plimsoll.step.failpoints import armed, exhaust_memory
+from plimsoll.step.train_step import TrainStep
+from plimsoll.step.update.commit import StepCommit
 from workloads import BATCH_SIZE, CASES, Case, largest_relative_difference, plain_loop, weights_of
 
 NUM_STEPS = 4

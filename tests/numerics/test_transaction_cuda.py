@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from plimsoll.device.base import backend_for
-from plimsoll.run.commit import StepCommit
-from plimsoll.run.failpoints import armed
-from plimsoll.run.predict import predict
-from plimsoll.run.step import TrainStep
+from plimsoll.planning.predict_step import predict
+from plimsoll.step.failpoints import armed
+from plimsoll.step.train_step import TrainStep
+from plimsoll.step.update.commit import StepCommit
 from workloads import BATCH_SIZE, CASES, Case, largest_relative_difference, plain_loop, weights_of
 
 pytestmark = pytest.mark.gpu

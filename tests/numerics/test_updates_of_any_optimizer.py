@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll import TrainStep
 from plimsoll.errors import OutOfMemoryError, TornStepError
-from plimsoll.run.commit import StepCommit
-from plimsoll.run.failpoints import exhaust_memory
+from plimsoll.step.failpoints import exhaust_memory
+from plimsoll.step.update.commit import StepCommit
 
 NUM_STEPS, AT_STEP = 4, 2
 

@@ -8,7 +8,7 @@ import pytest
 import plimsoll
 from plimsoll.device.limit import limited
 from plimsoll.device.probe import probe_machine
-from plimsoll.run.step import TrainStep
+from plimsoll.step.train_step import TrainStep
 from processes import environment
 
 NAMES = [

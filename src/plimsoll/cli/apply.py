@@ -88,7 +88,7 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
         _check(out, dtype, quantize, cache)
         generation = _generation(max_new_tokens, temperature, top_p, seed, cast("Cache", cache))
         with spinner(quiet or as_json):
-            from plimsoll.run.apply import ApplyOptions, apply_model
+            from plimsoll.inference.apply import ApplyOptions, apply_model
 
         options = ApplyOptions(
             task=task,

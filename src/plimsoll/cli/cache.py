@@ -27,8 +27,8 @@ def list_contents(as_json: _AsJson = False) -> None:
       plimsoll cache
       plimsoll cache list --json
     """
-    from plimsoll.cached import contents
     from plimsoll.cli.answer import answering, hand_over
+    from plimsoll.files.cached_answers import contents
 
     with answering("the listing", as_json):
         hand_over(contents(), "", None, as_json)
@@ -52,9 +52,9 @@ def clear(
       plimsoll cache clear plans predictions
       plimsoll cache clear data embeddings
     """
-    from plimsoll.cached import clear, contents
     from plimsoll.cli.answer import answering, hand_over
     from plimsoll.errors import InputError
+    from plimsoll.files.cached_answers import clear, contents
 
     with answering("the clearing", as_json):
         known = [one.name for one in contents().kinds]

@@ -162,7 +162,7 @@ def bench(  # noqa: PLR0917 -- as above
     """
 
     def work(job: Job, cache: Path, progress: Report) -> Any:
-        from plimsoll.run.feed import time_corpus
+        from plimsoll.training.feed_speed import time_corpus
 
         return time_corpus(job, cache, progress)
 

@@ -208,7 +208,7 @@ def _vocabulary(words: _Words, cache: Path | None, progress: Report) -> Vocabula
         return vocabulary_of(_counted(words, words.corpus, cache, progress), words.padding)
     if words.tokenizer is None:
         return vocabulary_of(words.vocabulary, words.padding)
-    from plimsoll.data.given_tokenizer import load_tokenizer
+    from plimsoll.data.tokens.given_tokenizer import load_tokenizer
 
     padding = words.padding or said_padding(words.tokenizer)
     return of_tokenizer(load_tokenizer(words.tokenizer).backend, str(words.tokenizer), padding)
@@ -216,9 +216,9 @@ def _vocabulary(words: _Words, cache: Path | None, progress: Report) -> Vocabula
 
 def _counted(words: _Words, texts: list[str], cache: Path | None, progress: Report) -> Vocabulary:
     from plimsoll.cli.data import job_of
-    from plimsoll.data.index import open_corpus
-    from plimsoll.data.of_job import reading_of
-    from plimsoll.data.words import count_words
+    from plimsoll.data.job_options import reading_of
+    from plimsoll.data.text.index import open_corpus
+    from plimsoll.data.tokens.words import count_words
     from plimsoll.embeddings.vocabulary import of_counts
     from plimsoll.records.base import cache_folder
 

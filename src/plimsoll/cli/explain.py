@@ -201,7 +201,7 @@ def _chosen(diagnosis: Diagnosis, number: int | None) -> Remedy:
 
 def _write(job_file: Path, path: Path, remedy: Remedy) -> None:
     from plimsoll.records.base import write_atomically
-    from plimsoll.records.job_changed import changed_job
+    from plimsoll.records.job_edit import changed_job
 
     write_atomically(path, changed_job(job_file, path, remedy.settings).encode(), "-o/--output")
     name = " + ".join(map(str, remedy.choices))

@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 
-from plimsoll import timings
 from plimsoll.cli import (
     apply,
     cache,
@@ -32,10 +31,11 @@ from plimsoll.cli import (
     workers,
 )
 from plimsoll.cli.output import complain, format_warning, tell
-from plimsoll.device.threads import spin_briefly
+from plimsoll.device.cpu.threads import spin_briefly
 from plimsoll.errors import Interrupted, PlimsollError
-from plimsoll.forked import end_as_asked
-from plimsoll.run.orphans import is_rank
+from plimsoll.files import timings
+from plimsoll.files.forking import end_as_asked
+from plimsoll.files.orphans import is_rank
 
 app = typer.Typer(
     name="plimsoll",

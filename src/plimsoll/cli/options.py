@@ -12,8 +12,8 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 def _begin_timings(is_wanted: bool) -> bool:
     if is_wanted:
-        from plimsoll.run.leftovers import own_prefix
-        from plimsoll.timings import begin
+        from plimsoll.files.temporary import own_prefix
+        from plimsoll.files.timings import begin
 
         begin(own_prefix())
     return is_wanted

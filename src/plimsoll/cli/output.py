@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from plimsoll.errors import OutputError, PlimsollError, PlimsollWarning
-from plimsoll.run.leftovers import own_folder
+from plimsoll.files.temporary import own_folder
 
 _VARIABLE = "PLIMSOLL_FAILURE_FILE"
 

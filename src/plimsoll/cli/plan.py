@@ -12,12 +12,12 @@ from plimsoll.cli.options import Quiet, Timings
 from plimsoll.errors import InputError
 
 if TYPE_CHECKING:
+    from plimsoll.planning.kept_answers import Progress
     from plimsoll.records.apply import Dtype
     from plimsoll.records.job import Job
     from plimsoll.records.placement import InferencePlan
     from plimsoll.records.plan import Pin, Plan
-    from plimsoll.records.ways import Ways
-    from plimsoll.run.asked_again import Progress
+    from plimsoll.records.strategies import Ways
 
 _IMPOSSIBLE = 1
 _USUAL_TOKENS = 256
@@ -120,8 +120,8 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
                 tokens = (max_length or _USUAL_TOKENS, max_new_tokens or 0)
                 found, sentence = _plan_inference(subject, task, tokens, dtype, where, progress)
             else:
+                from plimsoll.planning.job_checks import require_sound
                 from plimsoll.records.job import Job
-                from plimsoll.run.refusals import require_sound
 
                 job, wishes = Job.from_yaml(subject, tuple(changes or ())), _wishes(pins or (), forbids or ())
                 require_sound(job, device, limit_bytes, *wishes)
@@ -178,14 +178,14 @@ def _plan_training(
     job: Job, wishes: tuple[tuple[Pin, ...], tuple[str, ...]], calibration: Path | None,
     where: tuple[str | None, int | None], progress: Progress, *, quiet: bool,
 ) -> tuple[Plan, str]:  # fmt: skip
+    from plimsoll.planning.lean_imports import leave_out_unused
     from plimsoll.records.comparison import Calibration
     from plimsoll.report.plan_sheets import headline
-    from plimsoll.run.imports import leave_out_unused
 
     learned = None if calibration is None else Calibration.load(calibration)
     leave_out_unused(job)
-    from plimsoll.run.asked_again import KEPT_SENTENCE, plan_of
-    from plimsoll.run.learning import known_calibration
+    from plimsoll.planning.calibration import known_calibration
+    from plimsoll.planning.kept_answers import KEPT_SENTENCE, plan_of
 
     (pins, forbids), (device, limit_bytes) = wishes, where
     found, is_kept = plan_of(
@@ -214,11 +214,11 @@ def _compare(
         given = ", ".join([*map(str, pins), *forbids])
         raise InputError(f"--compare plans each way with pins of its own, not with {given}: leave one of them out")
     learned = None if calibration is None else Calibration.load(calibration)
-    from plimsoll.run.baseline import baseline_for
+    from plimsoll.planning.baseline import baseline_for
 
     with baseline_for(job, device) as started:
-        from plimsoll.run.learning import known_calibration
-        from plimsoll.run.ways import compare_ways
+        from plimsoll.planning.calibration import known_calibration
+        from plimsoll.planning.strategies import compare_ways
 
         found = compare_ways(
             job,
@@ -236,14 +236,14 @@ def _plan_inference(  # noqa: PLR0917 -- called once
     subject: Path, task: str | None, tokens: tuple[int, int], dtype: str | None, where: tuple[str | None, int | None],
     progress: Progress,
 ) -> tuple[InferencePlan, str]:  # fmt: skip
+    from plimsoll.inference.model import DTYPES
     from plimsoll.report.placement_sheets import headline
-    from plimsoll.run.inference_model import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"--dtype {dtype} is none that weights can have here: give one of {', '.join(DTYPES)}")
     folder = _model_folder(subject)
     from plimsoll.models.inference import default_task
-    from plimsoll.run.plan_inference import plan_inference
+    from plimsoll.planning.plan_inference import plan_inference
 
     (longest_tokens, new_tokens), (device, limit_bytes) = tokens, where
     found = plan_inference(
@@ -261,8 +261,8 @@ def _plan_inference(  # noqa: PLR0917 -- called once
 
 def _model_folder(subject: Path) -> Path:
     """The folder of the weights: itself, that of a run directory, or the one that a job trains."""
+    from plimsoll.inference.model import model_folder
     from plimsoll.records.job import Job
-    from plimsoll.run.inference_model import model_folder
 
     if not subject.is_file():
         return model_folder(subject).path

@@ -70,10 +70,10 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
 
     with answering("the prediction", as_json):
         with spinner(quiet=quiet or as_json) as progress:
+            from plimsoll.planning.job_checks import require_sound
+            from plimsoll.planning.lean_imports import leave_out_unused
             from plimsoll.records.comparison import Calibration
             from plimsoll.records.job import Job
-            from plimsoll.run.imports import leave_out_unused
-            from plimsoll.run.refusals import require_sound
 
             # Everything that can be refused is refused before the work.
             job = Job.from_yaml(job_file, tuple(changes or ()))
@@ -84,7 +84,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
             learned = None if calibration is None else Calibration.load(calibration)
             require_sound(job, device, limit_bytes)
             leave_out_unused(job)
-            from plimsoll.run.asked_again import KEPT_SENTENCE, prediction_of
+            from plimsoll.planning.kept_answers import KEPT_SENTENCE, prediction_of
 
             prediction, is_kept = prediction_of(
                 job,
@@ -121,7 +121,7 @@ def _read_lengths(path: Path | None) -> list[int] | None:
 
 def _check_micro_batch(micro_batch: int | None, job: Job) -> None:
     from plimsoll.errors import InputError
-    from plimsoll.run.recover import samples_of_rank
+    from plimsoll.step.recovery import samples_of_rank
 
     most = samples_of_rank(job)
     if micro_batch is not None and not 1 <= micro_batch <= most:

@@ -75,17 +75,17 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
     from plimsoll.cli.output import failures_shown, show, told, told_by
     from plimsoll.errors import Interrupted
     from plimsoll.records.plan import parse_pin
-    from plimsoll.records.shrink_methods import chain_of
+    from plimsoll.records.shrink import chain_of
     from plimsoll.report.progress import spinner, stages
 
     with failures_shown() if as_json else nullcontext():
         _check(target, methods, forbids, recover, budget, tries, samples)
         with spinner(quiet or as_json):
+            from plimsoll.compression.request import ShrinkOptions
+            from plimsoll.compression.shrink import RefusedError
+            from plimsoll.compression.shrink import shrink as make_smaller
+            from plimsoll.compression.source import find_source
             from plimsoll.report.render import render
-            from plimsoll.run.shrink import RefusedError
-            from plimsoll.run.shrink import shrink as make_smaller
-            from plimsoll.run.shrink_request import ShrinkOptions
-            from plimsoll.run.shrink_source import find_source
 
             options = ShrinkOptions(
                 target_bytes=_target_bytes(target),
@@ -128,9 +128,9 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
 def _show_found(out: Path, as_json: bool) -> None:
     """Show the tables of what was measured until now; with ``--json`` standard output has the failure alone."""
     from plimsoll.cli.output import show
+    from plimsoll.compression.folder import WORK
     from plimsoll.records.shrink import SHRINK_RECORD, ShrinkRecord
     from plimsoll.report.render import render
-    from plimsoll.run.shrink_folder import WORK
 
     found = out / WORK / SHRINK_RECORD
     if found.is_file() and not as_json:

@@ -15,7 +15,7 @@ from plimsoll.cli.options import Quiet, Timings
 
 if TYPE_CHECKING:
     from plimsoll.records.job import Job
-    from plimsoll.run.directory import RunDirectory
+    from plimsoll.training.run_directory import RunDirectory
 
     Then = Callable[[RunDirectory, tuple[str, ...], bool], int]
     """What follows when data and plan are there: the training, under a supervisor or of this rank."""
@@ -76,8 +76,8 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     """
     from plimsoll.cli.output import show
     from plimsoll.errors import InputError
+    from plimsoll.files.orphans import is_rank
     from plimsoll.report.progress import spinner
-    from plimsoll.run.orphans import is_rank
 
     is_silent, is_quiet = is_rank() and os.environ["RANK"] != "0", quiet or as_json
     with _failures_shown(out) if as_json and not is_silent else nullcontext():
@@ -100,14 +100,14 @@ def train(  # noqa: PLR0917 -- typer calls it by name
                 with directory.claimed():  # nothing is changed under a process that trains here
                     return _gone_on(directory, _job(directory.job, budget, changes), from_step, is_quiet, then)
             with spinner(is_quiet):
+                from plimsoll.planning.job_checks import require_sound
                 from plimsoll.records.plan import parse_pin
-                from plimsoll.run.refusals import require_sound
 
                 job, trial = _job(_given(job_file, out), budget, changes), ("--no-trial",) if no_trial else ()
                 require_sound(job, pins=map(parse_pin, pins or ()), forbids=forbids or ())
             return _begun(out, job, planning, cache, force, is_quiet, then, trial)
 
-        from plimsoll.run.supervise import supervise
+        from plimsoll.training.supervise import supervise
 
         code = _as_a_rank(out, run, resume, from_step, is_quiet, trial=not no_trial) if is_rank() else run(supervise)
         if code:
@@ -173,7 +173,7 @@ def _given(job_file: Path | None, out: Path) -> Path:
 def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
     """How many processes train together, where the command or torchrun says it."""
     from plimsoll.errors import InputError
-    from plimsoll.run.orphans import is_rank
+    from plimsoll.files.orphans import is_rank
 
     if not is_rank():
         if num_ranks is None and (world_size := os.environ.get("WORLD_SIZE") or "1") != "1":
@@ -194,11 +194,11 @@ def _as_a_rank(
     out: Path, prepare: Callable[[Then], int], resume: bool, from_step: int | None, quiet: bool, *, trial: bool
 ) -> int:
     """Be one of the processes that torchrun has started; the first prepares what all train on."""
-    from plimsoll.ranks import joined
+    from plimsoll.distributed.ranks import joined
     from plimsoll.records.job import Job
-    from plimsoll.run.directory import RunDirectory
-    from plimsoll.run.ranked import begun_again, prepared_by_first
-    from plimsoll.run.worker import train_run
+    from plimsoll.training.ranks import begun_again, prepared_by_first
+    from plimsoll.training.run_directory import RunDirectory
+    from plimsoll.training.worker import train_run
 
     with joined() as ranks:
 
@@ -263,9 +263,9 @@ def _begun(  # noqa: PLR0917 -- one call
     trial: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Make the run directory, with its data and its plan, and train."""
-    from plimsoll.run.directory import RunDirectory
-    from plimsoll.run.processes import loading_once
-    from plimsoll.run.supervise import prepare_data
+    from plimsoll.training.processes import loading_once
+    from plimsoll.training.run_directory import RunDirectory
+    from plimsoll.training.supervise import prepare_data
 
     directory = RunDirectory.create(out, force)
     is_given = planning is not None and planning[:1] == ("--given",)
@@ -284,14 +284,14 @@ def _begun(  # noqa: PLR0917 -- one call
 
 
 def _planned(directory: RunDirectory, job: Job, planning: tuple[str, ...] | None, quiet: bool) -> int:
-    from plimsoll.run.supervise import make_plan
+    from plimsoll.training.supervise import make_plan
 
     return make_plan(directory, planning, quiet) if planning is not None and _has_line(job, planning) else 0
 
 
 def _has_line(job: Job, wishes: tuple[str, ...]) -> bool:
     """Whether there is a line to stay under, a budget or the memory of a GPU, or something is wished for."""
-    from plimsoll.device import nvml
+    from plimsoll.device.cuda import nvml
 
     is_on_cpu = job.device == "cpu" or (job.device == "auto" and nvml.driver_version() is None)
     return bool(wishes or job.pin) or job.budget.device_bytes is not None or not is_on_cpu
@@ -300,7 +300,7 @@ def _has_line(job: Job, wishes: tuple[str, ...]) -> bool:
 def _write(directory: RunDirectory, job: Job) -> None:
     """Write the job, and the plan that is in force without any other."""
     from plimsoll.records.plan import micro_batch_plan
-    from plimsoll.run.recover import micro_batch_sizes, samples_of_rank
+    from plimsoll.step.recovery import micro_batch_sizes, samples_of_rank
 
     directory.write_job(job)
     sizes = micro_batch_sizes(samples_of_rank(job))
@@ -311,7 +311,7 @@ def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: t
     """Keep the plan of a run that goes on; for another budget, or of other code by now, plan again as was wished."""
     from plimsoll.errors import RecordError
     from plimsoll.records.plan import Plan
-    from plimsoll.run.supervise import make_plan
+    from plimsoll.training.supervise import make_plan
 
     try:
         plan, is_same = Plan.load(directory.plan), (job.budget, job.ranks) == (before.budget, before.ranks)
@@ -343,7 +343,7 @@ def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: t
 
 def _opened(out: Path, job_file: Path | None) -> RunDirectory:
     from plimsoll.errors import InputError, OutputError
-    from plimsoll.run.directory import RunDirectory
+    from plimsoll.training.run_directory import RunDirectory
 
     if job_file is not None:
         raise InputError(
@@ -377,7 +377,7 @@ def _prepared_again(directory: RunDirectory, quiet: bool, other_data: bool) -> i
     Where the job names other data than before, they must come to the same tokens.
     """
     from plimsoll.data.prepare import Prepared, is_whole
-    from plimsoll.run.supervise import prepare_data
+    from plimsoll.training.supervise import prepare_data
 
     prepared = Prepared.load(directory.prepared)
     if is_whole(prepared) and not other_data:
@@ -391,7 +391,7 @@ def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bo
     from plimsoll.errors import InputError, JobError
     from plimsoll.records.base import write_atomically
     from plimsoll.records.job import Job
-    from plimsoll.run.processes import loading_once
+    from plimsoll.training.processes import loading_once
 
     before, done = Job.from_yaml(directory.job), directory.last_saved_step()
     if from_step is None and job.steps < done:

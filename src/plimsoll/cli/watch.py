@@ -42,9 +42,9 @@ def watch(  # noqa: PLR0917 -- typer calls it by name
       plimsoll explain watch.jsonl
     """
     from plimsoll.cli.output import failures_shown, show
+    from plimsoll.diagnose.watch import watch_of
     from plimsoll.errors import InputError
     from plimsoll.records.watch import append, begin
-    from plimsoll.run.watch import watch_of
 
     with failures_shown() if as_json else nullcontext():
         if run is not None and pid is not None:

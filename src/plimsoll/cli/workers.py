@@ -30,7 +30,7 @@ def prepare_worker(  # noqa: PLR0917 -- typer calls it by name
     and trains the tokenizer before it loads torch.
     """
     from plimsoll.errors import TokenizerRoomError
-    from plimsoll.run.worker import prepare_run
+    from plimsoll.training.worker import prepare_run
 
     try:
         prepare_run(directory, cache, quiet, again, tuple(pin or ()), tuple(forbid or ()), tokenizer_budget_bytes)
@@ -48,15 +48,15 @@ def forked_as(job_file: Path) -> list[str]:
 
     What cannot be loaded is said by the process that needs it.
     """
+    from plimsoll.files.fork_server import serve
+    from plimsoll.planning.baseline import load_training
+    from plimsoll.planning.lean_imports import leave_out_unused
     from plimsoll.records.job import Job
-    from plimsoll.run.baseline import load_training
-    from plimsoll.run.fork_server import serve
-    from plimsoll.run.imports import leave_out_unused
 
     job = Job.from_yaml(job_file)
     leave_out_unused(job)
-    from plimsoll.run.boundary import without_fail
-    from plimsoll.timings import timed
+    from plimsoll.files.timings import timed
+    from plimsoll.step.oom_boundary import without_fail
 
     with timed("loading"):
         without_fail(lambda: load_training(job))
@@ -74,31 +74,31 @@ def plan_worker(  # noqa: PLR0917 -- typer calls it by name
     keep: bool = False,
 ) -> None:
     """Plan the run of a run directory."""
-    from plimsoll.run.worker import plan_run
+    from plimsoll.training.worker import plan_run
 
     plan_run(directory, given, tuple(pin or ()), tuple(forbid or ()), quiet, goes_on, from_step, keep)
 
 
 def baseline_worker() -> None:
     """Print what a training process takes before it has a model."""
-    from plimsoll.run.baseline import print_baseline
+    from plimsoll.planning.baseline import print_baseline
 
     print_baseline()
 
 
 def inference_baseline_worker(folder: Path, task: str) -> None:
     """Print what a process takes that applies a model, before it has the model."""
-    from plimsoll.run.baseline import print_inference_baseline
+    from plimsoll.planning.baseline import print_inference_baseline
 
     print_inference_baseline(folder, task)
 
 
 def shrink_worker(request: Path) -> None:
     """Make smaller models, as asked for on standard input."""
-    from plimsoll.run.shrink_process import ShrinkRequest, serve
+    from plimsoll.compression.processes import ShrinkRequest, serve
 
     def answers() -> Mapping[str, Callable[..., Any]]:
-        from plimsoll.run.shrinking import answers_of
+        from plimsoll.compression.candidates import answers_of
 
         return answers_of(ShrinkRequest.load(request))
 
@@ -107,7 +107,7 @@ def shrink_worker(request: Path) -> None:
 
 def measure_worker() -> None:
     """Print what applying a model takes; which one, comes on standard input."""
-    from plimsoll.run.shrinking import print_measured
+    from plimsoll.compression.candidates import print_measured
 
     print_measured()
 
@@ -124,8 +124,8 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
     no_trial: Annotated[bool, typer.Option("--no-trial")] = False,
 ) -> None:
     """Train in a run directory."""
-    from plimsoll.ranks import joined
-    from plimsoll.run.worker import train_run
+    from plimsoll.distributed.ranks import joined
+    from plimsoll.training.worker import train_run
 
     with joined() as ranks:
         train_run(
@@ -144,6 +144,6 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
 
 def launch_worker(num_ranks: int, arguments: list[str]) -> None:
     """Run a command in several processes that train together."""
-    from plimsoll.run.launch import launch
+    from plimsoll.distributed.launch import launch
 
     sys.exit(launch(num_ranks, arguments))

@@ -1,8 +1,8 @@
 """The rows of one file, each of them: what a model is applied to, in the order of the file, by number.
 
-Unlike a corpus (`plimsoll.data.index`), which leaves out what cannot be used, every row is there: one without a text
-says why (`InputRow.fault`), so that the results of a file line up with it. Rows are read once, a mebibyte at a time,
-and nothing is kept of them; those before the first that is wanted are passed over without being looked into.
+Unlike a corpus (`plimsoll.data.text.index`), which leaves out what cannot be used, every row is there: one without a
+text says why (`InputRow.fault`), so that the results of a file line up with it. Rows are read once, a mebibyte at a
+time, and nothing is kept of them; those before the first that is wanted are passed over without being looked into.
 
 Formats are told by the name: jsonl (ndjson), json (also a list of objects), csv and tsv, parquet, arrow; all else is
 plain text, of which every line is a row, also an empty one. Lines of white space only are no rows of a jsonl, nor empty
@@ -20,17 +20,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plimsoll.data.convert import format_of
 from plimsoll.data.formats import Layout, Reading, jsonl
 from plimsoll.data.formats import csv as csv_format
-from plimsoll.data.formats._columns import no_column, text_columns
-from plimsoll.data.formats._records import HEAD_BYTES
-from plimsoll.data.json_shapes import field_of_rows
-from plimsoll.data.json_values import are_lines, json_lines
-from plimsoll.data.sources import SourceFile, find_files
-from plimsoll.data.unpack import Torn, chunks_of, is_archive, plain_chunks, uncompressed
+from plimsoll.data.formats.helpers.columns import no_column, text_columns
+from plimsoll.data.formats.helpers.records import HEAD_BYTES
+from plimsoll.data.text.convert import format_of
+from plimsoll.data.text.json_shapes import field_of_rows
+from plimsoll.data.text.json_values import are_lines, json_lines
+from plimsoll.data.text.sources import SourceFile, find_files
+from plimsoll.data.text.unpack import Torn, chunks_of, is_archive, plain_chunks, uncompressed
 from plimsoll.errors import DataError
-from plimsoll.identity import identity_of
+from plimsoll.files.identity import identity_of
 from plimsoll.records.units import format_bytes
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -148,7 +148,7 @@ class InputRows:
         return (raw for raw in rows if raw.content.strip(b"\r\n")), lambda raw: _csv_row(raw, layout, places)
 
     def _of_table(self, form: str, tell: Callable[[int], None]) -> tuple[Iterator[_Raw], Callable[[Any], Any]]:
-        from plimsoll.data.tables import open_arrow, open_parquet, strings_of
+        from plimsoll.data.text.tables import open_arrow, open_parquet, strings_of
 
         with (open_parquet if form == "parquet" else open_arrow)(self.file.path, self.file.path) as table:
             names = table.schema.names

@@ -1,7 +1,7 @@
 """What a corpus is and what becomes of it as samples: what `plimsoll data index`, `tokenize` and `inspect` answer.
 
 Lengths are those of the tokens where these are in the cache, else of about 4 MiB of texts drawn evenly and tokenized on
-the spot. The ways to fill batches are computed from the lengths alone (`plimsoll.data.fillings`), so no model is
+the spot. The ways to fill batches are computed from the lengths alone (`plimsoll.data.samples.modes`), so no model is
 needed; only windows that end at borders take the tokens and the borders in the texts. NOT covered: what a way does to
 the quality of the model.
 """
@@ -16,20 +16,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.addresses import shown
-from plimsoll.data.borders import MARKS, BorderKind, cut_at_borders, marked_pieces
-from plimsoll.data.corpus import Corpus
-from plimsoll.data.fillings import Texts
-from plimsoll.data.held_out import num_repeated, refuse_same_files, said_of_repeated
-from plimsoll.data.index import open_corpus
-from plimsoll.data.labels import labels_of
-from plimsoll.data.of_job import cut_by_job, kinds_of_tokens, reading_of
-from plimsoll.data.tags import Encoded, WordEncoder, entity_note
-from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer, tokenizer_threads
-from plimsoll.data.tokens import TextEncoder, open_tokens, tokenize, tokens_folder
+from plimsoll.data.job_options import cut_by_job, kinds_of_tokens, reading_of
+from plimsoll.data.samples.borders import MARKS, BorderKind, cut_at_borders, marked_pieces
+from plimsoll.data.samples.labels import labels_of
+from plimsoll.data.samples.modes import Texts
+from plimsoll.data.samples.tags import Encoded, WordEncoder, entity_note
+from plimsoll.data.text.corpus import Corpus
+from plimsoll.data.text.held_out import num_repeated, refuse_same_files, said_of_repeated
+from plimsoll.data.text.index import open_corpus
+from plimsoll.data.tokens.store import TextEncoder, open_tokens, tokenize, tokens_folder
+from plimsoll.data.tokens.tokenizer import Tokenizer, prepare_tokenizer, tokenizer_threads
+from plimsoll.files.addresses import shown
+from plimsoll.files.store import Progress, read_facts, silent
 from plimsoll.records.corpus import CorpusFacts, Filling, Inspection, LabelCount, TagCount, TokenFacts
 from plimsoll.records.job import Job
-from plimsoll.store import Progress, read_facts, silent
 
 _SEEN_BYTES = 4 << 20
 _MOST_SEEN_TEXTS = 100_000
@@ -151,7 +151,7 @@ class _Seen(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """Tokens of texts that were encoded on the spot, as `plimsoll.data.borders.Marked`."""
+    """Tokens of texts that were encoded on the spot, as `plimsoll.data.samples.borders.Marked`."""
 
     tokens: NDArray[np.uint32]
     ends: NDArray[np.int64]

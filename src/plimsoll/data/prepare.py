@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.checksums import require_whole
-from plimsoll.data.corpus import Corpus, open_index
-from plimsoll.data.held_out import (
+from plimsoll.data.job_options import corpus_and_tokenizer, cut_by_job, kinds_of_tokens, padding_of, reading_of
+from plimsoll.data.samples.labels import labels_of, names_to_number_by
+from plimsoll.data.samples.spans import Spans, num_windows, open_spans, refuse_no_window
+from plimsoll.data.samples.stream_slots import Lanes, lanes_of_stream, refuse_no_lane, training_lanes
+from plimsoll.data.samples.tags import tags_of
+from plimsoll.data.text.corpus import Corpus, open_index
+from plimsoll.data.text.held_out import (
     ChosenTexts,
     IsHeldOut,
     choice_name,
@@ -26,23 +30,19 @@ from plimsoll.data.held_out import (
     num_repeated,
     refuse_same_files,
 )
-from plimsoll.data.index import open_corpus
-from plimsoll.data.labels import labels_of, names_to_number_by
-from plimsoll.data.lanes import Lanes, lanes_of_stream, refuse_no_lane, training_lanes
-from plimsoll.data.of_job import corpus_and_tokenizer, cut_by_job, kinds_of_tokens, padding_of, reading_of
-from plimsoll.data.spans import Spans, num_windows, open_spans, refuse_no_window
-from plimsoll.data.tags import tags_of
-from plimsoll.data.tokenizer import Tokenizer
-from plimsoll.data.tokens import Tokens, TokenStore, open_tokens, tokenize
+from plimsoll.data.text.index import open_corpus
+from plimsoll.data.tokens.store import Tokens, TokenStore, open_tokens, tokenize
+from plimsoll.data.tokens.tokenizer import Tokenizer
 from plimsoll.errors import DataError
+from plimsoll.files.checksums import require_whole
+from plimsoll.files.store import Facts, Progress, kept_facts, read_facts, silent, stored
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.job import Job
 from plimsoll.records.run import GradientReach
-from plimsoll.store import Facts, Progress, kept_facts, read_facts, silent, stored
 
 if TYPE_CHECKING:  # these import torch, which preparing does not need
-    from plimsoll.data.augment import TokenAugmentation
-    from plimsoll.data.windows import Samples, Subset
+    from plimsoll.data.batches.augment import TokenAugmentation
+    from plimsoll.data.samples.windows import Samples, Subset
 
 _LABELS_FILE = "labels.npy"
 
@@ -249,7 +249,7 @@ def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Sampl
     Raises:
         DataError: if the cache no longer holds the data, or it is too short for the job's ``sequence_length``.
     """
-    from plimsoll.data.windows import Subset, split
+    from plimsoll.data.samples.windows import Subset, split
 
     opening = _Opening(prepared, job)
     if job.data.order == "streams":
@@ -314,7 +314,7 @@ class _Making:
                 ),
             )
         else:
-            from plimsoll.data.texts import split_by_text
+            from plimsoll.data.samples.texts import split_by_text
 
             spans = open_spans(store, Path(str(text.spans_folder)))
             train_spans, other_spans = split_by_text(spans, share, job.seed, job.draws_held_out)
@@ -351,7 +351,7 @@ class _Making:
         facts = {"spans_folder": str(spans.folder), "num_samples": len(spans)}
         if not self._job.data.pack:
             return facts
-        from plimsoll.data.packing import pack
+        from plimsoll.data.samples.packing import pack
 
         packs = pack(spans, progress=self._progress)
         return facts | {"packs_folder": str(packs.folder), "num_samples": len(packs)}
@@ -375,9 +375,9 @@ class _Opening:
 
     def samples(self, text: PreparedText, is_training: bool) -> Samples:
         """Map the samples of some texts; what augments them does so in training only."""
-        from plimsoll.data.packing import PackedDataset, open_packs
-        from plimsoll.data.texts import DocumentDataset, TokenLabels
-        from plimsoll.data.windows import WindowDataset
+        from plimsoll.data.samples.packing import PackedDataset, open_packs
+        from plimsoll.data.samples.texts import DocumentDataset, TokenLabels
+        from plimsoll.data.samples.windows import WindowDataset
 
         job, pad_id = self._job, self._prepared.pad_id
         if text.tokens_folder is None:
@@ -393,7 +393,7 @@ class _Opening:
 
     def streams(self) -> tuple[Samples, Samples | None]:
         """Map the lanes to train on and those held out."""
-        from plimsoll.data.streams import StreamDataset
+        from plimsoll.data.samples.streams import StreamDataset
 
         train, other = self._prepared.train, self._prepared.validation
         lanes, other_lanes = _lanes_of(self._job, train, other)
@@ -404,8 +404,8 @@ class _Opening:
         return samples, StreamDataset(_stream_of(other or train), other_lanes, resets)
 
     def _on_the_fly(self, text: PreparedText, is_training: bool) -> Samples:
-        from plimsoll.data.augment_text import TextAugmentation
-        from plimsoll.data.on_the_fly import TextDataset
+        from plimsoll.data.batches.augment_text import TextAugmentation
+        from plimsoll.data.tokens.on_the_fly import TextDataset
 
         job, augment = self._job, self._job.data.augment
         assert job.data.long_texts != "window", "the job was checked when it was read"
@@ -422,7 +422,7 @@ class _Opening:
         )
 
     def _tokens(self, is_training: bool) -> TokenAugmentation | None:
-        from plimsoll.data.augment import TokenAugmentation
+        from plimsoll.data.batches.augment import TokenAugmentation
 
         job, prepared, augment = self._job, self._prepared, self._job.data.augment
         if not is_training or augment is None or not augment.changes_tokens:

@@ -18,17 +18,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from plimsoll.addresses import file_name, head, is_remote
-from plimsoll.data import byte_pairs
-from plimsoll.data.convert import is_converted
 from plimsoll.data.formats import Reading
-from plimsoll.data.given_tokenizer import load_tokenizer
-from plimsoll.data.index import open_corpus
-from plimsoll.data.of_job import padding_of, reading_of
+from plimsoll.data.job_options import padding_of, reading_of
 from plimsoll.data.prepare import Prepared
-from plimsoll.data.sources import SourceFile, find_files
-from plimsoll.data.tokenizer import FEW_BYTES, prepare_tokenizer
+from plimsoll.data.text.convert import is_converted
+from plimsoll.data.text.index import open_corpus
+from plimsoll.data.text.sources import SourceFile, find_files
+from plimsoll.data.tokens import byte_pairs
+from plimsoll.data.tokens.given_tokenizer import load_tokenizer
+from plimsoll.data.tokens.tokenizer import FEW_BYTES, prepare_tokenizer
 from plimsoll.errors import DataError
+from plimsoll.files.addresses import file_name, head, is_remote
 from plimsoll.records.job import HUB_PREFIX, Job
 
 _HEAD_BYTES, _MOST_HEADS = 1 << 20, 16

@@ -75,11 +75,12 @@ def backend_for(device: str) -> Backend:
     Raises:
         DeviceError: if this machine or this build of torch has no such device.
     """
-    from plimsoll.device import cpu, cuda
+    from plimsoll.device.cpu.backend import CpuBackend
+    from plimsoll.device.cuda.backend import CudaBackend
 
     if device == "cpu":
-        return cpu.CpuBackend()
+        return CpuBackend()
     match = re.fullmatch(r"cuda(?::(\d+))?", device)
     if match is None:
         raise DeviceError(f"there is no device {device!r}: give cpu, cuda, or cuda and a number such as cuda:1")
-    return cuda.CudaBackend(int(match[1] or 0))
+    return CudaBackend(int(match[1] or 0))

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import HashStore
 from plimsoll.device.speed import name_of
 from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import cache_folder
-from plimsoll.records.gpu import DeviceSpec
+from plimsoll.records.device import DeviceSpec
 from plimsoll.records.speed import ExchangeKind, ExchangeSpeed, Point
 
 _MIB = 1 << 20

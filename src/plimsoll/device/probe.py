@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from plimsoll.device import nvml
 from plimsoll.device.base import Backend, backend_for
+from plimsoll.device.cuda import nvml
 from plimsoll.records.device import Machine
 
 

@@ -35,7 +35,7 @@ from torch.nn import functional
 from plimsoll.device.launches import measure_launches
 from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import cache_folder
-from plimsoll.records.gpu import DeviceSpec
+from plimsoll.records.device import DeviceSpec
 from plimsoll.records.speed import Curve, MovingKind, Point, Speed
 
 _MIB = 1 << 20

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from plimsoll.device.nvml import GpuUse
+from plimsoll.device.cuda.nvml import GpuUse
 from plimsoll.device.process import private_bytes
 from plimsoll.errors import InputError
 from plimsoll.records.watch import ProcessUse

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from plimsoll.device import cgroup
-from plimsoll.device.nvml import GpuUse
+from plimsoll.device.cpu import cgroup
+from plimsoll.device.cuda.nvml import GpuUse
 from plimsoll.records.watch import Line, ProcessUse
 
 

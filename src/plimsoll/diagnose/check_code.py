@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from plimsoll.diagnose.lint import every_rule
-from plimsoll.diagnose.lint._source import Edit, Hit, Source, parse
+from plimsoll.diagnose.lint.helpers.source import Edit, Hit, Source, parse
 from plimsoll.errors import InputError, OutputError
 from plimsoll.records.lint import LintFinding, LintReport, Unread
 

@@ -18,8 +18,8 @@ from plimsoll.records.prediction import Holding, Prediction
 from plimsoll.records.run import GraphLine, RunRecord
 
 if TYPE_CHECKING:
-    from plimsoll.run.step import TrainStep
-    from plimsoll.run.unreached import Unreached
+    from plimsoll.step.missing_gradients import Unreached
+    from plimsoll.step.train_step import TrainStep
 
 _OF_MEMORY = ("OOM killer", "memory ran out")  # what the evidence of a death says where memory was why
 

@@ -15,16 +15,16 @@ from plimsoll.diagnose.of_watch import diagnosis_of_watch
 from plimsoll.diagnose.snapshot.of_snapshot import diagnosis_of_snapshot
 from plimsoll.diagnose.snapshot.read import is_snapshot
 from plimsoll.errors import InputError
+from plimsoll.planning.job_checks import require_sound
+from plimsoll.planning.lean_imports import leave_out_unused
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.job import Job
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import parse_bytes
 from plimsoll.records.watch import WatchRecord, is_recording
-from plimsoll.run.imports import leave_out_unused
-from plimsoll.run.refusals import require_sound
 
 if TYPE_CHECKING:
-    from plimsoll.run.step import TrainStep
+    from plimsoll.step.train_step import TrainStep
 
 Progress = Callable[[str], None]
 

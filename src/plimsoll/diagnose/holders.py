@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 from plimsoll.diagnose.seen import Kept
 from plimsoll.memory.graph import has_graph, saved_tensors, storage_bytes, storage_key
 from plimsoll.memory.inventory import graph_nodes
-from plimsoll.run.held import OF_TORCH, attributes_of
-from plimsoll.run.stores import Store, store_of
+from plimsoll.step.retained.assignments import Store, store_of
+from plimsoll.step.retained.tensors import OF_TORCH, attributes_of
 
 _DEEPEST, _FEW, _SAMPLE = 4, 16, 500
 _INNER_SAMPLE = 32  # of what is in an item

@@ -32,7 +32,7 @@ from plimsoll.memory.births import Births
 from plimsoll.memory.inventory import inventory
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.report.as_text import diagnosis_report
-from plimsoll.run.boundary import without_fail
+from plimsoll.step.oom_boundary import without_fail
 
 _RESERVE_BYTES = 16 << 20
 _MOST_STEPS = 4096

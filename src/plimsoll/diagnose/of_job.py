@@ -1,8 +1,8 @@
 """The diagnosis of a job before it runs, and of a run that ended because memory ran out: both are rehearsed.
 
-What the peak is made of is predicted (`plimsoll.run.remedies`), and every remedy was tried by the predictor on this
-training. A run is rehearsed with what it had in force when it ended. Where the prediction has room for it all the same,
-the causes that are part of a peak do not explain the end, and that is said.
+What the peak is made of is predicted (`plimsoll.planning.remedies`), and every remedy was tried by the predictor on
+this training. A run is rehearsed with what it had in force when it ended. Where the prediction has room for it all the
+same, the causes that are part of a peak do not explain the end, and that is said.
 
 Does NOT read the texts of a job that has not run: of padding only a run knows.
 """
@@ -18,13 +18,13 @@ from plimsoll.data.sketch import TextSketch, texts_of
 from plimsoll.diagnose.evidence import Evidence, ended_in_oom, evidence_of_run, with_prediction
 from plimsoll.diagnose.findings import diagnosed
 from plimsoll.errors import PlimsollError
+from plimsoll.planning.calibration import known_calibration
+from plimsoll.planning.plan import Progress
+from plimsoll.planning.remedies import choices_in_force, find_remedies
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.job import Job
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import format_bytes
-from plimsoll.run.learning import known_calibration
-from plimsoll.run.plan import Progress
-from plimsoll.run.remedies import choices_in_force, find_remedies
 
 _FITS = "It fits as it is, so that nothing was tried: `--budget SIZE` says what would make it fit in less."
 
@@ -42,12 +42,12 @@ def diagnosis_of_job(
     Args:
         job: the job.
         subject: what it is called.
-        device: see `plimsoll.run.plan.plan_job`, as is ``limit_bytes``.
+        device: see `plimsoll.planning.plan.plan_job`, as is ``limit_bytes``.
         limit_bytes: see `device`.
         progress: told what is being done.
 
     Raises:
-        InputError: if the job cannot be predicted; see `plimsoll.run.plan.plan_job`.
+        InputError: if the job cannot be predicted; see `plimsoll.planning.plan.plan_job`.
     """
     found = find_remedies(
         job, device=device, limit_bytes=limit_bytes, calibration=known_calibration(), progress=progress

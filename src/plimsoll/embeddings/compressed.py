@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from plimsoll.embeddings.subsets import Subset
 from plimsoll.errors import EmbeddingError
+from plimsoll.files.store import Progress, silent
 from plimsoll.records.embeddings import CompressionFacts
-from plimsoll.store import Progress, silent
 
 _CENTROIDS = 256  # what a byte can tell apart
 _ITERATIONS = 10

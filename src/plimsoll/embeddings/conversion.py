@@ -27,9 +27,9 @@ from plimsoll.embeddings.opening import open_file, read_parts
 from plimsoll.embeddings.table import Precision, Table, TableWriter, open_table
 from plimsoll.embeddings.wanted import MISSING
 from plimsoll.errors import EmbeddingError, OutputError
+from plimsoll.files.store import Progress, silent
 from plimsoll.records.base import sync
 from plimsoll.records.embeddings import Conversion
-from plimsoll.store import Progress, silent
 
 _BLOCK_ROWS = 1024
 

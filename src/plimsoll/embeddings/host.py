@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from plimsoll.device.pages import copied_on_write
-from plimsoll.dtypes import floating_type
+from plimsoll.device.cpu.pages import copied_on_write
+from plimsoll.device.dtypes import floating_type
 from plimsoll.embeddings import host_files
 from plimsoll.embeddings.host_prefetch import prefetched, read_rows
 from plimsoll.errors import InputError, OutputError

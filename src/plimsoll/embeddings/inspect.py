@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from plimsoll.embeddings.faults import FaultList
 from plimsoll.embeddings.formats import Block, Rows
 from plimsoll.embeddings.opening import open_file, read_parts
+from plimsoll.files.store import Progress, silent
 from plimsoll.records.embeddings import VectorFile
-from plimsoll.store import Progress, silent
 
 _SHOWN_WORDS = 8
 

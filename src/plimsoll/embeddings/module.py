@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plimsoll.dtypes import floating_type
+from plimsoll.device.dtypes import floating_type
 from plimsoll.embeddings.opening import open_file
 from plimsoll.embeddings.subsets import Subset, take_subset
 from plimsoll.embeddings.table import Table, open_table

@@ -32,9 +32,9 @@ from plimsoll.embeddings.formats import (
     word2vec_binary,
     word2vec_text,
 )
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats.helpers.sources import Source
 from plimsoll.errors import EmbeddingError, JobError
-from plimsoll.forked import forked_pool
+from plimsoll.files.forking import forked_pool
 from plimsoll.records.embeddings import VectorSource
 
 FORMATS: dict[str, ModuleType] = {

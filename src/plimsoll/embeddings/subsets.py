@@ -24,19 +24,19 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from plimsoll.checksums import require_whole
 from plimsoll.embeddings.faults import FaultList
 from plimsoll.embeddings.formats import Block, Rows, Vectors, in_precision
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats.helpers.sources import Source
 from plimsoll.embeddings.opening import Opened, open_source, read_parts
 from plimsoll.embeddings.table import Precision, Table, create_table, open_table
 from plimsoll.embeddings.vocabulary import Vocabulary, vocabulary_of
 from plimsoll.embeddings.wanted import BUILT, CAPITALISED, EXACT, LOWER, MISSING, NO_WORD, PADDING, Wanted
 from plimsoll.errors import EmbeddingError
-from plimsoll.identity import identity_of
+from plimsoll.files.checksums import require_whole
+from plimsoll.files.identity import identity_of
+from plimsoll.files.store import Facts, Progress, kept_facts, require_space, silent, stored
 from plimsoll.records.base import cache_folder
 from plimsoll.records.embeddings import SubsetFacts
-from plimsoll.store import Facts, Progress, kept_facts, require_space, silent, stored
 
 Missing = Literal["zeros", "mean", "normal"]
 """What stands in the rows of words that the file does not have."""

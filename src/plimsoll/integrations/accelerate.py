@@ -26,20 +26,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from plimsoll.errors import InputError
-from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
-from plimsoll.integrations._planned import planned, refuse_both
-from plimsoll.integrations.transaction import ON_THE_MODEL, Transaction
+from plimsoll.integrations.loops.accelerated import put_back_of_scaler, stepped_as_now
+from plimsoll.integrations.loops.planned import planned, refuse_both
+from plimsoll.integrations.loops.transaction import ON_THE_MODEL, Transaction
+from plimsoll.models.workload import LossFunction, Units, Workload, model_loss, move_batch
 from plimsoll.records.plan import Choice, Plan, Rung
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
-from plimsoll.run.additive import Additivity
-from plimsoll.run.checks import refuse
-from plimsoll.run.evaluate import Evaluation, Evaluator
-from plimsoll.run.outcome import at_least_fp32
-from plimsoll.run.pieces import shape_of
-from plimsoll.run.rungs import samples_of
-from plimsoll.run.saved import Stateful
-from plimsoll.workload import LossFunction, Units, Workload, model_loss, move_batch
+from plimsoll.step.checks import refuse
+from plimsoll.step.evaluate import Evaluation, Evaluator
+from plimsoll.step.fallbacks import samples_of
+from plimsoll.step.losses.additive import Additivity
+from plimsoll.step.micro_batches import shape_of
+from plimsoll.step.result import at_least_fp32
+from plimsoll.step.undo.saved import Stateful
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

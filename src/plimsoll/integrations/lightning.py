@@ -31,23 +31,23 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import InputError
-from plimsoll.integrations._lightning_logs import joined_values, mean, remember
-from plimsoll.integrations._planned import planned, refuse_both
-from plimsoll.integrations.transaction import ON_THE_MODEL, PutBack, Transaction
+from plimsoll.integrations.loops.lightning_logs import joined_values, mean, remember
+from plimsoll.integrations.loops.planned import planned, refuse_both
+from plimsoll.integrations.loops.transaction import ON_THE_MODEL, PutBack, Transaction
+from plimsoll.models.workload import Units, batch_size_of
 from plimsoll.records.plan import Choice, Plan, Rung
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
-from plimsoll.run.outcome import at_least_fp32
-from plimsoll.run.retry import scaler_as_now
-from plimsoll.run.saved import Stateful
-from plimsoll.workload import Units, batch_size_of
+from plimsoll.step.result import at_least_fp32
+from plimsoll.step.retry import scaler_as_now
+from plimsoll.step.undo.saved import Stateful
 
 try:
     import lightning
     from lightning.pytorch import Callback, LightningModule, Trainer
     from torchmetrics import Metric
 
-    from plimsoll.integrations._lightning_evaluations import Evaluations
+    from plimsoll.integrations.loops.lightning_evaluations import Evaluations
 except ModuleNotFoundError as missing:
     raise InputError(
         f"plimsoll.integrations.lightning needs the package {missing.name}: run `pip install torch-plimsoll[lightning]`"

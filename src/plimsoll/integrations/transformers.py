@@ -4,13 +4,13 @@
     plimsoll.transformers.fit(trainer, budget="8GiB")        # in place of trainer.train()
 
 The trainer stays what it is: its loop, loss, accumulation, logs, callbacks, schedules and checkpoints. Its steps are a
-`plimsoll.integrations.transaction.Transaction`, whose batches come from ``training_step`` and whose update is the
+`plimsoll.integrations.loops.transaction.Transaction`, whose batches come from ``training_step`` and whose update is the
 optimizer's ``step``, both wrapped while it trains: where memory runs out in either, everything is as it was before the
 first batch of the accumulation window, and its batches are done again in smaller pieces. A piece counts as much as it
 has of what the batch's loss averages over, which is put on the loss in ``accelerator.backward``; where the trainer
 divides by ``num_items_in_batch``, it is given those of the piece. Evaluations are cut too, and what they collect is
-kept outside the device (`plimsoll.integrations._evaluated`); what else runs out has an error that says what
-(`plimsoll.integrations._covered`).
+kept outside the device (`plimsoll.integrations.loops.evaluations`); what else runs out has an error that says what
+(`plimsoll.integrations.loops.covered_errors`).
 
 With a budget the fastest mix of techniques that fits is planned and installed while it trains, its fallbacks are what
 follows where memory runs out, and the budget is enforced. ``auto_find_batch_size`` has nothing to do then: it begins
@@ -20,7 +20,7 @@ Does NOT cover several processes or devices (torchrun's ranks would wait for eac
 DeepSpeed, optimizers that update inside backward (all refused), going on where memory runs out while the next batch is
 collated or in callbacks (an error says so), and what a subclass's ``training_step`` or ``compute_loss``
 changes that is no gradient, buffer or random number: it runs for each piece, and again with each try. A batch is cut
-only where its loss is the sum of those of its parts (`plimsoll.run.additive`), in evaluations too.
+only where its loss is the sum of those of its parts (`plimsoll.step.losses.additive`), in evaluations too.
 Written for transformers 5.23 and tested with it; the names it needs are checked.
 
 Source: https://huggingface.co/docs/transformers/main_classes/trainer
@@ -45,8 +45,8 @@ from transformers.trainer_utils import TrainOutput
 
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import InputError
-from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
-from plimsoll.integrations._accumulated import (
+from plimsoll.integrations.loops.accelerated import put_back_of_scaler, stepped_as_now
+from plimsoll.integrations.loops.accumulated_loss import (
     EvaluatedLoss,
     adds_nothing,
     is_known_for,
@@ -54,22 +54,22 @@ from plimsoll.integrations._accumulated import (
     roots_of,
     warn_if_undivided,
 )
-from plimsoll.integrations._attributes import attributes
-from plimsoll.integrations._covered import covered
-from plimsoll.integrations._evaluated import Evaluations
-from plimsoll.integrations._inputs import units_of
-from plimsoll.integrations._planned import planned, refuse_both
-from plimsoll.integrations._trainer_loss import loss_of
+from plimsoll.integrations.loops.attributes import attributes
+from plimsoll.integrations.loops.batches import units_of
+from plimsoll.integrations.loops.covered_errors import covered
+from plimsoll.integrations.loops.evaluations import Evaluations
+from plimsoll.integrations.loops.planned import planned, refuse_both
+from plimsoll.integrations.loops.trainer_loss import loss_of
+from plimsoll.integrations.loops.transaction import Transaction
 from plimsoll.integrations.training_arguments import to_training_arguments
-from plimsoll.integrations.transaction import Transaction
+from plimsoll.models.workload import Precision, Units, count_units
 from plimsoll.records.plan import Choice, Plan, Rung
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
-from plimsoll.run.known_losses import known_units
-from plimsoll.run.pieces import shape_of_any
-from plimsoll.run.rungs import samples_of
-from plimsoll.run.saved import Stateful
-from plimsoll.workload import Precision, Units, count_units
+from plimsoll.step.fallbacks import samples_of
+from plimsoll.step.losses.known import known_units
+from plimsoll.step.micro_batches import shape_of_any
+from plimsoll.step.undo.saved import Stateful
 
 _NEEDED = (
     "training_step", "compute_loss", "prediction_step", "log", "get_train_dataloader", "_get_num_items_in_batch",
@@ -117,7 +117,7 @@ def fit(
         budget: what the process may use of the device, such as ``"8GiB"``: planned for, and enforced. ``None``: what
             there is, and nothing but the smaller pieces.
         units: what the loss averages over where the trainer does not divide by ``num_items_in_batch``; by default
-            guessed from the labels (see `plimsoll.workload.count_units`).
+            guessed from the labels (see `plimsoll.models.workload.count_units`).
         batch: with a budget, the largest batch there will be, as the collator makes it; by default the first one.
         rungs: without a budget, the techniques to begin with, and what to change to, in order, when memory runs out,
             as for `plimsoll.TrainStep`: those that leave loop, precision and optimizer to the trainer.

@@ -6,7 +6,7 @@
     copied.note_wait(by_processor=False)
 
 A rehearsal has no streams and makes each copy at once. Noted here is which copies would overlap with later ops, and
-where each is waited for: their predicted time follows from it (`plimsoll.plan.lanes`).
+where each is waited for: their predicted time follows from it (`plimsoll.planning.search.stream_slots`).
 """
 
 from __future__ import annotations

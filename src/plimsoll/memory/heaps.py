@@ -15,7 +15,7 @@ import numpy as np
 from plimsoll.memory.allocator.glibc import HeapReplay, replay
 from plimsoll.memory.allocator.heap_calls import TENSOR_OBJECTS_BYTES, HeapCalls, heap_calls
 from plimsoll.memory.live import Column, Live, live_bytes
-from plimsoll.records.heap import HeapRules
+from plimsoll.records.allocator import HeapRules
 from plimsoll.records.trace import Trace
 
 _MOST_LATER_STEPS, _MOST_LATER_EVENTS = 8, 40_000  # by then nearly all that the heap grows to

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plimsoll.device.pages import FileMappings
+from plimsoll.device.cpu.pages import FileMappings
 from plimsoll.memory.graph import has_graph, saved_tensors, storage_key
 
 MOST_NODES = 20_000

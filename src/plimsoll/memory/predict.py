@@ -24,10 +24,9 @@ from plimsoll.memory.captures import private_storages
 from plimsoll.memory.heaps import Heaps, steps_of
 from plimsoll.memory.live import Column, Live, live_bytes
 from plimsoll.memory.workspaces import deltas_with_workspaces
-from plimsoll.records.allocator import AllocatorRules
+from plimsoll.records.allocator import AllocatorRules, HeapRules
 from plimsoll.records.comparison import Learned
-from plimsoll.records.gpu import DeviceSpec
-from plimsoll.records.heap import HeapRules
+from plimsoll.records.device import DeviceSpec
 from plimsoll.records.prediction import Estimate, Holding, MemoryTimeline, Moment
 from plimsoll.records.trace import Category, Trace
 
@@ -55,11 +54,12 @@ class Counted:
     ``learned`` is what measured runs have shown of predicted live bytes: it widens the range and moves no answer.
     ``oom_row`` is the event for which there is no room within the limit; the columns are then those without a limit.
     ``gives_back`` says whether what is freed goes back to the system, so that it is new when it is taken again.
-    ``unwritten_bytes`` are what a limit on address space (see `plimsoll.device.data_limit`) must have room for beyond
-    the peak: memory that is asked for and never written, and holes of the heap whose pages are gone. ``holes_bytes``
-    are what its holes may take less and more than simulated, where it keeps large blocks. ``workspaces_bytes`` are what
-    cuBLAS takes of torch's allocator: torch counts it as allocated, and here it is part of the context from the start.
-    ``most_in_use_bytes`` is then the most that torch counts, which may be before all workspaces are there.
+    ``unwritten_bytes`` are what a limit on address space (see `plimsoll.device.cpu.data_limit`) must have room for
+    beyond the peak: memory that is asked for and never written, and holes of the heap whose pages are gone.
+    ``holes_bytes`` are what its holes may take less and more than simulated, where it keeps large blocks.
+    ``workspaces_bytes`` are what cuBLAS takes of torch's allocator: torch counts it as allocated, and here it is part
+    of the context from the start. ``most_in_use_bytes`` is then the most that torch counts, which may be before all
+    workspaces are there.
     """
 
     trace: Trace
@@ -279,9 +279,9 @@ def count_on_cpu(  # noqa: PLR0917 -- the last three are given by name
         trace: lowered to the CPU.
         baseline: the interpreter and the libraries, with what they keep for their threads.
         rules: how the heap is set up.
-        has_limit: whether the training runs inside `plimsoll.device.data_limit`, which counts what is never written.
-        is_long: where the heap keeps large blocks, count the steps that follow the traced ones, too.
-        heaps: what has been counted before, for who counts a trace in several heaps; this is added to it.
+        has_limit: whether the training runs inside `plimsoll.device.cpu.data_limit`, which counts what is never
+        written. is_long: where the heap keeps large blocks, count the steps that follow the traced ones, too. heaps:
+        what has been counted before, for who counts a trace in several heaps; this is added to it.
     """
     replayed = (heaps or Heaps()).replay(trace, rules, is_long)
     written, live, resident = replayed.written, replayed.live, replayed.resident

@@ -32,6 +32,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plimsoll.device.off_device import is_outside
 from plimsoll.memory.accumulate import accumulating_in_place
 from plimsoll.memory.beside import Beside
 from plimsoll.memory.captures import is_captured, stretches
@@ -39,7 +40,6 @@ from plimsoll.memory.graphs import Graphs, calls_by_itself
 from plimsoll.memory.lowering.base import NO_SCRATCH, Made, Run, ScratchBytes, Unwritten, tensors_of
 from plimsoll.memory.resized import noting_resizes
 from plimsoll.memory.work import NO_WORK, WorkCounter, hearing
-from plimsoll.outside import is_outside
 from plimsoll.records.trace import Assumption, Category, OpTable, Phase, StorageTable, Trace
 from plimsoll.weights.parts import plain_parts
 

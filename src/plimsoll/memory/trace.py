@@ -36,14 +36,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from plimsoll.device.pages import FileMappings
+from plimsoll.device.cpu.pages import FileMappings
+from plimsoll.device.off_device import outside_the_device
 from plimsoll.errors import InputError, PlimsollError
 from plimsoll.memory.known import KEEPS_ALL, KnownValues
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.untraced import untraced
-from plimsoll.outside import outside_the_device
 from plimsoll.records.trace import Category, Phase, Trace
 from plimsoll.weights.parts import with_parts
 

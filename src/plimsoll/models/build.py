@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import JobError, OutputError
-from plimsoll.mapped import MappedPool
 from plimsoll.models.hugging_face import (
     TextShape,
     build_hugging_face,
@@ -36,21 +36,21 @@ from plimsoll.models.hugging_face import (
 )
 from plimsoll.models.imported import build_imported, find_imported
 from plimsoll.models.in_files import made_in
+from plimsoll.models.names import RECURRENT, is_own_function, require_labels, require_model_name
 from plimsoll.models.quantization_aware import train_for_integers
-from plimsoll.models.recurrent import (
+from plimsoll.models.recurrent.model import (
     RecurrentLanguageModel,
     RecurrentModel,
     build_recurrent,
     load_recurrent,
     save_recurrent,
 )
-from plimsoll.models.recurrent_tagger import build_tagger
+from plimsoll.models.recurrent.tagger import build_tagger
 from plimsoll.models.vectors import prepare_embedding, with_dimension
-from plimsoll.named import RECURRENT, is_own_function, require_labels, require_model_name
+from plimsoll.models.workload import LossFunction, Units, model_loss
 from plimsoll.records.embeddings import VectorSource
 from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task
 from plimsoll.weights.saving import save_weights
-from plimsoll.workload import LossFunction, Units, model_loss
 
 
 def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as it is

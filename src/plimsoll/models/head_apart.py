@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from plimsoll.models.recurrent import RecurrentLanguageModel
+from plimsoll.models.recurrent.model import RecurrentLanguageModel
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import JobError, WeightsError
-from plimsoll.mapped import MappedPool
 from plimsoll.models.loading import load_model, read_config
+from plimsoll.models.names import HEADS, architectures, require_fields
 from plimsoll.models.skeleton import quiet
-from plimsoll.named import HEADS, architectures, require_fields
 from plimsoll.records.job import Task
-from plimsoll.weights.shrink._structure import FIELD, class_for
+from plimsoll.weights.structure import FIELD, class_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -102,7 +102,7 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
     """Build a model with new weights on ``device`` (``"cpu"`` or ``"meta"``, which allocates nothing).
 
     Args:
-        architecture: one of `plimsoll.named.architectures`.
+        architecture: one of `plimsoll.models.names.architectures`.
         fields: fields of its configuration class.
         shape: what the text asks of it; the position table grows to ``sequence_length`` where ``fields`` do not say.
         device: where the weights are.

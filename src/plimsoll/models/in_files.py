@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from plimsoll.mapped import MappedPool
-from plimsoll.outside import mark_outside, outside_the_device
+from plimsoll.device.mapped_memory import MappedPool
+from plimsoll.device.off_device import mark_outside, outside_the_device
 
 LEAST_BYTES = 128 << 10
 """Smaller tensors stay in private memory: a file's pages would not be fewer."""

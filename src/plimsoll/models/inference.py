@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from plimsoll.errors import JobError
 from plimsoll.models.hugging_face import OTHER_LOSS, read_hugging_face_config
 from plimsoll.models.loading import Head as Head  # noqa: PLC0414 -- part of this contract
+from plimsoll.models.names import RECURRENT
 from plimsoll.models.pooling import MODULES_FILE, Pooling, pool, pooling_of
 from plimsoll.models.token_scores import token_log_probabilities
-from plimsoll.named import RECURRENT
-from plimsoll.weights.shrink._structure import unmarked
+from plimsoll.weights.structure import unmarked
 
 Batch = Mapping[str, Tensor]
 

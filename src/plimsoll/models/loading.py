@@ -6,12 +6,12 @@ The host never holds more than the model itself (where the device is the CPU), o
 bitwise those of ``from_pretrained``. Which weight of the model is which tensor of the checkpoint is what transformers
 says (`plimsoll.models.skeleton`). On place ``mapped`` weights are memory of the checkpoint's files, of which private
 memory is only what was written (copy on write: the files stay as they are); what cannot be as it is in the file is in
-unnamed files (`plimsoll.mapped`).
+unnamed files (`plimsoll.device.mapped_memory`).
 
 A folder that torchao's integers were saved in is read as it is (`plimsoll.models.coded`).
 
 It does NOT cover checkpoints that other libraries quantized, GGUF files, and models with code of their own, but for
-those that were made smaller here (`plimsoll.weights.shrink`).
+those that were made smaller here (`plimsoll.compression.methods`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.device.base import backend_for
-from plimsoll.dtypes import floating_type
+from plimsoll.device.dtypes import floating_type
+from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import WeightsError
-from plimsoll.mapped import MappedPool
+from plimsoll.files.store import Progress, silent
 from plimsoll.models.adapters import with_adapters
 from plimsoll.models.coded import coded_value, make_coded, refuse_changes, without_quantization
 from plimsoll.models.quantized import Quantize, can_be_quantized, quantized_weight
-from plimsoll.models.recurrent_skeleton import recurrent_fields, recurrent_skeleton
+from plimsoll.models.recurrent.skeleton import recurrent_fields, recurrent_skeleton
 from plimsoll.models.skeleton import Derived, Skeleton, Weight, quiet, replace, skeleton_of
-from plimsoll.store import Progress, silent
 from plimsoll.weights.loading import Checkpoint, Coded, Entry, open_checkpoint
 from plimsoll.weights.parts import with_parts
-from plimsoll.weights.shrink._structure import UNMARKED, ShrunkConfig
+from plimsoll.weights.structure import UNMARKED, ShrunkConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -4,10 +4,10 @@
 
 Each layer that the method of that name would quantize becomes torchao's ``FakeQuantizedLinear``, or the like of it for
 a Conv1D of transformers: in every pass its weight is rounded to the numbers that the integers stand for
-(`plimsoll.weights.shrink`: ``int8``, or ``int4`` in groups of 32), and gradients go to the dense weight as if it had
-not been. Parameters keep their names and shapes, so what is saved is a plain dense model, which its own class loads.
-Its later ``int8`` or ``int4(compute=fp32)`` gives the numbers that the training's evaluation saw, but for the order of
-sums.
+(`plimsoll.compression.methods`: ``int8``, or ``int4`` in groups of 32), and gradients go to the dense weight as if it
+had not been. Parameters keep their names and shapes, so what is saved is a plain dense model, which its own class
+loads. Its later ``int8`` or ``int4(compute=fp32)`` gives the numbers that the training's evaluation saw, but for the
+order of sums.
 
 It does NOT cover the head, embeddings, recurrent models, and inputs that are rounded (``dynamic_int8``).
 """
@@ -22,10 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plimsoll.errors import JobError
-from plimsoll.weights.shrink import Subject
-from plimsoll.weights.shrink._structure import put, sizes_of
-from plimsoll.weights.shrink._torchao import nothing_found, plain_layers, why_not
-from plimsoll.weights.shrink.int4 import SMALLEST_GROUP, fitting_layers
+from plimsoll.weights.structure import put, sizes_of
+from plimsoll.weights.torchao_layers import SMALLEST_INT4_GROUP, int4_layers, nothing_found, plain_layers, why_not
 
 Kind = Literal["int8", "int4"]
 
@@ -36,10 +34,10 @@ def train_for_integers(model: nn.Module, kind: Kind) -> None:
     Raises:
         JobError: if torchao is missing, or the model has no layer that the method would quantize.
     """
-    fault = why_not(Subject(model), f"quantization_aware: {kind}")
+    fault = why_not(model, f"quantization_aware: {kind}")
     if fault is not None:
         raise JobError(f"model: {fault}, or leave quantization_aware out")
-    names = [*plain_layers(model)] if kind == "int8" else fitting_layers(model, SMALLEST_GROUP)
+    names = [*plain_layers(model)] if kind == "int8" else int4_layers(model, SMALLEST_INT4_GROUP)
     if not names:
         raise JobError(f"model: {nothing_found(model, f'quantization_aware: {kind}')}, or leave quantization_aware out")
     for name in names:
@@ -86,5 +84,5 @@ def _config(kind: Kind) -> Any:
     from torchao.quantization.qat.fake_quantize_config import Int4WeightFakeQuantizeConfig, IntxFakeQuantizeConfig
 
     if kind == "int4":
-        return Int4WeightFakeQuantizeConfig(group_size=SMALLEST_GROUP, activation_dtype=torch.bfloat16)
+        return Int4WeightFakeQuantizeConfig(group_size=SMALLEST_INT4_GROUP, activation_dtype=torch.bfloat16)
     return IntxFakeQuantizeConfig(torch.int8, granularity=PerAxis(0), is_symmetric=True)

@@ -4,7 +4,7 @@ Transformers itself renames, ties, fuses and initialises: its ``from_pretrained`
 the checkpoint, which become tensors on the meta device. What is then left to do is to fill them
 (`plimsoll.models.loading`). Weights that the checkpoint has none for are initialised, in memory, as it does it. A
 model that was made smaller, with a structure noted in its configuration, is built by the code that its folder brings
-along, which is our own (`plimsoll.weights.shrink._structure`).
+along, which is our own (`plimsoll.weights.structure`).
 
 Uses ``transformers.core_model_loading`` (5.23) where a weight is made of several, as those of experts are. It does NOT
 cover checkpoints that are quantized already, other code that a checkpoint brings along, and weights for several
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import WeightsError
-from plimsoll.weights.shrink._structure import class_for
+from plimsoll.weights.structure import class_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

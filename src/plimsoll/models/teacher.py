@@ -26,9 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from plimsoll.errors import JobError, WeightsError
 from plimsoll.models.hugging_face import TextShape, load_hugging_face, read_hugging_face_config
 from plimsoll.models.loading import Head, Place, load_model, sketch_checkpoint
-from plimsoll.models.recurrent import build_recurrent
-from plimsoll.models.recurrent_skeleton import recurrent_fields
-from plimsoll.models.recurrent_tagger import build_tagger
+from plimsoll.models.recurrent.model import build_recurrent
+from plimsoll.models.recurrent.skeleton import recurrent_fields
+from plimsoll.models.recurrent.tagger import build_tagger
 from plimsoll.models.skeleton import quiet
 from plimsoll.records.job import Task
 from plimsoll.weights.loading import open_checkpoint

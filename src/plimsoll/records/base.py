@@ -12,20 +12,28 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from plimsoll.errors import OutputError, RecordError
-from plimsoll.shown import Shown
 
 
 class Frozen(BaseModel):
     """A value: compared by content, never changed, no field beyond the declared ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="constants")
+
+
+class Shown:
+    """Something a notebook shows as HTML, where ``to_html`` knows it; else as its text."""
+
+    to_html: ClassVar[Callable[[Any], str | None] | None] = None
+
+    def _repr_html_(self) -> str | None:
+        return None if Shown.to_html is None else Shown.to_html(self)
 
 
 class Record(Frozen, Shown):

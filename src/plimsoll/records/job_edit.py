@@ -8,12 +8,15 @@ keep comments inside a value that is exchanged, and does not check the fields: r
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from plimsoll.errors import JobError
-from plimsoll.records.job import SHORT_FORMS
+from plimsoll.records.job import SHORT_FORMS, Job
+from plimsoll.records.job_yaml import parse_value
 
 
 def edited(text: str, settings: dict[str, Any]) -> str:
@@ -91,3 +94,24 @@ def _written(value: Any) -> str:
     """One line of YAML."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def changed_job(source: Path, target: Path, settings: dict[str, Any]) -> str:
+    """Return the text of ``target``.
+
+    Args:
+        source: a job file.
+        target: where the text will be written; not touched.
+        settings: values by dotted field, as ``--set`` has them.
+
+    Raises:
+        JobError: if ``source`` is no job file, or cannot have these values.
+    """
+    changes = tuple(f"{name}={yaml.safe_dump(value, default_flow_style=True)}" for name, value in settings.items())
+    wanted = Job.from_yaml(source, changes)
+    with suppress(JobError, OSError, ValueError):
+        text = edited(source.read_text(encoding="utf-8"), settings)
+        if Job.from_fields(parse_value(text), source=str(target), folder=target.parent) == wanted:
+            return text
+    fields = wanted.model_dump(mode="json", exclude_none=True)
+    return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)

@@ -27,9 +27,9 @@ from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord, StepLine
 from plimsoll.records.run_comparison import RunComparison
 from plimsoll.records.shrink import ShrinkRecord
+from plimsoll.records.strategies import Ways
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.records.watch import WatchRecord
-from plimsoll.records.ways import Ways
 from plimsoll.report import (
     comparison_sheets,
     data_sheets,

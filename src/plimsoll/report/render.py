@@ -28,8 +28,8 @@ from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
 from plimsoll.records.run_comparison import RunComparison
 from plimsoll.records.shrink import ShrinkRecord
+from plimsoll.records.strategies import Ways
 from plimsoll.records.watch import WatchRecord, is_recording
-from plimsoll.records.ways import Ways
 from plimsoll.report import apply_sheets, as_html, as_text, cache_sheets, embedding_sheets, lint_formats, ways_sheets
 from plimsoll.report.sheets import Sheet
 

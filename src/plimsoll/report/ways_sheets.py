@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from plimsoll.records.strategies import Way, Ways
 from plimsoll.records.units import format_bytes
-from plimsoll.records.ways import Way, Ways
 from plimsoll.report.plan_sheets import budget_word, seconds_range_text
 from plimsoll.report.prediction_sheets import range_text
 from plimsoll.report.sheets import Column, Sheet

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from plimsoll.named import require_technique
+from plimsoll.models.names import require_technique
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Value
 from plimsoll.records.trace import Phase
-from plimsoll.techniques._base import Choices, Setting, Technique
 from plimsoll.techniques.activation_offload import ActivationOffload
 from plimsoll.techniques.adafactor import Adafactor
 from plimsoll.techniques.adaptive_softmax import AdaptiveSoftmax
@@ -35,6 +35,7 @@ from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.layer_streaming import LayerStreaming
 from plimsoll.techniques.lora import Lora
 from plimsoll.techniques.low_bit_optimizer import LowBitOptimizer
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 from plimsoll.techniques.micro_batch import MicroBatch
 from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 from plimsoll.techniques.optimizer_kernel import OptimizerKernel
@@ -43,7 +44,6 @@ from plimsoll.techniques.packed_stretches import PackedStretches
 from plimsoll.techniques.parameter_offload import ParameterOffload
 from plimsoll.techniques.time_segments import TimeSegments
 from plimsoll.techniques.truncated_bptt import TruncatedBptt
-from plimsoll.workload import Workload
 
 __all__ = [
     "CARRIED_ON", "FORGETFUL", "ONLY_IN", "TECHNIQUES", "UNOFFERED", "UNTRACED", "Choices", "Setting", "Technique",

@@ -27,15 +27,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import InputError
-from plimsoll.mapped import MappedPool
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.records.units import format_bytes
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._pinned import PinnedPool
-from plimsoll.techniques._side_stream import Leaving, SideStream, Transfer
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.pinned import PinnedPool
+from plimsoll.techniques.mechanisms.side_stream import Leaving, SideStream, Transfer
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 LEAST_BYTES = 1 << 20
 """Smaller storages stay: their copies would cost more than they free."""

@@ -19,11 +19,11 @@ from typing import ClassVar
 
 import torch
 
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._replaced_optimizer import conflict, groups_for, obstacle, optimizer_replaced
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.replaced_optimizer import conflict, groups_for, obstacle, optimizer_replaced
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 _EPSILONS = (None, 1.0)
 _KEPT = ("lr", "weight_decay", "maximize", "foreach")

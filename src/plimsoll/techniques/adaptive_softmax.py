@@ -27,12 +27,12 @@ import torch
 from torch import nn
 
 from plimsoll.models.adaptive import DIV_VALUE, adaptive_head, cutoffs_fault, default_cutoffs
-from plimsoll.models.recurrent import RecurrentConfig, RecurrentLanguageModel
+from plimsoll.models.recurrent.model import RecurrentConfig, RecurrentLanguageModel
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._frozen_base import KeptOutside
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.frozen_base import KeptOutside
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 AUTO = "auto"
 """Cutoffs that follow from the vocabulary, whose size may not be known before the text is."""

@@ -6,7 +6,7 @@ that free memory lies together. Its effect is predicted by simulating the alloca
 are there (`allocator_rules`); a plan takes it where a mix fits only so, or a larger micro-batch does.
 
 A run that was not planned so has it as its last resort: after an error at which more lay reserved and unused than was
-asked for, the backend lets segments grow from then on (`plimsoll.device.cuda`).
+asked for, the backend lets segments grow from then on (`plimsoll.device.cuda.backend`).
 
 ``max_split_size_mb`` and ``roundup_power2_divisions`` can be pinned. Never together
 with what is known to clash: ``max_split_size_mb`` beside expandable segments leaks (pytorch#193400). What the user has
@@ -23,14 +23,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from plimsoll.device import segments
+from plimsoll.device.cuda import segments
 from plimsoll.errors import InputError
 from plimsoll.memory.allocator.options import rules_from_text
+from plimsoll.models.workload import Workload
 from plimsoll.records.allocator import AllocatorRules
 from plimsoll.records.plan import Choice, Numerics, Value
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 _BY_DEFAULT = {
     "expandable_segments": "False",

@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 _FIELD = "_attn_implementation_internal"  # where every config keeps it; setting the public name sets sub-configs too
 

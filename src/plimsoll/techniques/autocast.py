@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 Half = Literal["bf16", "fp16"]
 

@@ -1,8 +1,8 @@
 """Samples of alike length in one pass, without the padding that none of them needs: more of them where they are short.
 
 Within the batch of one optimizer step; which samples a batch has, and in what order batches come, stays the user's. The
-cutting is in `plimsoll.techniques._lengths`: a micro-batch is a budget of elements, that of so many samples of the
-batch's full length.
+cutting is in `plimsoll.techniques.mechanisms.lengths`: a micro-batch is a budget of elements, that of so many samples
+of the batch's full length.
 
 It is for models of transformers, and for those that say that padding on the right changes nothing for them, as the
 recurrent ones of `plimsoll.models` do:
@@ -23,11 +23,11 @@ from typing import ClassVar
 
 from torch import nn
 
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._whole import counts_rows
-from plimsoll.workload import Workload, model_loss
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.whole import counts_rows
 
 _SENSITIVE = {
     "canine": "convolves over the padding",

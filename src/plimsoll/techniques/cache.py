@@ -15,10 +15,10 @@ from typing import ClassVar
 
 import torch
 
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 
 class Cache:

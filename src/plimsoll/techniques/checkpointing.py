@@ -28,14 +28,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from plimsoll.errors import InputError
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category, Trace
 from plimsoll.records.units import format_bytes
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._blocks import Blocks, blocks_of
-from plimsoll.techniques._caches import CachesBefore
-from plimsoll.techniques._forwards import replaced_forward
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.blocks import Blocks, blocks_of
+from plimsoll.techniques.mechanisms.caches import CachesBefore
+from plimsoll.techniques.mechanisms.forwards import replaced_forward
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 _LEAST_SHARE = 0.01  # of the activations; where blocks keep less, recomputing them cannot lower a peak that is seen
 

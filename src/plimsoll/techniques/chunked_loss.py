@@ -21,11 +21,11 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from plimsoll.errors import InputError, PlimsollWarning
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category, Trace
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._lazy_logits import Tally, lazy_linear
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.lazy_logits import Tally, lazy_linear
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 # Fewer outputs than this are no vocabulary: their logits are small beside what the layers before leave.
 _FEWEST_OUTPUTS = 1024

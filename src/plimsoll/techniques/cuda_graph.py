@@ -4,8 +4,8 @@ Forward and backward of a small micro-batch take the time of their launches: tho
 and autograd for some ten microseconds (https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). Replayed from a
 graph they take the time that they compute.
 
-The step does it (`plimsoll.run.replays`): it runs eagerly first, captures the pass of a micro-batch, compares the first
-replay with the eager pass, and drops what it cannot show to be the same. The graph has memory of its own: the
+The step does it (`plimsoll.step.replay.replays`): it runs eagerly first, captures the pass of a micro-batch, compares
+the first replay with the eager pass, and drops what it cannot show to be the same. The graph has memory of its own: the
 activations of a micro-batch stay reserved between passes, and gradients between steps.
 
 Numerics: bitwise. Does NOT cover CPUs, micro-batches of changing shapes (those of another shape run eagerly), several
@@ -21,10 +21,10 @@ from typing import ClassVar
 
 from torch import nn
 
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 _NOT_WITH = {
     "activation_offload": "activations go to the host and come back in each pass",

@@ -1,7 +1,7 @@
 """Evaluation in smaller passes, so that it does not need more memory than training.
 
 Without gradients a pass keeps nothing, but its logits and its largest layer may still be the peak of a run: of a model
-whose training is checkpointed or cut, or where the loss of training is computed in parts. `plimsoll.run.evaluate` cuts
+whose training is checkpointed or cut, or where the loss of training is computed in parts. `plimsoll.step.evaluate` cuts
 the batches; here is only how small. Logits are gone as soon as the loss of a pass is known.
 
 Numerics: training has the same bits. The loss of an evaluation is the same mean, summed in another order.
@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 
 class EvaluationPass:

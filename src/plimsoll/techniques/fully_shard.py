@@ -12,8 +12,8 @@ two blocks are whole at a time. Gradients are added up block by block inside bac
 With ``dtype``, which is the precision of the job, parameters are gathered in it, and gradients are added up in fp32 and
 update fp32 parameters (`MixedPrecisionPolicy`). Autocast stays, and says as before what computes in fp32; it finds the
 weights of matrix products in the dtype it would make copies of them in. With ``offload`` the rows of this rank, their
-gradients and the optimizer's states lie off the device: in a mapped file for a CPU (see `plimsoll.mapped`), in the
-host's memory for CUDA, where the update then runs on the host.
+gradients and the optimizer's states lie off the device: in a mapped file for a CPU (see
+`plimsoll.device.mapped_memory`), in the host's memory for CUDA, where the update then runs on the host.
 
 Memory that runs out on one rank undoes the step on all of them (`techniques._sharded`).
 
@@ -33,14 +33,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import InputError
-from plimsoll.mapped import MappedPool
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics, Value
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._blocks import blocks_of
+from plimsoll.techniques.mechanisms.blocks import blocks_of
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 from plimsoll.techniques.optimizer_offload import PLACES, OptimizerOffload
-from plimsoll.workload import Workload
 
 _GATHERED = ("once", "twice")
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,7 +94,7 @@ class FullyShard:
                 f"{choice} shares a model out over the ranks, and this training has 1: start several with --nproc, or "
                 "leave it out"
             )
-        from plimsoll.techniques._sharded import ShardedTraining, Sharding, mesh_of
+        from plimsoll.techniques.mechanisms.sharded import ShardedTraining, Sharding, mesh_of
 
         place = choice.options.get("offload")
         sharding = Sharding(
@@ -144,7 +144,7 @@ def _why_not(workload: Workload, setting: Setting) -> str | None:
     if setting.num_ranks == 1:
         return "it shares a model out over several ranks, and the job has 1 (`ranks`)"
     try:
-        from plimsoll.techniques import _sharded  # noqa: F401 -- it uses what is private to torch's FSDP2
+        from plimsoll.techniques.mechanisms import sharded as _sharded  # noqa: F401 -- it uses what is private to torch's FSDP2
     except ImportError as missing:
         return f"torch {torch.__version__} does not have what it is made of ({missing}): use torch 2.13"
     if not blocks_of(workload.model):

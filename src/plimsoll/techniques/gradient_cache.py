@@ -28,14 +28,14 @@ from typing import Any, ClassVar
 from torch import nn
 
 from plimsoll.errors import InputError, PlimsollWarning
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice, Numerics, micro_batch_choice
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._blocks import blocks_of
-from plimsoll.techniques._forwards import replaced_forward
-from plimsoll.techniques._in_slices import SlicedForward, Slicing
-from plimsoll.techniques._whole import counts_rows
-from plimsoll.workload import Workload, model_loss
+from plimsoll.techniques.mechanisms.blocks import blocks_of
+from plimsoll.techniques.mechanisms.forwards import replaced_forward
+from plimsoll.techniques.mechanisms.sliced import SlicedForward, Slicing
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.whole import counts_rows
 
 FOUND = "found"
 _STEP = 4  # between the sizes of a menu

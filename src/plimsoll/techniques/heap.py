@@ -1,7 +1,7 @@
 """The C library's heap on a CPU: from which size a block is a mapping of its own, and pages given back after each step.
 
 Freed blocks between live ones stay the process's; a mapping goes back at once and is cleared anew each time it is made
-(`plimsoll.device.heap` has the measured table). Inside a budget blocks are mapped from 4 MiB on, without this
+(`plimsoll.device.cpu.heap` has the measured table). Inside a budget blocks are mapped from 4 MiB on, without this
 technique. Where there is room, ``never`` is the fastest: what is freed is kept, and nothing is cleared twice. The
 effect is predicted by simulating the heap with its rules (`heap_rules`).
 
@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from plimsoll.device import data_limit, heap
-from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
+from plimsoll.device.cpu import data_limit, heap
+from plimsoll.models.workload import Workload
+from plimsoll.records.allocator import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 MAPPED_FROM_BYTES = {
     "never": None,

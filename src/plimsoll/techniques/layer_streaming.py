@@ -4,8 +4,9 @@
 
 The parameters of the chosen blocks live in pinned memory of the host, and with them their gradients and the optimizer's
 states: a step updates them there, on the processor. In forward, in what is recomputed and in backward, copies of them
-come to the device block by block, the next one while the current one computes (`plimsoll.techniques._streamed_layers`).
-What is not of a block (embeddings, the output layer) stays on the device.
+come to the device block by block, the next one while the current one computes
+(`plimsoll.techniques.mechanisms.streamed_layers`). What is not of a block (embeddings, the output layer) stays on the
+device.
 
 A model that is larger than the card never has to be on it: `put_where_needed` leaves the streamed blocks on the host.
 If memory runs out in the exit, the parameters that are not back yet stay on the host, where they can be saved.
@@ -25,16 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from plimsoll.device.off_device import is_marked, mark_outside, unmark
 from plimsoll.errors import InputError
-from plimsoll.outside import is_marked, mark_outside, unmark
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._blocks import Blocks, blocks_of
-from plimsoll.techniques._pinned import PinnedPool
-from plimsoll.techniques._streamed_layers import streamable_parameters, streamed
 from plimsoll.techniques.checkpointing import chosen_blocks
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.blocks import Blocks, blocks_of
+from plimsoll.techniques.mechanisms.pinned import PinnedPool
+from plimsoll.techniques.mechanisms.streamed_layers import streamable_parameters, streamed
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 _NOT_ON_CPU = "on a CPU the weights are in the host's memory already; parameter_offload puts them into a file"
 

@@ -26,12 +26,12 @@ import torch
 from torch import nn
 
 from plimsoll.models.hugging_face import is_hugging_face
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics, Value
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._codes import CODECS
-from plimsoll.techniques._frozen_base import KeptOutside, to_codes
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.codes import CODECS
+from plimsoll.techniques.mechanisms.frozen_base import KeptOutside, to_codes
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 _RANK, _ALPHA = 8, 16
 """peft's own rank, and twice as much for the scale, as its examples have it."""

@@ -2,7 +2,7 @@
 
 What is kept of a moment is a code for each number and a scale for each block of them, as torchao does it (8 bits:
 Dettmers et al. 2021, arXiv:2110.02861; 4 bits: Li et al. 2023, arXiv:2309.01507). The update itself is in fp32, and
-takes the temporaries of a part of a parameter at a time: see `plimsoll.techniques._low_bit_adam`.
+takes the temporaries of a part of a parameter at a time: see `plimsoll.techniques.mechanisms.low_bit_adam`.
 
 Numerics: lossy; close to Adam, and not the same training. Parameters of fewer than 4096 numbers keep the moments of
 Adam. Does NOT cover amsgrad, sparse gradients, and going on from states of Adam.
@@ -13,12 +13,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._low_bit_adam import LEAST_ELEMENTS, LowBitAdam, is_quantized
-from plimsoll.techniques._replaced_optimizer import conflict, groups_for, obstacle, optimizer_replaced
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.low_bit_adam import LEAST_ELEMENTS, LowBitAdam, is_quantized
+from plimsoll.techniques.mechanisms.replaced_optimizer import conflict, groups_for, obstacle, optimizer_replaced
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 _BITS = (8, 4)
 _KEPT = ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay")

@@ -1,7 +1,7 @@
 """A batch in micro-batches whose gradients add up to the whole batch's.
 
-The training step (`plimsoll.run.step`) cuts and weighs them; here is only which sizes there are: all that give another
-number of pieces, since 40 samples in pieces of 16 take as long as in pieces of 14, and more memory.
+The training step (`plimsoll.step.train_step`) cuts and weighs them; here is only which sizes there are: all that give
+another number of pieces, since 40 samples in pieces of 16 take as long as in pieces of 14, and more memory.
 
 Numerics: sums are rounded in another order. Does NOT cover losses that look at the whole batch and BatchNorm (which are
 not cut unless the user allows it), and embeddings with ``scale_grad_by_freq`` (never cut); see `_whole`.
@@ -12,11 +12,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
+from plimsoll.models.workload import Reason, Workload
 from plimsoll.records.plan import Choice, Numerics, micro_batch_choice
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._whole import WholeBatch
-from plimsoll.workload import Reason, Workload
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.whole import WholeBatch
 
 
 class MicroBatch:

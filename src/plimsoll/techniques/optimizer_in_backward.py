@@ -1,8 +1,8 @@
 """Gradient release: the optimizer updates each parameter in backward, and its gradient is freed at once.
 
-The training step does it (`plimsoll.run.early`); here is where what undoes a step is kept meanwhile: the old values and
-states in a mapped file where the training is on the CPU, and in pinned memory of the host where it is on CUDA. They are
-as large as parameters and states together, and written in every step.
+The training step does it (`plimsoll.step.update.gradient_release`); here is where what undoes a step is kept meanwhile:
+the old values and states in a mapped file where the training is on the CPU, and in pinned memory of the host where it
+is on CUDA. They are as large as parameters and states together, and written in every step.
 
 Numerics: bitwise. Does NOT cover what needs all gradients before the first update: accumulation, clipping of the global
 norm, a gradient scaler. Where the step has to cut a batch after all, it updates at the end as it does without this.
@@ -16,13 +16,13 @@ from typing import ClassVar
 
 import torch
 
-from plimsoll.mapped import MappedPool
-from plimsoll.optimizers import is_separable
+from plimsoll.device.mapped_memory import MappedPool
+from plimsoll.models.optimizers import is_separable
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._pinned import PinnedPool
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.pinned import PinnedPool
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 
 class OptimizerInBackward:

@@ -1,7 +1,7 @@
 """The kernel in which an optimizer of ``torch.optim`` does its update: `foreach`, `loop` or `fused`.
 
 - ``foreach`` computes every intermediate of many parameters at once: torch's own choice on CUDA, and the temporaries of
-  a piece of the update (see `plimsoll.run.commit`) are as large as the piece.
+  a piece of the update (see `plimsoll.step.update.commit`) are as large as the piece.
 - ``loop`` computes one parameter after another: torch's own choice on the CPU.
 - ``fused`` computes a parameter in one pass and makes no intermediate. Only Adagrad, Adam, AdamW and SGD have it.
 
@@ -22,11 +22,11 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from plimsoll.optimizers import is_of_torch
+from plimsoll.models.optimizers import is_of_torch
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 Kernel = Literal["foreach", "loop", "fused"]
 _MISSING = object()

@@ -1,11 +1,11 @@
 """Optimizer states off the device: in a mapped file (CPU), or in the host's memory and brought for the update (CUDA).
 
 The optimizer makes its states where it always does; right after the update in which they were made they move. The
-training step updates in pieces (`plimsoll.run.commit`), so that only one piece's fresh states are on the device at a
-time. In a mapped file an update is in place: the kernel brings the pages and writes them out. In the host's memory the
-states of the piece are lent (`plimsoll.outside.Lender`): copies come to the device, are updated there, and go back when
-the step keeps the piece. Until then the states on the host are what they were, so that undoing a piece needs no other
-copy of them; the parameters' copies go to the host while the states come.
+training step updates in pieces (`plimsoll.step.update.commit`), so that only one piece's fresh states are on the device
+at a time. In a mapped file an update is in place: the kernel brings the pages and writes them out. In the host's memory
+the states of the piece are lent (`plimsoll.device.off_device.Lender`): copies come to the device, are updated there,
+and go back when the step keeps the piece. Until then the states on the host are what they were, so that undoing a piece
+needs no other copy of them; the parameters' copies go to the host while the states come.
 
 The exit brings the states back one by one. If memory runs out in it, the others stay where they are, and can be used:
 those in a file as they are, those in the host's memory come back with the next update of their parameter.
@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from plimsoll.mapped import MappedPool
-from plimsoll.outside import is_marked, states_outside
+from plimsoll.device.mapped_memory import MappedPool
+from plimsoll.device.off_device import is_marked, states_outside
+from plimsoll.models.workload import Workload, resident_bytes
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._pinned import PinnedPool
-from plimsoll.techniques._side_stream import SideStream, Transfer
-from plimsoll.workload import Workload, resident_bytes
+from plimsoll.techniques.mechanisms.pinned import PinnedPool
+from plimsoll.techniques.mechanisms.side_stream import SideStream, Transfer
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 PLACES = {"cpu": "disk", "cuda": "host"}
 """Where there is memory that a device's budget does not count."""
@@ -165,7 +165,8 @@ class _States:
         """Copy a tensor to where the states are."""
         return self._pool.copy_of(tensor)
 
-    # -- lending: see `plimsoll.outside.Lender` ------------------------------------------------------------------------
+    # -- lending: see `plimsoll.device.off_device.Lender`
+    # ------------------------------------------------------------------------
 
     def is_lent(self, parameter: Tensor, state: Tensor) -> bool:
         """Whether a state is on the host, and an update works on a copy."""

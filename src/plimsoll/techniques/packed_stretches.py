@@ -37,13 +37,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from plimsoll.errors import InputError
 from plimsoll.memory.known import values_of
-from plimsoll.models.in_segments import State
+from plimsoll.models.recurrent.segments import State
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._forwards import replaced_forward
-from plimsoll.techniques._recurrent_layers import ComposedLayer, Sequences, is_plain_layer
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.forwards import replaced_forward
+from plimsoll.techniques.mechanisms.recurrent_layers import ComposedLayer, Sequences, is_plain_layer
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 
 class PackedStretches:

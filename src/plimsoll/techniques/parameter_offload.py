@@ -26,14 +26,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from plimsoll.device import heap
-from plimsoll.mapped import MappedPool
+from plimsoll.device.cpu import heap
+from plimsoll.device.mapped_memory import MappedPool
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._codes import CODECS
 from plimsoll.techniques.heap import blocks_mapped_from
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.codes import CODECS
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
 
 _NOT_ON_CUDA = "a GPU cannot read a file's pages: layer_streaming brings weights to it from the host, block by block"
 

@@ -8,8 +8,8 @@ truncated. For T steps in segments of S, T / S states and the activations of S s
 fewer states cost more computation, as little more as can be (`_schedule`; Gruslys et al. 2016,
 https://arxiv.org/abs/1606.03401).
 
-What is cut: a model that says how it runs in segments (`plimsoll.models.in_segments`; the language models and
-classifiers of `plimsoll.models.recurrent` do), as a whole, with its embedding, output layer and loss; else its
+What is cut: a model that says how it runs in segments (`plimsoll.models.recurrent.segments`; the language models and
+classifiers of `plimsoll.models.recurrent.model` do), as a whole, with its embedding, output layer and loss; else its
 recurrent layers, ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` (`_recurrent_layers`) and `UnrolledCell`, whose input and output
 are then as long as the sequence.
 
@@ -29,19 +29,19 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from plimsoll.errors import InputError
-from plimsoll.models.cells import StateForm, UnrolledCell, state_of_cell
-from plimsoll.models.in_segments import Passed, Run, State, runs_in_segments
+from plimsoll.models.recurrent.cells import StateForm, UnrolledCell, state_of_cell
+from plimsoll.models.recurrent.segments import Passed, Run, State, runs_in_segments
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics, Value
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._blocks import blocks_of
-from plimsoll.techniques._forwards import replaced_forward
-from plimsoll.techniques._over_time import Walk, has_hook, over_time
-from plimsoll.techniques._purity import Attributes
-from plimsoll.techniques._recurrent_layers import Cut, SegmentedLayer, is_plain_layer
-from plimsoll.techniques._whole import counts_rows
 from plimsoll.techniques.checkpointing import chosen_blocks
-from plimsoll.workload import Workload
+from plimsoll.techniques.mechanisms.blocks import blocks_of
+from plimsoll.techniques.mechanisms.forwards import replaced_forward
+from plimsoll.techniques.mechanisms.over_time import Walk, has_hook, over_time
+from plimsoll.techniques.mechanisms.purity import Attributes
+from plimsoll.techniques.mechanisms.recurrent_layers import Cut, SegmentedLayer, is_plain_layer
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.whole import counts_rows
 
 _FEWEST_STEPS = 16  # of a segment: with fewer, a kernel's own preparation takes longer than its steps
 _STEPS_PER_SEGMENT = 4  # a menu's longest segments are a quarter of the sequence, the next a quarter of those

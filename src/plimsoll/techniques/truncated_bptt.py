@@ -10,9 +10,9 @@ made as soon as its loss is there, and nothing is computed twice: that, and no m
 `time_segments`, which is exact and needs as little memory.
 
 For models that run in segments and give nothing but their loss, as a sum over the segments; one whose loss is of the
-end of the sequence says so with ``judges_the_end`` (`plimsoll.models.in_segments`), and one that does not say it is
-refused when it first gives something else than a sum. Does NOT cover fp16: gradients are made before the scale of the
-loss arrives.
+end of the sequence says so with ``judges_the_end`` (`plimsoll.models.recurrent.segments`), and one that does not say it
+is refused when it first gives something else than a sum. Does NOT cover fp16: gradients are made before the scale of
+the loss arrives.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch import nn
 
 from plimsoll.errors import InputError
 from plimsoll.models.distillation import Distillation
-from plimsoll.models.in_segments import runs_in_segments, sums_its_loss
+from plimsoll.models.recurrent.segments import runs_in_segments, sums_its_loss
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
-from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._forwards import replaced_forward
-from plimsoll.techniques._recurrent_layers import Cut
-from plimsoll.techniques._whole import counts_rows
+from plimsoll.techniques.mechanisms.forwards import replaced_forward
+from plimsoll.techniques.mechanisms.recurrent_layers import Cut
+from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.whole import counts_rows
 from plimsoll.techniques.time_segments import Unrolled, segment_lengths, wrong_numbers
-from plimsoll.workload import Workload
 
 
 class TruncatedBptt:

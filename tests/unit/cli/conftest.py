@@ -27,8 +27,8 @@ class Called(NamedTuple):
 @pytest.fixture(autouse=True)
 def _nothing_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command forks itself to read its baseline, which is this process here."""
-    for module in ("baseline", "asked_again"):
-        monkeypatch.setattr(f"plimsoll.run.{module}.baseline_for", lambda job, device: nullcontext())
+    for module in ("baseline", "kept_answers"):
+        monkeypatch.setattr(f"plimsoll.planning.{module}.baseline_for", lambda job, device: nullcontext())
 
 
 @pytest.fixture

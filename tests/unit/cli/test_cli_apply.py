@@ -84,7 +84,7 @@ def test_options_come_to_the_work(call, monkeypatch, model, data, tmp_path):
         asked.append((arguments, named))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("plimsoll.run.apply.apply_model", stopped)
+    monkeypatch.setattr("plimsoll.inference.apply.apply_model", stopped)
     options = ["--task", "generate", "--max-new-tokens", 5, "--temperature", 0.5, "--seed", 3, "--batch-size", 8]
     done = call("apply", model, "--data", data, "--out", tmp_path / "y.jsonl", *options, "--budget", "1GiB", "--force")
     assert done.code == 130

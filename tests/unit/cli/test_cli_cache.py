@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from plimsoll import cached
+from plimsoll.files import cached_answers
 
 
 @pytest.fixture
 def kept():
     """A plan and a prediction."""
-    cached.write("plans", {"job": 1}, b"a plan")
-    cached.write("predictions", {"job": 1}, b"a prediction")
+    cached_answers.write("plans", {"job": 1}, b"a plan")
+    cached_answers.write("predictions", {"job": 1}, b"a prediction")
 
 
 def numbers(call, *arguments):

@@ -14,7 +14,7 @@ from plimsoll.errors import InputError
 from plimsoll.records import watch
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.run import RunHead
-from plimsoll.run.directory import RunDirectory
+from plimsoll.training.run_directory import RunDirectory
 from snapshots import training, write
 
 

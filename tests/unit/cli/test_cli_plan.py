@@ -23,7 +23,7 @@ from way_records import none_fits, ways
 @pytest.fixture
 def planning(standing_in):
     """Return ``planning(plan or error)``: what `plan_job` then does; its list has what it was asked."""
-    return partial(standing_in, "plimsoll.run.plan", "plan_job")
+    return partial(standing_in, "plimsoll.planning.plan", "plan_job")
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_without_options_the_job_is_planned_as_it_is(call, job, planning):
 
 
 def test_the_ways_to_train_are_compared(call, job, standing_in):
-    asked = standing_in("plimsoll.run.ways", "compare_ways", ways())
+    asked = standing_in("plimsoll.planning.strategies", "compare_ways", ways())
     done = call("plan", job, "--budget", "8GiB", "--compare")
     assert (done.code, done.err) == (0, "")
     assert "weights streamed" in done.out
     assert asked[0]["limit_bytes"] == 8 << 30
-    standing_in("plimsoll.run.ways", "compare_ways", none_fits())
+    standing_in("plimsoll.planning.strategies", "compare_ways", none_fits())
     assert call("plan", job, "--compare").code == 1
 
 
@@ -74,9 +74,9 @@ def test_each_way_is_told_on_standard_error_when_it_is_done_but_not_with_json(ca
             on_way(way)
         return found
 
-    module = ModuleType("plimsoll.run.ways")
+    module = ModuleType("plimsoll.planning.strategies")
     module.compare_ways = compare
-    monkeypatch.setitem(sys.modules, "plimsoll.run.ways", module)
+    monkeypatch.setitem(sys.modules, "plimsoll.planning.strategies", module)
     told = call("plan", job, "--compare").err.splitlines()
     assert told[1:] == ["full, weights streamed: fits, 1.5 GiB, 12.0 s a step", "LoRA: impossible"]
     assert call("plan", job, "--compare", "--json").err == ""
@@ -200,9 +200,9 @@ def placing(monkeypatch):
             progress("tracing")
             return plan
 
-        module = ModuleType("plimsoll.run.plan_inference")
+        module = ModuleType("plimsoll.planning.plan_inference")
         module.plan_inference = function
-        monkeypatch.setitem(sys.modules, "plimsoll.run.plan_inference", module)
+        monkeypatch.setitem(sys.modules, "plimsoll.planning.plan_inference", module)
         return asked
 
     return become

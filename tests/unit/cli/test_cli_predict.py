@@ -15,7 +15,7 @@ from prediction_records import MIB, fitting, moment, on_cpu, too_large
 @pytest.fixture
 def predicting(standing_in):
     """Return ``predicting(prediction or error)``: what `predict_job` then does; its list has what it was asked."""
-    return partial(standing_in, "plimsoll.run.forecast", "predict_job")
+    return partial(standing_in, "plimsoll.planning.predict_job", "predict_job")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.device import Budget, Device, MemoryUse
 from plimsoll.records.plan import micro_batch_plan
 from plimsoll.records.run import EndLine, RunHead, RunRecord, StepLine
-from plimsoll.run.directory import RunDirectory
+from plimsoll.training.run_directory import RunDirectory
 from prediction_records import too_large
 from processes import environment
 

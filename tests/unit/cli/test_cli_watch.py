@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from plimsoll.cli.main import app
 from plimsoll.errors import InputError, OutputError
 from plimsoll.records.watch import WatchRecord
-from plimsoll.run.directory import RunDirectory
+from plimsoll.training.run_directory import RunDirectory
 from processes import LONGEST_SECONDS, environment
 
 

@@ -14,7 +14,7 @@ from plimsoll.errors import CheckpointError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_plan
 from plimsoll.records.run import RunRecord
-from plimsoll.run.directory import RunDirectory
+from plimsoll.training.run_directory import RunDirectory
 from processes import environment
 
 

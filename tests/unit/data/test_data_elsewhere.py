@@ -16,13 +16,13 @@ import pyarrow.parquet
 import pytest
 from tests.web_server import Site, serving
 
-from plimsoll import addresses, copies
-from plimsoll.assemble import loader_of
+from plimsoll.data.batches.loader import Loader
 from plimsoll.data.formats import Reading
-from plimsoll.data.index import open_corpus
-from plimsoll.data.loader import Loader
 from plimsoll.data.prepare import open_datasets, prepare
+from plimsoll.data.text.index import open_corpus
 from plimsoll.errors import DataError
+from plimsoll.files import addresses, remote
+from plimsoll.models.assemble import loader_of
 from plimsoll.records.job import Job
 
 pytest.importorskip("aiohttp", reason="http addresses need aiohttp")
@@ -185,7 +185,7 @@ def test_how_much_has_come_is_told(tmp_path: Path):
 
 
 def test_how_much_has_come_of_large_files_is_told_and_they_come_once(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(copies, "_WORTH_A_HEAD_BYTES", 1)
+    monkeypatch.setattr(remote, "_WORTH_A_HEAD_BYTES", 1)
     monkeypatch.setattr(addresses, "PIECE_BYTES", 50_000)
     told = []
     contents = {"a.txt": b"a line\n" * 10_000, "b.txt": b"b line\n" * 20_000}

@@ -7,8 +7,8 @@ import pytest
 from made_tokenizers import saved, with_template, word_piece
 from plimsoll.data.inspect import index_corpus, inspect_corpus, tokenize_corpus
 from plimsoll.data.prepare import open_datasets, prepare
-from plimsoll.data.tokenizer import open_tokenizer
-from plimsoll.data.tokens import open_tokens
+from plimsoll.data.tokens.store import open_tokens
+from plimsoll.data.tokens.tokenizer import open_tokenizer
 from plimsoll.records.corpus import Inspection
 from plimsoll.records.job import Job
 from tagged_files import conll, sentences_of_names

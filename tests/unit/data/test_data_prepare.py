@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from plimsoll.data.prepare import Prepared, is_whole, open_datasets, prepare, prepare_again
-from plimsoll.data.tokenizer import open_tokenizer
-from plimsoll.data.tokens import open_tokens
+from plimsoll.data.tokens.store import open_tokens
+from plimsoll.data.tokens.tokenizer import open_tokenizer
 from plimsoll.errors import DataError
 from plimsoll.records.job import Job
 from tagged_files import conll, sentences_of_names
@@ -238,7 +238,7 @@ import sys
 from pathlib import Path
 import torch
 import numpy as np
-from plimsoll.data.loader import Loader
+from plimsoll.data.batches.loader import Loader
 from plimsoll.data.prepare import Prepared, open_datasets
 from plimsoll.records.job import Job
 
@@ -246,7 +246,7 @@ def private_bytes():
     _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return (resident - shared) * 4096
 
-import plimsoll.data.windows
+import plimsoll.data.samples.windows
 job = Job.from_json(Path(sys.argv[1]).read_text())
 prepared = Prepared.load(Path(sys.argv[2]))
 torch.from_numpy(np.zeros(10))

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from plimsoll.data.byte_pairs import whole_bytes
 from plimsoll.data.formats import Reading
-from plimsoll.data.index import open_corpus
-from plimsoll.data.labels import labels_from_folders
+from plimsoll.data.samples.labels import labels_from_folders
 from plimsoll.data.sketch import TextSketch, sketch_texts
-from plimsoll.data.tokenizer import prepare_tokenizer
+from plimsoll.data.text.index import open_corpus
+from plimsoll.data.tokens.byte_pairs import whole_bytes
+from plimsoll.data.tokens.tokenizer import prepare_tokenizer
 from plimsoll.errors import DataError
 from plimsoll.records.job import Job
 from tagged_files import conll, sentences_of_names

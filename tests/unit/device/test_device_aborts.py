@@ -22,7 +22,7 @@ from processes import run_program
 REFUSED = """
 from tokenizers import Tokenizer, models, pre_tokenizers
 from plimsoll.device.aborts import told_where
-from plimsoll.device.data_limit import limited
+from plimsoll.device.cpu.data_limit import limited
 from plimsoll.device.process import private_memory
 
 tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))

@@ -3,10 +3,10 @@
 import pytest
 import torch.distributed as dist
 
+from plimsoll.device.cuda.gpus import find_gpu
 from plimsoll.device.exchange import exchange_of, measure_exchange, measured_exchange
-from plimsoll.device.gpus import find_gpu
 from plimsoll.records.base import cache_folder
-from plimsoll.records.gpu import DeviceSpec
+from plimsoll.records.device import DeviceSpec
 
 MIB = 1 << 20
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from plimsoll.device import speed as speeds
-from plimsoll.device.gpus import all_gpus, find_gpu
+from plimsoll.device.cuda.gpus import all_gpus, find_gpu
 from plimsoll.device.speed import measured_speed, speed_of
 from plimsoll.records.base import cache_folder
-from plimsoll.records.gpu import DeviceSpec
+from plimsoll.records.device import DeviceSpec
 from plimsoll.records.speed import rate_at
 
 

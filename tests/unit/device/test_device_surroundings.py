@@ -42,15 +42,15 @@ def test_what_is_installed_counts_and_other_files_do_not(monkeypatch, tmp_path, 
 
 def test_every_source_of_plimsoll_counts(monkeypatch, tmp_path):
     """A copy of some sources, then one byte of one of them, then its name."""
-    (tmp_path / "plan").mkdir()
-    for name in ("errors.py", "plan/look.py"):
+    (tmp_path / "records").mkdir()
+    for name in ("errors.py", "records/base.py"):
         (tmp_path / name).write_bytes((Path(errors.__file__).parent / name).read_bytes())
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "errors.py"))
     found = set()
     for change in (
         lambda: None,
-        lambda: (tmp_path / "plan/look.py").write_bytes((tmp_path / "plan/look.py").read_bytes() + b"#"),
-        lambda: (tmp_path / "plan/look.py").rename(tmp_path / "plan/looks.py"),
+        lambda: (tmp_path / "records/base.py").write_bytes((tmp_path / "records/base.py").read_bytes() + b"#"),
+        lambda: (tmp_path / "records/base.py").rename(tmp_path / "records/other.py"),
     ):
         change()
         module._sources.cache_clear()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.device.nvml import GpuUse
+from plimsoll.device.cuda.nvml import GpuUse
 from plimsoll.device.watched import family_of, largest
 from processes import LONGEST_SECONDS
 

@@ -1,6 +1,6 @@
 import os
 
-from plimsoll.device.nvml import GpuUse
+from plimsoll.device.cuda.nvml import GpuUse
 from plimsoll.device.watched import family_of
 from plimsoll.device.watched_limits import lines_of
 from plimsoll.records.watch import ProcessUse

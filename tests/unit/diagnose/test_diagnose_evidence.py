@@ -7,7 +7,7 @@ from torch import nn
 from evidence_records import empty_run, step_line
 from plimsoll.diagnose.evidence import ended_in_oom, evidence_of_run, evidence_of_step, place_of, shares_of
 from plimsoll.records.run import DeathLine, GraphLine, OomEvent, RunRecord, StartLine
-from plimsoll.run.step import TrainStep
+from plimsoll.step.train_step import TrainStep
 from prediction_records import MIB, fitting, holding
 
 

@@ -1,6 +1,6 @@
 """Jobs before they run, for a GPU that is not here, and runs that ended because memory ran out.
 
-The job is that of tests/unit/run/test_run_remedies.py.
+The job is that of tests/unit/planning/test_planning_remedies.py.
 """
 
 import shutil

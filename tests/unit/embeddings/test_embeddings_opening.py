@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from plimsoll.embeddings import opening
-from plimsoll.embeddings.formats import Block, _lines
+from plimsoll.embeddings.formats import Block
+from plimsoll.embeddings.formats.helpers import lines
 from plimsoll.embeddings.opening import FORMATS, open_file, read_parts
 from plimsoll.errors import EmbeddingError
 
@@ -117,7 +118,7 @@ class TestForked:
 
     @pytest.fixture
     def many_parts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        monkeypatch.setattr(_lines, "_PART_BYTES", 64)
+        monkeypatch.setattr(lines, "_PART_BYTES", 64)
         monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
         (tmp_path / "x").write_bytes(b"".join(b"w%d %d.5 -1\n" % (number, number) for number in range(2000)))
         return tmp_path / "x"

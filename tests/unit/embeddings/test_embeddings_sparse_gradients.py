@@ -8,7 +8,7 @@ from torch import nn
 
 from plimsoll.embeddings.sparse_gradients import refuse_wrong_gradients
 from plimsoll.errors import InputError
-from plimsoll.run.step import TrainStep
+from plimsoll.step.train_step import TrainStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 KINDS = [

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plimsoll.embeddings import subsets
-from plimsoll.embeddings.formats import _lines
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats.helpers import lines as _lines
+from plimsoll.embeddings.formats.helpers.sources import Source
 from plimsoll.embeddings.subsets import take_subset
 from plimsoll.embeddings.vocabulary import Vocabulary, of_counts
 from plimsoll.embeddings.wanted import CAPITALISED, EXACT, LOWER, MISSING, NO_WORD, PADDING

@@ -11,7 +11,7 @@ from torch import nn
 from embedders import NUM_SAMPLES, Encoder, batches, tied
 from plimsoll.errors import BudgetError, InputError
 from plimsoll.integrations import accelerate as oom_proof
-from plimsoll.run.failpoints import armed
+from plimsoll.step.failpoints import armed
 from plimsoll.techniques.gradient_cache import gradient_cache_rungs
 
 

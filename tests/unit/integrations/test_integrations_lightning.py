@@ -12,11 +12,11 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
-from plimsoll.device.data_limit import budget_in_force_bytes
+from plimsoll.device.cpu.data_limit import budget_in_force_bytes
 from plimsoll.errors import BudgetError, InputError, OutOfMemoryError
 from plimsoll.integrations.lightning import OomProof
 from plimsoll.records.plan import micro_batch_choice
-from plimsoll.run.failpoints import armed
+from plimsoll.step.failpoints import armed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers, loggers and devices
 

@@ -32,7 +32,7 @@ from transformers import (
 import plimsoll
 from plimsoll.errors import BudgetError, InputError, OutOfMemoryError
 from plimsoll.records.run import OomEvent
-from plimsoll.run.failpoints import armed, exhaust_memory
+from plimsoll.step.failpoints import armed, exhaust_memory
 
 
 def test_memory_that_runs_out_at_batch_5_of_8_costs_no_sample_and_repeats_none(tmp_path: Path):

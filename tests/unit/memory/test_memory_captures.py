@@ -6,7 +6,7 @@ from hand_traces import MIB, trace_of
 from plimsoll.memory.captures import as_captured, captured_rows, is_captured, private_storages, stretches
 from plimsoll.memory.predict import count_on_cuda
 from plimsoll.memory.recorder import Recorder
-from plimsoll.records.gpu import DeviceSpec
+from plimsoll.records.device import DeviceSpec
 
 CARD = DeviceSpec(
     name="card", architecture="8.0", capacity_bytes=1000 * MIB, capacity_high_bytes=1000 * MIB,

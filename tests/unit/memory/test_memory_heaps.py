@@ -12,7 +12,7 @@ from plimsoll.memory.heaps import Heaps, steps_of
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.trace import Rehearsal, trace_training
-from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, TIGHT_HEAP
+from plimsoll.records.allocator import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, TIGHT_HEAP
 from plimsoll.records.trace import Trace
 
 MIB = 1 << 20

@@ -9,10 +9,10 @@ from plimsoll.memory.layouts import Layouts
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.trace import rehearsal
+from plimsoll.models.workload import model_loss
+from plimsoll.planning.dry_run.step import rehearse_step
 from plimsoll.records.plan import micro_batch_choice
-from plimsoll.run.rehearse import rehearse_step
 from plimsoll.techniques.time_segments import time_segments_choice
-from plimsoll.workload import model_loss
 from workloads import CASES
 
 MODES = [CpuLowering(), CudaLowering((8, 0))]

@@ -13,9 +13,8 @@ from hand_traces import MIB, trace_of
 from plimsoll.memory import predict
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.predict import MOST_ROWS, Counted, context_of, count_on_cpu, count_on_cuda
-from plimsoll.records.allocator import AllocatorRules
-from plimsoll.records.gpu import DeviceSpec
-from plimsoll.records.heap import FAST_HEAP, FRESH_HEAP, KEPT_HEAP, TIGHT_HEAP
+from plimsoll.records.allocator import FAST_HEAP, FRESH_HEAP, KEPT_HEAP, TIGHT_HEAP, AllocatorRules
+from plimsoll.records.device import DeviceSpec
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Assumption
 

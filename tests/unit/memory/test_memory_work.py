@@ -6,12 +6,12 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plimsoll.device.off_device import outside_the_device
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.trace import rehearsal
 from plimsoll.memory.work import NO_WORK, Work, WorkCounter, add_work, hearing
-from plimsoll.outside import outside_the_device
-from plimsoll.run.predict import predict
+from plimsoll.planning.predict_step import predict
 
 aten = torch.ops.aten
 A = torch.zeros(3, 4)

@@ -9,10 +9,10 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.models import adaptive
 from plimsoll.models.adaptive import adaptive_head, adaptive_loss, cutoffs_fault, default_cutoffs, log_probabilities
-from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.recurrent.model import build_recurrent
+from plimsoll.models.workload import model_loss
+from plimsoll.planning.dry_run.step import rehearse_step
 from plimsoll.records.plan import micro_batch_choice
-from plimsoll.run.rehearse import rehearse_step
-from plimsoll.workload import model_loss
 from workloads import largest_relative_difference
 
 HIDDEN, WORDS, CUTOFFS = 16, 300, (20, 100)

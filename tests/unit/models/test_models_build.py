@@ -9,8 +9,8 @@ from torch import nn
 
 from plimsoll.errors import JobError, OutputError
 from plimsoll.models.build import build_model, loss_of, name_labels, save_model
+from plimsoll.models.workload import count_units, resident_bytes, split_batch
 from plimsoll.records.job import Job
-from plimsoll.workload import count_units, resident_bytes, split_batch
 from processes import run_program
 
 GPT2 = {"architecture": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}
@@ -44,7 +44,7 @@ SAVE_RECURRENT = """
 import sys
 from pathlib import Path
 from plimsoll.models.build import save_model
-from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.recurrent.model import build_recurrent
 save_model(build_recurrent({"architecture": "gru", "vocab_size": 9, "num_labels": None}), Path(sys.argv[1]))
 print("transformers" in sys.modules)
 """

@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.mapped import MappedPool
+from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.trace import rehearsal
 from plimsoll.models.hugging_face import TextShape, load_hugging_face
 from plimsoll.models.in_files import LEAST_BYTES, made_in
-from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.recurrent.model import build_recurrent
 from processes import run_program
 
 SIDE = 512  # 1 MiB of float32
@@ -100,7 +100,7 @@ MEASURED = """
 import torch
 from torch import nn
 from plimsoll.device.process import PeakCounter, private_bytes
-from plimsoll.mapped import MappedPool
+from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.models.hugging_face import TextShape, load_hugging_face
 from plimsoll.models.in_files import made_in
 

@@ -22,8 +22,8 @@ from plimsoll.models.inference import (
     default_task,
     inference_task,
 )
-from plimsoll.models.recurrent import build_recurrent, save_recurrent
-from plimsoll.models.recurrent_tagger import build_tagger
+from plimsoll.models.recurrent.model import build_recurrent, save_recurrent
+from plimsoll.models.recurrent.tagger import build_tagger
 
 SIZES = {
     "num_hidden_layers": 2,

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from checkpoints import MODELS, model_of, save_as_bin, saved
+from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import DeviceError, WeightsError
-from plimsoll.mapped import MappedPool
 from plimsoll.models.loading import Loaded, load_model
 from processes import environment
 

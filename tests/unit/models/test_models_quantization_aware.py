@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from plimsoll.compression.saved_form import form_of
 from plimsoll.errors import JobError
 from plimsoll.models.build import save_model
 from plimsoll.models.loading import load_model
 from plimsoll.models.quantization_aware import train_for_integers
-from plimsoll.models.recurrent import build_recurrent
-from plimsoll.models.shrunk import form_of
+from plimsoll.models.recurrent.model import build_recurrent
 from quantized_models import IDS, logits, made, shrunk
 
 ROUNDING = ("FakeQuantizedLinear", "RoundedConv1D")

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from distillations import KINDS, LABELS, VOCABULARY, batch_of, model_of, task_of
+from plimsoll.device.off_device import outside_the_device
 from plimsoll.errors import JobError
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.trace import rehearsal
 from plimsoll.models.build import save_model
 from plimsoll.models.hugging_face import TextShape
 from plimsoll.models.teacher import digest_of, load_teacher, require_same_tokens, sketch_teacher
-from plimsoll.outside import outside_the_device
 
 LM, CLASSIFIER = TextShape(VOCABULARY, None, 0, 16), TextShape(VOCABULARY, LABELS, 0, 16)
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from plimsoll.models.recurrent import RecurrentLanguageModel, recurrent_config
+from plimsoll.models.recurrent.model import RecurrentLanguageModel, recurrent_config
 from plimsoll.models.token_scores import token_log_probabilities
 
 VOCABULARY, LENGTH, TEXTS = 60, 11, 3

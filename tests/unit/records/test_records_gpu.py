@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from plimsoll.records.gpu import DeviceSpec, Flops
+from plimsoll.records.device import DeviceSpec, Flops
 
 
 def test_what_is_not_known_is_none():

@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from plimsoll.device.heap import FAST_BYTES, TIGHT_BYTES, USUAL_BYTES, top_bytes
-from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, FRESH_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
+from plimsoll.device.cpu.heap import FAST_BYTES, TIGHT_BYTES, USUAL_BYTES, top_bytes
+from plimsoll.records.allocator import DEFAULT_HEAP, FAST_HEAP, FRESH_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
 
 
 def test_a_fresh_heap_is_that_of_mallopt_3():

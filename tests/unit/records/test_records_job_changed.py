@@ -4,7 +4,7 @@ import pytest
 
 from plimsoll.errors import JobError
 from plimsoll.records.job import Job
-from plimsoll.records.job_changed import changed_job
+from plimsoll.records.job_edit import changed_job
 
 TEXT = "model: lstm   # small\ndata: {train: a.txt}   # of mine\nbudget: 1GiB\n"
 SETTINGS = {"budget.device": "2GiB", "pin": ["optimizer_offload=disk"]}

@@ -8,7 +8,7 @@ import pytest
 
 from plimsoll.errors import WeightsError
 from plimsoll.records.plan import Choice, Pin, parse_pin
-from plimsoll.records.shrink_methods import (
+from plimsoll.records.shrink import (
     METHODS,
     chain_of,
     count_fault,

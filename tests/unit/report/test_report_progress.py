@@ -2,8 +2,8 @@
 
 import pytest
 
+from plimsoll.files.timings import begin, end
 from plimsoll.report.progress import row_rates, spinner, stages
-from plimsoll.timings import begin, end
 
 
 def test_each_stage_has_its_bar_on_standard_error(capsys):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.techniques import TECHNIQUES, Setting, conflict_among, in_order, installed, technique_of
-from plimsoll.workload import Workload, model_loss
 
 SETTING = Setting("cpu", batch_size=4)
 

@@ -15,11 +15,11 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.trace import rehearsal
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run import failpoints
-from plimsoll.run.step import TrainStep
+from plimsoll.step import failpoints
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, activation_offload, installed
-from plimsoll.workload import Workload
 from processes import run_program
 from workloads import CASES
 
@@ -373,7 +373,7 @@ from plimsoll.device.limit import limited
 from plimsoll.device.process import private_bytes
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import installed
-from plimsoll.workload import Workload
+from plimsoll.models.workload import Workload
 
 model = nn.Sequential(*[module for _ in range(16) for module in (nn.Linear(256, 256), nn.Tanh())])
 workload = Workload(model, None, lambda model, x: model(x).sum(), "samples")

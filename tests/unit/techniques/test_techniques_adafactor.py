@@ -9,13 +9,13 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
+from plimsoll.models.workload import Workload, model_loss
+from plimsoll.planning.dry_run.step import rehearse_job
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.failpoints import armed
-from plimsoll.run.rehearse import rehearse_job
-from plimsoll.run.step import TrainStep
+from plimsoll.step.failpoints import armed
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
-from plimsoll.workload import Workload, model_loss
 from workloads import CASES, largest_relative_difference, plain_loop, weights_of
 
 CHOICE = Choice(technique="adafactor")

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.models.recurrent import build_recurrent, load_recurrent, save_recurrent
-from plimsoll.plan.pins import decide
+from plimsoll.models.recurrent.model import build_recurrent, load_recurrent, save_recurrent
+from plimsoll.models.workload import Workload, model_loss
+from plimsoll.planning.search.pins import decide
 from plimsoll.records.plan import Choice, micro_batch_choice, parse_pin
-from plimsoll.run.step import TrainStep
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, installed
 from plimsoll.techniques.adaptive_softmax import AdaptiveSoftmax
 from plimsoll.techniques.chunked_loss import ChunkedLoss
-from plimsoll.workload import Workload, model_loss
 
 WORDS = 1100
 AUTO = Choice(technique="adaptive_softmax", options={"cutoffs": "auto", "div_value": 4})

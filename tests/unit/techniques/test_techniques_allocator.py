@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.device import segments
+from plimsoll.device.cuda import segments
 from plimsoll.memory.allocator.caching import CachingAllocator, replay
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.allocator import MIB, AllocatorRules
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, installed
 from plimsoll.techniques.allocator import Allocator, allocator_rules, set_up_as_with
-from plimsoll.workload import Workload, model_loss
 
 CUDA, CPU = (Setting(device=device, batch_size=4) for device in ("cuda", "cpu"))
 

@@ -9,10 +9,10 @@ from transformers import BertConfig, BertForSequenceClassification, EncoderDecod
 
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cuda import CudaLowering
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.attention import Attention
-from plimsoll.workload import Workload, model_loss
 from workloads import Lstm, largest_relative_difference
 
 SDPA = (Choice(technique="attention", options={"backend": "sdpa"}),)

@@ -8,12 +8,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plimsoll.errors import InputError
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice
-from plimsoll.run.checks import refuse
-from plimsoll.run.step import TrainStep
+from plimsoll.step.checks import refuse
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, autocast, installed
 from plimsoll.techniques.autocast import Autocast, lstm_fault
-from plimsoll.workload import Workload, model_loss
 
 BF16, FP16 = (Choice(technique="autocast", options={"dtype": dtype}) for dtype in ("bf16", "fp16"))
 

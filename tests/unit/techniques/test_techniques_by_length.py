@@ -8,14 +8,14 @@ from torch import nn
 import workloads
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
-from plimsoll.models.recurrent import build_recurrent
-from plimsoll.models.recurrent_tagger import build_tagger
+from plimsoll.models.recurrent.model import build_recurrent
+from plimsoll.models.recurrent.tagger import build_tagger
+from plimsoll.models.workload import Workload, count_elements, model_loss
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.pieces import shape_of, weighted_pieces
-from plimsoll.run.step import TrainStep
+from plimsoll.step.micro_batches import shape_of, weighted_pieces
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, installed
 from plimsoll.techniques.by_length import ByLength
-from plimsoll.workload import Workload, count_elements, model_loss
 
 LENGTHS = [12, 3, 7, 12, 1, 9, 4, 2]
 VARYING = Setting(device="cpu", batch_size=8, lengths_vary=True)

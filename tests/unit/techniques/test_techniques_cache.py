@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice
-from plimsoll.run.step import TrainStep
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, installed
 from plimsoll.techniques.cache import Cache
-from plimsoll.workload import Workload, model_loss
 
 CUDA, CPU = (Setting(device=device, batch_size=4) for device in ("cuda", "cpu"))
 

@@ -15,11 +15,11 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cuda import CudaLowering
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import micro_batch_choice
-from plimsoll.run.failpoints import armed
-from plimsoll.run.step import TrainStep
+from plimsoll.step.failpoints import armed
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, conflict_among, installed
-from plimsoll.techniques._blocks import blocks_of
 from plimsoll.techniques.checkpointing import (
     Checkpointing,
     blocks_as_text,
@@ -27,7 +27,7 @@ from plimsoll.techniques.checkpointing import (
     chosen_blocks,
     saved_per_block,
 )
-from plimsoll.workload import Workload, model_loss
+from plimsoll.techniques.mechanisms.blocks import blocks_of
 from processor import skip_without_half_lstm
 from workloads import Lstm
 

@@ -16,12 +16,12 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.trace import trace_training
-from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.recurrent.model import build_recurrent
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.step import TrainStep
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
 from plimsoll.techniques.chunked_loss import find_head
-from plimsoll.workload import Workload, model_loss
 from processor import skip_without_half_lstm
 
 VOCABULARY = 1200

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from plimsoll.data.sketch import TextSketch
-from plimsoll.device.gpus import find_gpu
+from plimsoll.device.cuda.gpus import find_gpu
 from plimsoll.device.speed import speed_of
 from plimsoll.memory.captures import private_storages
 from plimsoll.memory.predict import count_on_cuda
-from plimsoll.plan.cost import _stretches, step_duration
+from plimsoll.models.workload import Workload, model_loss
+from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.search.cost import _stretches, step_duration
+from plimsoll.planning.targets import gpu_target
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.rehearse import rehearse_job
-from plimsoll.run.targets import gpu_target
 from plimsoll.techniques import TECHNIQUES, Setting, installed
 from plimsoll.techniques.cuda_graph import _NOT_WITH, CudaGraph
-from plimsoll.workload import Workload, model_loss
 
 GRAPH = Choice(technique="cuda_graph")
 CUDA = Setting("cuda", batch_size=8)

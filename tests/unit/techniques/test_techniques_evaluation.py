@@ -6,11 +6,11 @@ from small_models import fresh
 from traced_steps import recorded, rehearsed
 
 from plimsoll.memory.live import live_bytes
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.step import TrainStep
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.evaluation import EvaluationPass
-from plimsoll.workload import Workload, model_loss
 
 
 def passes_of(samples):

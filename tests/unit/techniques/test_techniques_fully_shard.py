@@ -11,11 +11,11 @@ from plimsoll.data.sketch import TextSketch
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.models.workload import Workload
+from plimsoll.planning.dry_run.step import rehearse_job
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.rehearse import rehearse_job
 from plimsoll.techniques import TECHNIQUES, Setting, conflict_among, installed
-from plimsoll.workload import Workload
 
 SHARD = TECHNIQUES["fully_shard"]
 ONCE = Choice(technique="fully_shard", options={"gathered": "once"})

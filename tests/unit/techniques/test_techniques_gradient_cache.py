@@ -13,14 +13,14 @@ from embedders import CASES, NUM_SAMPLES, Encoder, batches, fresh, tied
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.models.workload import Workload, model_loss
+from plimsoll.planning.dry_run.step import rehearse_step
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.failpoints import armed
-from plimsoll.run.pieces import autocast
-from plimsoll.run.rehearse import rehearse_step
-from plimsoll.run.step import TrainStep
+from plimsoll.step.failpoints import armed
+from plimsoll.step.micro_batches import autocast
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, conflict_among, installed, technique_of
 from plimsoll.techniques.gradient_cache import gradient_cache_choice, gradient_cache_rungs
-from plimsoll.workload import Workload, model_loss
 from workloads import largest_relative_difference, weights_of
 
 NUM_STEPS = 3

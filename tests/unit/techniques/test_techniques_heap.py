@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from hand_traces import trace_of
-from plimsoll.device import heap
+from plimsoll.device.cpu import heap
 from plimsoll.memory.predict import count_on_cpu
-from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, TIGHT_HEAP
+from plimsoll.models.workload import Workload, model_loss
+from plimsoll.records.allocator import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, TIGHT_HEAP
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.prediction import Estimate
-from plimsoll.run.step import TrainStep
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.heap import Heap, heap_rules, rules_in_force
-from plimsoll.workload import Workload, model_loss
 
 pytestmark = pytest.mark.cold  # a heap as a process begins with
 
@@ -141,7 +141,7 @@ from plimsoll.device.base import backend_for
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import installed
 from plimsoll.techniques.heap import Heap
-from plimsoll.workload import Workload
+from plimsoll.models.workload import Workload
 
 kept = []
 

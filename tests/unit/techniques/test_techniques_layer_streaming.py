@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
+from plimsoll.device.off_device import is_marked
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.outside import is_marked
+from plimsoll.models.workload import Workload, model_loss
+from plimsoll.planning.dry_run.step import rehearse_step
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run import failpoints
-from plimsoll.run.rehearse import rehearse_step
-from plimsoll.run.step import TrainStep
+from plimsoll.step import failpoints
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
 from plimsoll.techniques.checkpointing import checkpointing_choice
 from plimsoll.techniques.layer_streaming import put_where_needed, streams
-from plimsoll.workload import Workload, model_loss
 from technique_trainings import TRAININGS, gpt2, setup_for
 from workloads import weights_of
 

@@ -9,24 +9,24 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import workloads
-from plimsoll.mapped import MappedPool
+from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.models.in_files import made_in
-from plimsoll.optimizers import build_schedule
-from plimsoll.plan.pins import decide
+from plimsoll.models.optimizers import build_schedule
+from plimsoll.models.workload import Workload, model_loss
+from plimsoll.planning.dry_run.step import StageBackend, _stage
+from plimsoll.planning.search.pins import decide
 from plimsoll.records.job import OptimizerChoice
 from plimsoll.records.plan import Choice, micro_batch_choice, parse_pin
-from plimsoll.run import checkpoint
-from plimsoll.run.boundary import Position
-from plimsoll.run.rehearse import StageBackend, _stage
-from plimsoll.run.step import TrainStep
+from plimsoll.step.oom_boundary import Position
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, installed
-from plimsoll.techniques._frozen_base import CodedLinear
 from plimsoll.techniques.lora import Lora, adapted_layers
+from plimsoll.techniques.mechanisms.frozen_base import CodedLinear
 from plimsoll.techniques.parameter_offload import builds_in_files
-from plimsoll.workload import Workload, model_loss
+from plimsoll.training import checkpoint
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 needs_peft = pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed: pip install torch-plimsoll[lora]")

@@ -11,18 +11,18 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
-from plimsoll.optimizers import build_schedule
+from plimsoll.models.optimizers import build_schedule
+from plimsoll.models.workload import Workload, model_loss
+from plimsoll.planning.dry_run.step import rehearse_job
 from plimsoll.records.job import Job, OptimizerChoice
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run import checkpoint
-from plimsoll.run.boundary import Position
-from plimsoll.run.commit import StepCommit
-from plimsoll.run.failpoints import armed
-from plimsoll.run.rehearse import rehearse_job
-from plimsoll.run.step import TrainStep
+from plimsoll.step.failpoints import armed
+from plimsoll.step.oom_boundary import Position
+from plimsoll.step.train_step import TrainStep
+from plimsoll.step.update.commit import StepCommit
 from plimsoll.techniques import TECHNIQUES, Setting, conflict_among, installed
-from plimsoll.techniques._low_bit_adam import LowBitAdam
-from plimsoll.workload import Workload, model_loss
+from plimsoll.techniques.mechanisms.low_bit_adam import LowBitAdam
+from plimsoll.training import checkpoint
 from technique_trainings import TRAININGS
 from workloads import largest_relative_difference, weights_of
 
@@ -130,9 +130,9 @@ def test_an_oom_in_the_middle_of_a_parameter_undoes_all_of_it(choice, num_before
             torch.empty(1 << 60, dtype=torch.uint8)
         pack(self, moment)
 
-    from plimsoll.techniques import _low_bit_adam
+    from plimsoll.techniques.mechanisms import low_bit_adam
 
-    monkeypatch.setattr(_low_bit_adam, "_PART_ELEMENTS", {"cpu": 2048})
+    monkeypatch.setattr(low_bit_adam, "_PART_ELEMENTS", {"cpu": 2048})
     workload = workload_of()
     with installed(workload, [choice]):
         optimizer, model = workload.optimizer, workload.model
@@ -141,8 +141,8 @@ def test_an_oom_in_the_middle_of_a_parameter_undoes_all_of_it(choice, num_before
             give_gradients(model)
             commit.step()
         before = {name: tensor.clone() for name, tensor in weights_of(model, optimizer).items()}
-        pack = _low_bit_adam._Packed.pack
-        monkeypatch.setattr(_low_bit_adam._Packed, "pack", fail_in_second_part)
+        pack = low_bit_adam._Packed.pack
+        monkeypatch.setattr(low_bit_adam._Packed, "pack", fail_in_second_part)
         give_gradients(model)
         commit.step()
         assert commit.outcome is not None
@@ -156,7 +156,7 @@ def test_an_oom_in_the_middle_of_a_parameter_undoes_all_of_it(choice, num_before
 def test_the_first_step_proves_room_for_just_what_is_to_come(choice, monkeypatch):
     """States, of the largest parameter 1/4 or 1/8 of Adam's, of the small ones not; and what the next takes."""
     proven = []
-    monkeypatch.setattr("plimsoll.run.commit.prove_room", lambda blocks, device: proven.append(sum(blocks)))
+    monkeypatch.setattr("plimsoll.step.update.commit.prove_room", lambda blocks, device: proven.append(sum(blocks)))
     workload = workload_of(model=nn.Sequential(nn.Linear(64, 100), nn.Linear(100, 40), nn.Linear(40, 50)))
     with installed(workload, [choice]):
         give_gradients(workload.model)

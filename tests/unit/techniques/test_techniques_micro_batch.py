@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.techniques import Setting, installed
 from plimsoll.techniques.micro_batch import MicroBatch, sizes_of
-from plimsoll.workload import Workload, model_loss
 
 
 def workload_of(model):

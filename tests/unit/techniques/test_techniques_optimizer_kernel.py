@@ -11,11 +11,11 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.trace import trace_training
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice
-from plimsoll.run.failpoints import armed
-from plimsoll.run.step import TrainStep
+from plimsoll.step.failpoints import armed
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
-from plimsoll.workload import Workload, model_loss
 from workloads import CASES, largest_relative_difference, weights_of
 
 KERNEL = TECHNIQUES["optimizer_kernel"]

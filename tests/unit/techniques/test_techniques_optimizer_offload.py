@@ -15,17 +15,18 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.models.build import build_model
-from plimsoll.optimizers import build_optimizer
+from plimsoll.models.optimizers import build_optimizer
+from plimsoll.models.workload import Workload
+from plimsoll.planning.dry_run.step import rehearse_job
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run import checkpoint, failpoints
-from plimsoll.run.boundary import Position
-from plimsoll.run.job_step import step_of
-from plimsoll.run.rehearse import rehearse_job
-from plimsoll.run.step import TrainStep
+from plimsoll.step import failpoints
+from plimsoll.step.job_step import step_of
+from plimsoll.step.oom_boundary import Position
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
 from plimsoll.techniques import optimizer_offload as offload
-from plimsoll.workload import Workload
+from plimsoll.training import checkpoint
 from processes import run_program
 from workloads import CASES
 
@@ -320,7 +321,7 @@ from plimsoll.device import heap
 from plimsoll.device.limit import limited
 from plimsoll.device.process import private_bytes
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.step import TrainStep
+from plimsoll.step.train_step import TrainStep
 
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(32)])  # 32 MiB, the states 64 MiB

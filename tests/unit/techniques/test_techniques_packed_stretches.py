@@ -18,13 +18,13 @@ from traced_steps import recorded, rehearsed
 
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
-from plimsoll.models.recurrent import build_recurrent
-from plimsoll.models.recurrent_tagger import build_tagger
+from plimsoll.models.recurrent.model import build_recurrent
+from plimsoll.models.recurrent.tagger import build_tagger
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.packed_stretches import PackedStretches, StretchedLayer
 from plimsoll.techniques.time_segments import time_segments_choice
-from plimsoll.workload import Workload, model_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 

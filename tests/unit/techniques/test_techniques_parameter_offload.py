@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.mapped import MappedPool
+from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.models.in_files import made_in
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run import failpoints
-from plimsoll.run.failpoints import exhaust_memory
-from plimsoll.run.step import TrainStep
+from plimsoll.step import failpoints
+from plimsoll.step.failpoints import exhaust_memory
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
 from plimsoll.techniques.parameter_offload import builds_in_files
-from plimsoll.workload import Workload
 from processes import run_program
 from workloads import CASES, largest_relative_difference, plain_loop, weights_of
 
@@ -146,7 +146,7 @@ from plimsoll.device.limit import limited
 from plimsoll.device.process import private_bytes
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import installed
-from plimsoll.workload import Workload
+from plimsoll.models.workload import Workload
 
 model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)])  # 64 MiB
 workload = Workload(model, None, None, "samples")

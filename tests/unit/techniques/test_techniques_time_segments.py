@@ -15,14 +15,14 @@ from traced_steps import recorded, rehearsed
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.models.cells import UnrolledCell
-from plimsoll.models.in_segments import Passed
-from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.recurrent.cells import UnrolledCell
+from plimsoll.models.recurrent.model import build_recurrent
+from plimsoll.models.recurrent.segments import Passed
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.checkpointing import checkpointing_choice
 from plimsoll.techniques.time_segments import TimeSegments, parts_in_time, segment_lengths, time_segments_choice
-from plimsoll.workload import Workload, model_loss
 
 FIELDS = {"architecture": "lstm", "vocab_size": 30, "embedding_size": 8, "hidden_size": 8, "num_layers": 2}
 LONG = Setting("cpu", 4, sequence_length=1000)

@@ -10,12 +10,12 @@ from torch.nn import functional
 from plimsoll.errors import InputError
 from plimsoll.models.chunked_distillation import Mix
 from plimsoll.models.distillation import Distillation
-from plimsoll.models.in_segments import Passed, as_hidden, as_state
-from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.recurrent.model import build_recurrent
+from plimsoll.models.recurrent.segments import Passed, as_hidden, as_state
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.truncated_bptt import TruncatedBptt
-from plimsoll.workload import Workload, model_loss
 
 FIELDS = {"architecture": "lstm", "vocab_size": 30, "embedding_size": 8, "hidden_size": 8, "num_layers": 2}
 ALLOWED = Setting("cpu", 4, allow=frozenset({"truncated_bptt"}), sequence_length=1000)

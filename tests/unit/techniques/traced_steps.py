@@ -11,13 +11,13 @@ from torch import nn
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
+from plimsoll.models.workload import LossFunction, model_loss
+from plimsoll.planning.dry_run.step import StageBackend, _stage
 from plimsoll.records.plan import Choice
 from plimsoll.records.trace import Trace
-from plimsoll.run.boundary import Position
-from plimsoll.run.rehearse import StageBackend, _stage
-from plimsoll.run.step import TrainStep
+from plimsoll.step.oom_boundary import Position
+from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import installed
-from plimsoll.workload import LossFunction, model_loss
 
 NUM_STEPS = 3
 

@@ -3,7 +3,7 @@
 Two kinds. Texts that can be read where they are (plain text, jsonl, csv) are only indexed: a module finds where each
 text begins in any byte range of a file, so that ranges are scanned in parallel, and turns the bytes of a text into the
 text. Texts that cannot (parquet, Arrow, compressed files, data sets of Hugging Face) are converted once into a store of
-the format `packed`, see `plimsoll.data.convert`. The contract tests run over every module of this folder.
+the format `packed`, see `plimsoll.data.text.convert`. The contract tests run over every module of this folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Reading:
         on_error: ``stop``: what cannot be read is an error; ``skip``: rows that cannot be read (files, where a text is
             a file) are left out, counted and listed.
         max_text_bytes: a longer line, paragraph or row is one of those that cannot be read.
-        is_tagged: texts are words with a tag each (`plimsoll.data.sentences`): ``text`` is the column of words,
+        is_tagged: texts are words with a tag each (`plimsoll.data.samples.sentences`): ``text`` is the column of words,
             ``label`` that of their tags; what is no table is a file of the CoNLL kind.
     """
 

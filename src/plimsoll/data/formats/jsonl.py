@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data.formats import Fault, Found, Layout, Part, Reading
-from plimsoll.data.formats._columns import NO_LABEL, Row, found_rows, listed, no_column, text_columns
-from plimsoll.data.formats._records import HEAD_BYTES, read_rows, too_long
-from plimsoll.data.formats._scanning import fault_in, read_head, text_begin
+from plimsoll.data.formats.helpers.columns import NO_LABEL, Row, found_rows, listed, no_column, text_columns
+from plimsoll.data.formats.helpers.records import HEAD_BYTES, read_rows, too_long
+from plimsoll.data.formats.helpers.scanning import fault_in, read_head, text_begin
 from plimsoll.errors import DataError
 
 _REMEDY = "correct the line"

@@ -1,4 +1,4 @@
-"""The store into which `plimsoll.data.convert` puts texts that cannot be read where they are.
+"""The store into which `plimsoll.data.text.convert` puts texts that cannot be read where they are.
 
 UTF-8 texts end to end in one file, with nothing between them, and where each of them ends (int64) in a second; the
 class of each (uint32) and the names of the classes, where there are any, in two more. What is written there is checked
@@ -16,8 +16,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from plimsoll.data.formats import Found, Labels, Layout, Part, Reading
-from plimsoll.data.formats._scanning import chunks
-from plimsoll.data.formats._strings import strings
+from plimsoll.data.formats.helpers.scanning import chunks
+from plimsoll.data.formats.helpers.strings import strings
 
 TEXTS_FILE, ENDS_FILE, CODES_FILE, NAMES_FILE = "texts.packed", "ends.bin", "codes.bin", "names.json"
 

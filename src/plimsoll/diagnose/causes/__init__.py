@@ -17,5 +17,5 @@ Findings = Callable[[Evidence], tuple[Finding, ...]]
 
 def every_cause() -> dict[str, Findings]:
     """Return what finds each cause, by its name."""
-    names = sorted(module.name for module in iter_modules(__path__) if not module.name.startswith("_"))
+    names = sorted(module.name for module in iter_modules(__path__) if not module.ispkg)
     return {name: import_module(f"{__name__}.{name}").findings for name in names}

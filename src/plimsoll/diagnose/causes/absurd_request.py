@@ -12,8 +12,8 @@ from itertools import combinations, product
 from math import prod
 from typing import Final
 
-from plimsoll.diagnose.causes._peak import BEFORE_THE_MODEL
-from plimsoll.diagnose.causes._text import is_possible, perhaps
+from plimsoll.diagnose.causes.helpers.peak import BEFORE_THE_MODEL
+from plimsoll.diagnose.causes.helpers.text import is_possible, perhaps
 from plimsoll.diagnose.evidence import Evidence, place_of
 from plimsoll.records.diagnosis import Fact, Finding, KnownHow
 from plimsoll.records.oom_text import OomText

@@ -6,7 +6,7 @@ a twentieth of what the training uses, and only the part of it that neither the 
 
 from __future__ import annotations
 
-from plimsoll.diagnose.causes._kept import finding_of_kept, much
+from plimsoll.diagnose.causes.helpers.kept import finding_of_kept, much
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.diagnose.seen import Kept
 from plimsoll.records.diagnosis import Finding

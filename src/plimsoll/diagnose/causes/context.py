@@ -7,7 +7,7 @@ before it was first looked at.
 
 from __future__ import annotations
 
-from plimsoll.diagnose.causes._peak import part_of_category
+from plimsoll.diagnose.causes.helpers.peak import part_of_category
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Fact, Finding
 from plimsoll.records.units import format_bytes

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from plimsoll.diagnose.causes._peak import finding_of_part, is_large, part_of_category
-from plimsoll.diagnose.causes._text import is_possible, perhaps
+from plimsoll.diagnose.causes.helpers.peak import finding_of_part, is_large, part_of_category
+from plimsoll.diagnose.causes.helpers.text import is_possible, perhaps
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Fact, Finding
 from plimsoll.records.oom_text import OomText

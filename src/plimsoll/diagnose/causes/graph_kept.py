@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from plimsoll.diagnose.causes._kept import finding_of_kept, much
+from plimsoll.diagnose.causes.helpers.kept import finding_of_kept, much
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.diagnose.seen import Kept
 from plimsoll.records.diagnosis import GRAPH_IS_GONE, Fact, Finding, KnownHow

@@ -10,7 +10,7 @@ takes in as much as it gives away.
 
 from __future__ import annotations
 
-from plimsoll.diagnose.causes._kept import finding_of_kept, much
+from plimsoll.diagnose.causes.helpers.kept import finding_of_kept, much
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Finding
 

@@ -7,7 +7,7 @@ Does NOT find them where the size of the vocabulary is not known.
 
 from __future__ import annotations
 
-from plimsoll.diagnose.causes._peak import finding_of_part, is_large, part_of_holdings, shape_of
+from plimsoll.diagnose.causes.helpers.peak import finding_of_part, is_large, part_of_holdings, shape_of
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Fact, Finding
 from plimsoll.records.prediction import Holding

@@ -1,7 +1,7 @@
 """Trainable parameters that no gradient reaches: they stay as they are, and memory seems to be saved.
 
-Found in a `plimsoll.TrainStep` that has warned of them (`plimsoll.run.unreached`), by name and with the cause where it
-shows. It says nothing of memory: less is used, as nothing is kept for their backward pass.
+Found in a `plimsoll.TrainStep` that has warned of them (`plimsoll.step.missing_gradients`), by name and with the cause
+where it shows. It says nothing of memory: less is used, as nothing is kept for their backward pass.
 
 Does NOT find parameters that are no part of the model, nor gradients that are zero, and nothing in the record of a run.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from plimsoll.diagnose.causes._peak import finding_of_part, is_large, part_of_category
+from plimsoll.diagnose.causes.helpers.peak import finding_of_part, is_large, part_of_category
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Fact, Finding
 

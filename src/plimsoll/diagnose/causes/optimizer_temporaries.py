@@ -5,7 +5,7 @@ Found where memory ran out, the peak is in the update, and temporaries are at le
 
 from __future__ import annotations
 
-from plimsoll.diagnose.causes._peak import finding_of_part, is_large, part_of_category
+from plimsoll.diagnose.causes.helpers.peak import finding_of_part, is_large, part_of_category
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Finding
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from plimsoll.diagnose.causes._text import is_possible, perhaps
+from plimsoll.diagnose.causes.helpers.text import is_possible, perhaps
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Fact, Finding
 from plimsoll.records.units import format_bytes

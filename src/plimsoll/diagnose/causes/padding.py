@@ -7,7 +7,7 @@ bound, since it is the longest batch that sets the peak. Does NOT look at batche
 
 from __future__ import annotations
 
-from plimsoll.diagnose.causes._peak import Part, part_of_category, tried_remedy
+from plimsoll.diagnose.causes.helpers.peak import Part, part_of_category, tried_remedy
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Fact, Finding
 

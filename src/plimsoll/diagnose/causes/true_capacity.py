@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from plimsoll.diagnose.causes._peak import BEFORE_THE_MODEL
-from plimsoll.diagnose.causes._text import is_possible, perhaps
+from plimsoll.diagnose.causes.helpers.peak import BEFORE_THE_MODEL
+from plimsoll.diagnose.causes.helpers.text import is_possible, perhaps
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import ASKED, Fact, Finding, Share
 from plimsoll.records.oom_text import OomText

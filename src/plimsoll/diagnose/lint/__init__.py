@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 
-from plimsoll.diagnose.lint._source import Hit, Source
+from plimsoll.diagnose.lint.helpers.source import Hit, Source
 
 Hits = Callable[[Source], Iterable[Hit]]
 
@@ -19,5 +19,5 @@ Hits = Callable[[Source], Iterable[Hit]]
 @cache
 def every_rule() -> dict[str, Hits]:
     """Return what finds the mistakes of each rule, by its name."""
-    names = sorted(module.name for module in iter_modules(__path__) if not module.name.startswith("_"))
+    names = sorted(module.name for module in iter_modules(__path__) if not module.ispkg)
     return {name: import_module(f"{__name__}.{name}").hits for name in names}

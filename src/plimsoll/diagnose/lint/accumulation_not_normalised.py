@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._accumulation import accumulations, is_named_so, is_normalised
-from plimsoll.diagnose.lint._source import Hit, Source
+from plimsoll.diagnose.lint.helpers.accumulation import accumulations, is_named_so, is_normalised
+from plimsoll.diagnose.lint.helpers.source import Hit, Source
 
 
 def hits(source: Source) -> Iterator[Hit]:

@@ -6,8 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Edit, Function, Hit, Source, is_constant, keyword, last_name, path_of
-from plimsoll.diagnose.lint._training import is_without_grad
+from plimsoll.diagnose.lint.helpers.source import Edit, Function, Hit, Source, is_constant, keyword, last_name, path_of
+from plimsoll.diagnose.lint.helpers.training import is_without_grad
 
 _NUM_BEFORE_INPUTS = {"torch.utils.checkpoint.checkpoint": 1, "torch.utils.checkpoint.checkpoint_sequential": 2}
 _OPTIONS = {"use_reentrant", "preserve_rng_state", "determinism_check", "debug", "context_fn", "early_stop"}

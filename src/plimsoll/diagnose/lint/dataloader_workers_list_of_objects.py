@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._datasets import dataset_classes, object_list
-from plimsoll.diagnose.lint._source import Hit, Source, is_constant, keyword, last_name, path_of
+from plimsoll.diagnose.lint.helpers.datasets import dataset_classes, object_list
+from plimsoll.diagnose.lint.helpers.source import Hit, Source, is_constant, keyword, last_name, path_of
 
 
 def hits(source: Source) -> Iterator[Hit]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Source
+from plimsoll.diagnose.lint.helpers.source import Hit, Source
 
 _NAMES = {
     "torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "DataParallel", "torch.nn.parallel.data_parallel",

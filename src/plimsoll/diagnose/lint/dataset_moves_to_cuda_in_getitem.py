@@ -6,8 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._datasets import dataset_classes
-from plimsoll.diagnose.lint._source import Hit, Source, keyword, last_name
+from plimsoll.diagnose.lint.helpers.datasets import dataset_classes
+from plimsoll.diagnose.lint.helpers.source import Hit, Source, keyword, last_name
 
 _METHODS = {"__getitem__", "__getitems__", "__iter__"}
 _DEVICE = re.compile(r"device|cuda|gpu", re.IGNORECASE)

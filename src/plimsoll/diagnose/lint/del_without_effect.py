@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Source, last_name, names_bound
-from plimsoll.diagnose.lint._training import is_batch_loop
+from plimsoll.diagnose.lint.helpers.source import Hit, Source, last_name, names_bound
+from plimsoll.diagnose.lint.helpers.training import is_batch_loop
 
 
 def hits(source: Source) -> Iterator[Hit]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Edit, Hit, Source
+from plimsoll.diagnose.lint.helpers.source import Edit, Hit, Source
 
 _MESSAGE = "torch.cuda.amp is deprecated since torch 2.4, and knows CUDA only"
 _REMEDY = 'import autocast and GradScaler from torch.amp and give the device: autocast("cuda"), GradScaler("cuda")'

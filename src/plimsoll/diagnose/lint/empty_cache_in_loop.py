@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Loop, Source, last_name
-from plimsoll.diagnose.lint._training import batch_loop, is_batch_loop, is_forward, is_model
+from plimsoll.diagnose.lint.helpers.source import Hit, Loop, Source, last_name
+from plimsoll.diagnose.lint.helpers.training import batch_loop, is_batch_loop, is_forward, is_model
 
 _BUILDS = {"from_pretrained", "from_config", "load_state_dict", "build_model", "create_model", "load_model"}
 

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Loop, Source, keyword, last_name, path_of
+from plimsoll.diagnose.lint.helpers.source import Hit, Loop, Source, keyword, last_name, path_of
 
 _CLASSES = {"GloVe", "FastText", "CharNGram"}
 _FILES = re.compile(r"glove|fasttext|word2vec|w2v|wiki-news|crawl-300|\.vec\b|embed|vectors|emb_", re.IGNORECASE)

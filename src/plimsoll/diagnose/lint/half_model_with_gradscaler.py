@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Source, is_constant, keyword, last_name, names_bound, path_of
-from plimsoll.diagnose.lint._training import is_model, is_without_grad
+from plimsoll.diagnose.lint.helpers.source import Hit, Source, is_constant, keyword, last_name, names_bound, path_of
+from plimsoll.diagnose.lint.helpers.training import is_model, is_without_grad
 
 _HALF = {"torch.float16", "torch.half"}
 

@@ -6,8 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Loop, Source, last_name, names_bound, names_in, path_of
-from plimsoll.diagnose.lint._training import backwards
+from plimsoll.diagnose.lint.helpers.source import Hit, Loop, Source, last_name, names_bound, names_in, path_of
+from plimsoll.diagnose.lint.helpers.training import backwards
 
 _STATE = re.compile(r"hid|state|(?:^|_)mems?(?:$|_|ory)|carry|^h[0nctx]?$|^h_|_h$|^c[0nx]?$|context", re.IGNORECASE)
 _MESSAGE = "the state is carried to the next batch with its graph: backward fails there, or goes through all batches"

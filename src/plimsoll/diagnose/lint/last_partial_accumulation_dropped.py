@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._accumulation import Accumulation, accumulations
-from plimsoll.diagnose.lint._source import Hit, Source, last_name
-from plimsoll.diagnose.lint._training import iterated, steps, zero_grads
+from plimsoll.diagnose.lint.helpers.accumulation import Accumulation, accumulations
+from plimsoll.diagnose.lint.helpers.source import Hit, Source, last_name
+from plimsoll.diagnose.lint.helpers.training import iterated, steps, zero_grads
 
 _ENDLESS = re.compile(r"^(?:range|count|cycle|repeat|infinite\w*|inf_\w+|endless\w*)$")
 

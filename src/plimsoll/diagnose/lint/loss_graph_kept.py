@@ -9,8 +9,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Edit, Function, Hit, Loop, Source, last_name, names_bound, names_in, path_of
-from plimsoll.diagnose.lint._training import (
+from plimsoll.diagnose.lint.helpers.source import (
+    Edit,
+    Function,
+    Hit,
+    Loop,
+    Source,
+    last_name,
+    names_bound,
+    names_in,
+    path_of,
+)
+from plimsoll.diagnose.lint.helpers.training import (
     backwards,
     batch_loop,
     is_forward,
@@ -18,7 +28,7 @@ from plimsoll.diagnose.lint._training import (
     is_of_a_module,
     is_without_grad,
 )
-from plimsoll.diagnose.lint._values import Value, value_of
+from plimsoll.diagnose.lint.helpers.values import Value, value_of
 
 _COLLECTING = {"append", "appendleft", "extend", "insert", "add"}
 

@@ -6,8 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Loop, Scope, Source, is_constant, last_name
-from plimsoll.diagnose.lint._training import (
+from plimsoll.diagnose.lint.helpers.source import Hit, Loop, Scope, Source, is_constant, last_name
+from plimsoll.diagnose.lint.helpers.training import (
     backwards,
     is_batch_loop,
     is_forward,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Source, last_name, path_of
-from plimsoll.diagnose.lint._training import is_model
+from plimsoll.diagnose.lint.helpers.source import Hit, Source, last_name, path_of
+from plimsoll.diagnose.lint.helpers.training import is_model
 
 _STATES_AT_ONCE = {"Adagrad"}  # torch.optim.Adagrad makes its sums in __init__; all others in their first step
 

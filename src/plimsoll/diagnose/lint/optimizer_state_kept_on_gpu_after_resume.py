@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Given, Hit, Scope, Source, is_constant, keyword, last_name, names_in
-from plimsoll.diagnose.lint._training import backwards, is_optimizer
+from plimsoll.diagnose.lint.helpers.source import Given, Hit, Scope, Source, is_constant, keyword, last_name, names_in
+from plimsoll.diagnose.lint.helpers.training import backwards, is_optimizer
 
 
 def hits(source: Source) -> Iterator[Hit]:

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Source, is_constant, last_name
+from plimsoll.diagnose.lint.helpers.source import Hit, Source, is_constant, last_name
 
 _NOT_TOKENIZERS = {"add_argument", "Field", "field", "dict", "Argument", "Option"}
 

@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Source, last_name, path_of
-from plimsoll.diagnose.lint._training import batch_loop, is_without_grad
-from plimsoll.diagnose.lint._values import Value, value_of
+from plimsoll.diagnose.lint.helpers.source import Hit, Source, last_name, path_of
+from plimsoll.diagnose.lint.helpers.training import batch_loop, is_without_grad
+from plimsoll.diagnose.lint.helpers.values import Value, value_of
 
 
 def hits(source: Source) -> Iterator[Hit]:

@@ -6,8 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._datasets import dataset_classes
-from plimsoll.diagnose.lint._source import (
+from plimsoll.diagnose.lint.helpers.datasets import dataset_classes
+from plimsoll.diagnose.lint.helpers.source import (
     Edit,
     Function,
     Hit,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Source, is_constant, keyword, last_name
-from plimsoll.diagnose.lint._training import backwards
+from plimsoll.diagnose.lint.helpers.source import Hit, Source, is_constant, keyword, last_name
+from plimsoll.diagnose.lint.helpers.training import backwards
 
 
 def hits(source: Source) -> Iterator[Hit]:

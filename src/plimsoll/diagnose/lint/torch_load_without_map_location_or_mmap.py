@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Source, keyword
+from plimsoll.diagnose.lint.helpers.source import Hit, Source, keyword
 
 
 def hits(source: Source) -> Iterator[Hit]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Source
+from plimsoll.diagnose.lint.helpers.source import Hit, Source
 
 _INVENTED = {
     "torch.cuda.pin_memory": "tensor.pin_memory(), or DataLoader(..., pin_memory=True)",

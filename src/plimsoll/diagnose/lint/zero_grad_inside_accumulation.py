@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._accumulation import Accumulation, accumulations, is_named_so
-from plimsoll.diagnose.lint._source import Hit, Source
-from plimsoll.diagnose.lint._training import zero_grads
+from plimsoll.diagnose.lint.helpers.accumulation import Accumulation, accumulations, is_named_so
+from plimsoll.diagnose.lint.helpers.source import Hit, Source
+from plimsoll.diagnose.lint.helpers.training import zero_grads
 
 
 def hits(source: Source) -> Iterator[Hit]:

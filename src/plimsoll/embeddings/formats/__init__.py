@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats.helpers.sources import Source
 
 FaultKind = Literal["dimension", "number", "finite", "utf-8", "truncated", "header"]
 """What can be wrong: too few or too many numbers, what is no number, NaN or infinity, a word that is not UTF-8, an

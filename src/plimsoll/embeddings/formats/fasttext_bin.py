@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.embeddings.formats import Block, Rows, rows_of
-from plimsoll.embeddings.formats._blocks import MAX_DIMENSION, MAX_WORD_BYTES, Records, as_set, block_of
-from plimsoll.embeddings.formats._sources import Source
-from plimsoll.embeddings.formats._subwords import MAX_NGRAM_LETTERS, Ngrams, are_usable, sums
+from plimsoll.embeddings.formats.helpers.blocks import MAX_DIMENSION, MAX_WORD_BYTES, Records, as_set, block_of
+from plimsoll.embeddings.formats.helpers.sources import Source
+from plimsoll.embeddings.formats.helpers.subwords import MAX_NGRAM_LETTERS, Ngrams, are_usable, sums
 from plimsoll.errors import EmbeddingError
 
 TITLE = "fastText .bin"

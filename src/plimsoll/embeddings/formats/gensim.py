@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.embeddings.formats._mapped import Mapped, gathered, in_pieces, mapped_array, require_vectors
-from plimsoll.embeddings.formats._pickles import Span, Thing, described
-from plimsoll.embeddings.formats._sources import Source
-from plimsoll.embeddings.formats._subwords import MAX_NGRAM_LETTERS, Ngrams, are_usable, sums
+from plimsoll.embeddings.formats.helpers.mapped import Mapped, gathered, in_pieces, mapped_array, require_vectors
+from plimsoll.embeddings.formats.helpers.pickles import Span, Thing, described
+from plimsoll.embeddings.formats.helpers.sources import Source
+from plimsoll.embeddings.formats.helpers.subwords import MAX_NGRAM_LETTERS, Ngrams, are_usable, sums
 from plimsoll.errors import EmbeddingError
 
 TITLE = "gensim"

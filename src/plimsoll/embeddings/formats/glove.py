@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
-from plimsoll.embeddings.formats._lines import Layout, Lines, dimension_of, separator_of
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats.helpers.lines import Layout, Lines, dimension_of, separator_of
+from plimsoll.embeddings.formats.helpers.sources import Source
 
 TITLE = "GloVe text"
 _HEADER = re.compile(rb"\d+[ \t]+\d+\s*\n")

@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plimsoll.embeddings.formats._blocks import MAX_WORD_BYTES
-from plimsoll.embeddings.formats._lines import dimension_of
-from plimsoll.embeddings.formats._mapped import Mapped, gathered, in_pieces, mapped_array
-from plimsoll.embeddings.formats._sources import HEAD_BYTES, Source, words_files
+from plimsoll.embeddings.formats.helpers.blocks import MAX_WORD_BYTES
+from plimsoll.embeddings.formats.helpers.lines import dimension_of
+from plimsoll.embeddings.formats.helpers.mapped import Mapped, gathered, in_pieces, mapped_array
+from plimsoll.embeddings.formats.helpers.sources import HEAD_BYTES, Source, words_files
 from plimsoll.errors import EmbeddingError
 
 TITLE = "numpy array with words"

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from plimsoll.embeddings.formats import Block, rows_of
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats.helpers.sources import Source
 from plimsoll.embeddings.table import Table, is_table, open_table
 from plimsoll.embeddings.wanted import MISSING
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.embeddings.formats import Block, Rows, rows_of
-from plimsoll.embeddings.formats._blocks import (
+from plimsoll.embeddings.formats.helpers.blocks import (
     MAX_DIMENSION,
     Records,
     as_set,
@@ -26,7 +26,7 @@ from plimsoll.embeddings.formats._blocks import (
     cut_at_records,
     cut_off,
 )
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats.helpers.sources import Source
 from plimsoll.errors import EmbeddingError
 
 TITLE = "word2vec binary"

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.memory.allocator.heap_calls import FREE, MALLOC, MEMALIGN, ROW, TRIM, HeapCalls
-from plimsoll.records.heap import HeapRules
+from plimsoll.records.allocator import HeapRules
 
 _HEADER_BYTES = 8
 _CHUNK_ALIGNMENT_BYTES = 16

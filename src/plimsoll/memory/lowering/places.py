@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from plimsoll.device.off_device import MARK
 from plimsoll.memory.lowering.base import Run, tensors_in
-from plimsoll.outside import MARK
 
 _ON_HOST = MARK
 _FACTORIES = {

@@ -5,7 +5,7 @@ A mapped tensor is memory of the file, whose pages the kernel drops when it need
 
 - copy on write: what is written gets pages of its own, which are private memory from then on, and the file stays as it
   is. ``RLIMIT_DATA`` counts such a mapping whole; a limit of ours counts of it what was written
-  (`plimsoll.device.data_limit`).
+  (`plimsoll.device.cpu.data_limit`).
 - read-only: writing into it ends the process with SIGSEGV, and no limit counts it. For weights that nobody but this
   package has in hands.
 
@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plimsoll.device.pages import copied_on_write
+from plimsoll.device.cpu.pages import copied_on_write
+from plimsoll.device.off_device import outside_the_device
 from plimsoll.errors import WeightsError
-from plimsoll.outside import outside_the_device
 from plimsoll.records.units import format_bytes
 from plimsoll.weights.loading.written import note_mapped
 

@@ -3,7 +3,7 @@
 A page of such a mapping becomes private memory when it is written, and no limit can refuse it then: ``RLIMIT_DATA``
 counts addresses. So inside a limit of ours all that an optimizer of torch's class is about to write is counted before
 its step, and where there is no room, that is an out-of-memory error before anything is written. What is written
-otherwise (``weight.add_``, ``load_state_dict``) is counted after it, by `plimsoll.device.data_limit.follow`.
+otherwise (``weight.add_``, ``load_state_dict``) is counted after it, by `plimsoll.device.cpu.data_limit.follow`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from plimsoll.device.data_limit import budget_in_force_bytes, count_untouched
-from plimsoll.device.pages import FileMappings
-from plimsoll.mapped import StorageSet
-from plimsoll.optimizers import SEPARABLE_HOOKS
+from plimsoll.device.cpu.data_limit import budget_in_force_bytes, count_untouched
+from plimsoll.device.cpu.pages import FileMappings
+from plimsoll.device.mapped_memory import StorageSet
 
 _UNCOUNTED = StorageSet()
 
@@ -31,7 +30,6 @@ def note_mapped(tensor: Tensor) -> None:
 @functools.cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_count)
-    SEPARABLE_HOOKS.append(_count)
 
 
 def _count(optimizer: Any, *_: object) -> None:
@@ -50,3 +48,6 @@ def _count(optimizer: Any, *_: object) -> None:
     count_untouched(sum(one.untyped_storage().nbytes() - files.private_bytes(one) for one in written))
     for parameter in written:
         _UNCOUNTED.discard(parameter)
+
+
+_count.works_in_parts = True  # type: ignore[attr-defined]  # see `plimsoll.models.optimizers.is_separable`

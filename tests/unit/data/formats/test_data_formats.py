@@ -9,7 +9,7 @@ import pytest
 from plimsoll.data import formats
 from plimsoll.data.formats import Reading
 
-NAMES = [module.name for module in pkgutil.iter_modules(formats.__path__) if not module.name.startswith("_")]
+NAMES = [module.name for module in pkgutil.iter_modules(formats.__path__) if not module.ispkg]
 
 
 @pytest.mark.parametrize("name", NAMES)

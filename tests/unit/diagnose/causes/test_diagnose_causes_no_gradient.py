@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from evidence_records import evidence
 from plimsoll.diagnose.causes.no_gradient import findings
-from plimsoll.run.unreached import Cause, Unreached
+from plimsoll.step.missing_gradients import Cause, Unreached
 
 
 def test_they_are_named_with_what_to_do():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.diagnose.lint import every_rule
-from plimsoll.diagnose.lint._source import Source, parse
+from plimsoll.diagnose.lint.helpers.source import Source, parse
 from processes import environment
 
 NAMED_BY_THE_LABELS = {

@@ -5,8 +5,8 @@ from textwrap import dedent, indent
 import pytest
 
 from lint_snippets import lines, marked, names
-from plimsoll.diagnose.lint._source import parse
 from plimsoll.diagnose.lint.checkpoint_without_gradient import hits
+from plimsoll.diagnose.lint.helpers.source import parse
 
 FROZEN = "self.embed.requires_grad_(False)"
 

@@ -10,10 +10,10 @@ import pytest
 
 import plimsoll.embeddings.formats as package
 from plimsoll.embeddings.formats import Block, Fault, Format, Rows, Vectors, in_precision, rows_of
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats.helpers.sources import Source
 from vector_files import RECORDED
 
-NAMES = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
+NAMES = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.ispkg]
 FORMATS = {name: importlib.import_module(f"{package.__name__}.{name}") for name in NAMES}
 FILES = [path for path in sorted(RECORDED.iterdir()) if path.suffix in (".bin", ".kv", ".model", ".npy")]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from plimsoll.embeddings.formats import Fault, gensim
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats.helpers.sources import Source
 from plimsoll.errors import EmbeddingError
 from vector_files import RECORDED, expected, expected_unknown, opened, read_all, written
 

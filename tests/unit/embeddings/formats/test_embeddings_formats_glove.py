@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plimsoll.embeddings.formats import glove
-from plimsoll.embeddings.formats._sources import HEAD_BYTES, Source
+from plimsoll.embeddings.formats.helpers.sources import HEAD_BYTES, Source
 from slow_vectors import PACKINGS, files, first_vectors, is_utf8, numbers, packed, slow_lines
 
 

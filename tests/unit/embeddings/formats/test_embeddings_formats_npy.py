@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from plimsoll.embeddings.formats import Fault, npy
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats.helpers.sources import Source
 from plimsoll.errors import EmbeddingError
 from vector_files import opened, read_all, written
 

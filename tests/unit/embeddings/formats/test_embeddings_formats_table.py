@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from plimsoll.embeddings.formats import table as table_format
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats.helpers.sources import Source
 from plimsoll.embeddings.table import create_table
 from plimsoll.embeddings.wanted import BUILT, EXACT, LOWER, MISSING, NO_WORD, PADDING
 

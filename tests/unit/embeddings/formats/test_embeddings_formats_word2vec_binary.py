@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plimsoll.embeddings.formats import Fault, word2vec_binary
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats.helpers.sources import Source
 from plimsoll.errors import EmbeddingError
 from vector_files import RECORDED, expected, opened, read_all, written
 

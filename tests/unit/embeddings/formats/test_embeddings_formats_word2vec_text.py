@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plimsoll.embeddings.formats import word2vec_text
-from plimsoll.embeddings.formats._sources import HEAD_BYTES, Source
+from plimsoll.embeddings.formats.helpers.sources import HEAD_BYTES, Source
 from plimsoll.embeddings.inspect import look_at
 from plimsoll.embeddings.opening import open_file
 from slow_vectors import PACKINGS, packed

@@ -20,7 +20,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plimsoll.device import heap, process
+from plimsoll.device import process
+from plimsoll.device.cpu import heap
 from plimsoll.memory.lowering.cpu_scratch import scratch_bytes
 from plimsoll.memory.lowering.mkldnn_rnn import unwritten_workspace
 

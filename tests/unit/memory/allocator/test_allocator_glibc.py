@@ -18,7 +18,7 @@ import plain_heap
 from plimsoll.memory.allocator.glibc import HeapReplay, replay
 from plimsoll.memory.allocator.heap_calls import TENSOR_OBJECTS_BYTES, heap_calls
 from plimsoll.memory.lowering.cpu_scratch import kept_by_libraries
-from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, FRESH_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
+from plimsoll.records.allocator import DEFAULT_HEAP, FAST_HEAP, FRESH_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
 from processes import environment, run_program
 
 pytestmark = pytest.mark.cold  # heaps as a process begins with

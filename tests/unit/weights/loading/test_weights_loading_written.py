@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 import torch
 from plimsoll.device import data_limit, process
-from plimsoll.device.cpu import CpuBackend
+from plimsoll.device.cpu.backend import CpuBackend
 from plimsoll.weights.loading.opening import entries_of
 
 entry = entries_of(Path(sys.argv[1]))[0]

@@ -1,0 +1,385 @@
+"""Smaller models made of one and judged: what the processes do that ``plimsoll shrink`` starts.
+
+`Workshop` makes models: it loads the original anew for each, applies a chain of methods
+(`plimsoll.compression.methods`), evaluates what came of it and writes a folder. `measured` applies a model in a process
+that has nothing else, so that what it takes is the model's. Both are asked by `plimsoll.compression.shrink`, which
+holds no tensors.
+
+Does NOT search and does not train.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.compression.evidence import Evidence, JobEvidence, TextEvidence
+from plimsoll.compression.methods import SHRINKERS, Calibration, Shrinker, Subject
+from plimsoll.compression.processes import Made, Offer, ShrinkRequest, Source
+from plimsoll.compression.saved_form import form_of, save_subject
+from plimsoll.data.sketch import sketch_texts
+from plimsoll.data.tokens.model_tokenizer import load_model_tokenizer
+from plimsoll.device.base import backend_for
+from plimsoll.device.cpu.data_limit import set_up_heap
+from plimsoll.errors import DataError, InputError, PlimsollError, WeightsError
+from plimsoll.files.forking import ending_with_this
+from plimsoll.inference.dry_run import Compute, rehearse_inference
+from plimsoll.inference.model import import_first, load_for_inference, stored_dtype
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.models.hugging_face import MODEL_FAULTS
+from plimsoll.models.inference import InferenceTask
+from plimsoll.models.loading import sketch_checkpoint
+from plimsoll.models.recurrent.skeleton import recurrent_fields, recurrent_skeleton
+from plimsoll.planning.baseline import StartedBaseline
+from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.targets import find_target
+from plimsoll.records.allocator import TIGHT_HEAP
+from plimsoll.records.distill import DistillSource
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.records.prediction import Estimate
+from plimsoll.records.shrink import METHODS, InferenceCost, Quality, check_method
+from plimsoll.step.oom_boundary import fitting
+from plimsoll.techniques.heap import Heap
+from plimsoll.weights.loading import open_checkpoint
+from plimsoll.weights.parts import cast_saved, model_bytes, with_parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_PASSES_MEASURED = 8
+_TIGHT = Choice(technique=Heap.name, options={"mapped_from": "128KiB"})  # the heap that a peak is measured in
+
+
+@dataclass
+class Workshop:
+    """Makes smaller models of the one in ``folder``."""
+
+    folder: Path
+    evidence: Evidence
+    _training_baseline: Estimate | None = None
+    _sketched: Subject | None = None
+
+    def offers(self) -> tuple[Offer, ...]:
+        """Ask each method what it has for the original."""
+        subject = self._subject(self.folder, None)
+        found = []
+        for method in SHRINKERS.values():
+            menu = self.evidence.cannot_judge(method.name) or method.menu(subject)
+            offered = {"reason": menu} if isinstance(menu, str) else {"choices": menu}
+            known = {"method": method.name, "stage": METHODS[method.name].stage, "saves": method.saves}
+            found.append(Offer.model_validate(known | offered))
+        return tuple(found)
+
+    def check(self, chain: Sequence[Choice]) -> None:
+        """Refuse a chain that cannot be made of the original, by its configuration alone.
+
+        Neither weights nor texts are read; a method may still refuse what these hold.
+
+        Raises:
+            WeightsError: it says why.
+        """
+        subject = Subject(self._bare(), self._tokenizer(self.folder))
+        for choice in chain:
+            self._apply(subject, choice, Calibration())
+
+    def weight_bytes(self, chain: Sequence[Choice]) -> int | None:
+        """Return the bytes of the weights after a chain, without making it; ``None`` if a method refuses its part."""
+        subject, is_stored = self._sketch(), False
+        try:
+            for choice in chain:
+                if METHODS[choice.technique].stage == "values" and not is_stored:
+                    cast_saved(subject.model, stored_dtype(self.folder))
+                    is_stored = True
+                counts = "corpus" in _method(choice.technique).needs(choice)
+                self._apply(subject, choice, self._calibration(choice, None) if counts else Calibration())
+        except InputError:
+            return None
+        if not is_stored:
+            cast_saved(subject.model, stored_dtype(self.folder))
+        return model_bytes(subject.model)
+
+    def make(self, source: Source, chain: Sequence[Choice], target: Path | None) -> Made:
+        """Make a smaller model of the one in ``source`` and judge it.
+
+        Args:
+            source: the original, or one made of it.
+            chain: methods in the order they are applied.
+            target: an empty folder to write it to.
+
+        Raises:
+            InputError: if a method refuses, or the model cannot be evaluated.
+            OutOfMemoryError: if memory runs out.
+        """
+        return fitting(lambda: self._made(source, chain, target), backend_for("cpu"), "making a smaller model")
+
+    def _made(self, source: Source, chain: Sequence[Choice], target: Path | None) -> Made:
+        subject = self._subject(Path(source.folder), source.tokenizer)
+        with TemporaryDirectory(prefix="plimsoll-") as place:
+            tokenizer = None if source.tokenizer is None else Path(source.tokenizer)
+            dtype, is_stored = stored_dtype(Path(source.folder)), False
+            for number, choice in enumerate(chain):
+                if METHODS[choice.technique].stage == "values" and not is_stored:
+                    cast_saved(subject.model, dtype)
+                    is_stored = True
+                before = subject.tokenizer
+                self._apply(subject, choice, self._calibration(choice, tokenizer))
+                if subject.tokenizer is not before:
+                    assert subject.tokenizer is not None
+                    tokenizer = Path(place) / f"tokenizer-{number}"
+                    subject.tokenizer.save_pretrained(tokenizer)
+            if not is_stored:
+                cast_saved(subject.model, dtype)
+            subject.model.eval()
+            quality = self._quality(subject.model, tokenizer, chain)
+            folder = target or Path(place) / "model"
+            folder.mkdir(parents=True, exist_ok=True)
+            save_subject(subject, folder, Path(source.folder))
+            return Made(
+                form=form_of(subject.model),
+                file_bytes=_file_bytes(folder),
+                weight_bytes=model_bytes(subject.model),
+                quality=quality,
+                has_own_tokenizer=tokenizer is not None,
+            )
+
+    def predicted(self, folder: Path, cost: InferenceCost) -> Estimate | None:
+        """Predict the peak of the passes that were measured; ``None`` where the model cannot be rehearsed."""
+        target = find_target("cpu", None, lambda: _known(cost.baseline_bytes))
+        try:
+            model = load_for_inference(folder, self.evidence.head, None, "cpu")
+            trace = rehearse_inference(
+                model,
+                _compute_of(self.evidence.inference(folder)),
+                CpuLowering(),
+                rows=cost.rows,
+                longest_tokens=cost.longest_tokens,
+            )
+        except InputError:
+            return None
+        return target.count(trace, (_TIGHT,)).peak
+
+    def predicted_training(self, source: Source, teacher: str | None) -> Estimate | None:
+        """Predict the peak of a training of the whole batch; ``None`` where there is none, or no rehearsal of it."""
+        if not isinstance(self.evidence, JobEvidence):
+            return None
+        job = self.evidence.job_for(Path(source.folder), None if source.tokenizer is None else Path(source.tokenizer))
+        job = job.model_copy(update={"distill": None if teacher is None else DistillSource(teacher=teacher)})
+        if self._training_baseline is None:
+            with StartedBaseline(job) as started:
+                self._training_baseline = started.wait()
+        baseline = self._training_baseline
+        target = find_target("cpu", None, lambda: baseline)
+        try:
+            trace = rehearse_job(job, sketch_texts(job), target.lowering(), (micro_batch_choice(job.batch_size),))
+        except InputError:
+            return None
+        return target.count(trace).peak
+
+    def _sketch(self) -> Subject:
+        """The original on the meta device, read once."""
+        if self._sketched is None:
+            given = self._subject(self.folder, None)
+            self._sketched = Subject(_on_meta(given.model), given.tokenizer)
+        return Subject(copy.deepcopy(self._sketched.model), self._sketched.tokenizer)
+
+    def _bare(self) -> nn.Module:
+        """The original on the meta device, of which nothing but the sizes is read."""
+        fields = recurrent_fields(self.folder)
+        if fields is not None:
+            return recurrent_skeleton(open_checkpoint(self.folder), fields, None, {}).model
+        skeleton, _ = sketch_checkpoint(self.folder, head=self.evidence.head)
+        bare: nn.Module = skeleton.model
+        return bare
+
+    def _subject(self, folder: Path, tokenizer: str | None) -> Subject:
+        own = None if tokenizer is None else Path(tokenizer)
+        return Subject(self.evidence.load(folder, own), self._tokenizer(own or folder))
+
+    def _tokenizer(self, folder: Path) -> PreTrainedTokenizerFast | None:
+        try:
+            return load_model_tokenizer(folder)
+        except DataError:  # a program of one's own may have another
+            return None
+
+    def _calibration(self, choice: Choice, tokenizer: Path | None) -> Calibration:
+        return self.evidence.calibration(tokenizer) if _method(choice.technique).needs(choice) else Calibration()
+
+    def _apply(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+        method = _method(choice.technique)
+        fault = method.refusal(subject, choice)
+        if fault is not None:
+            raise WeightsError(
+                f"{choice.in_full} cannot be used for {self.folder} ({fault}): leave it out, or change it"
+            )
+        if not _is_meta(subject.model) and "corpus" in method.needs(choice) and calibration.token_counts is None:
+            raise WeightsError(
+                f"{choice.in_full} needs the number of times each token is in the corpus, and nobody counted them: "
+                "leave out data.on_the_fly"
+            )
+        method.shrink(subject, choice, calibration)
+
+    def _quality(self, model: nn.Module, tokenizer: Path | None, chain: Sequence[Choice]) -> Quality:
+        try:
+            return self.evidence.quality(model, tokenizer)
+        except PlimsollError:
+            raise
+        except MODEL_FAULTS as error:
+            name = " > ".join(map(str, chain)) or "the original"
+            raise InputError(
+                f"{self.folder} after {name} fails to compute the evaluation data ({type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}): leave that method out with --forbid"
+            ) from error
+
+
+def evidence_of(request: ShrinkRequest) -> Evidence:
+    """Return what models are judged by."""
+    if request.job is not None:
+        return JobEvidence(request.job, Path(request.cache), request.most_samples)
+    assert request.data is not None
+    return TextEvidence(
+        Path(request.folder), Path(request.data), request.columns, request.has_header, request.most_samples
+    )
+
+
+def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
+    """Return what `plimsoll.compression.processes.serve` answers, from plain values to plain values."""
+    workshop = Workshop(Path(request.folder), evidence_of(request))
+
+    def chain_of(given: list[dict[str, Any]]) -> tuple[Choice, ...]:
+        return tuple(Choice.model_validate(one) for one in given)
+
+    def make(source: dict[str, Any], chain: list[dict[str, Any]], target: str) -> dict[str, Any]:
+        return workshop.make(Source.model_validate(source), chain_of(chain), Path(target)).model_dump()
+
+    def measured_apart(source: dict[str, Any]) -> dict[str, Any]:
+        model = Source.model_validate(source)
+        cost = _measured_apart(request, model)
+        predicted = workshop.predicted(Path(model.folder), cost)
+        return cost.model_copy(update={"predicted": predicted}).model_dump()
+
+    def predicted_training(source: dict[str, Any], teacher: str | None) -> dict[str, Any] | None:
+        found = workshop.predicted_training(Source.model_validate(source), teacher)
+        return None if found is None else found.model_dump()
+
+    return {
+        "offers": lambda: [one.model_dump() for one in workshop.offers()],
+        "check": lambda chain: workshop.check(chain_of(chain)),
+        "weight_bytes": lambda chain: workshop.weight_bytes(chain_of(chain)),
+        "make": make,
+        "measured": measured_apart,
+        "predicted_training": predicted_training,
+    }
+
+
+def _measured_apart(request: ShrinkRequest, source: Source) -> InferenceCost:
+    """Measure a model in a process that is started for it."""
+    command = [sys.executable, "-m", "plimsoll", "measure-worker"]
+    asked = json.dumps({"request": request.to_json(), "source": source.model_dump()})
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, env=ending_with_this())
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise InputError(f"{source.folder} cannot be applied ({last}): leave that method out with --forbid")
+    return InferenceCost.model_validate_json(done.stdout.strip().splitlines()[-1])
+
+
+def measured(folder: Path, evidence: Evidence, tokenizer: Path | None, original: Path) -> InferenceCost:
+    """Apply a model to the first passes of the evaluation data; call it in a process that has done nothing else.
+
+    The peak is that of the model alone, in a heap that gives back what is freed: otherwise how much it keeps is chance,
+    some 20 MiB. Then the original is loaded too, and both are timed pass by pass in turn, in a heap that keeps what is
+    freed, since other work on the machine slows both.
+    """
+    backend = backend_for("cpu")
+    batches = list(itertools.islice(evidence.batches(tokenizer), _PASSES_MEASURED))
+    compute = _compute_of(evidence.inference(folder))
+    import_first(folder, evidence.head)
+    set_up_heap(TIGHT_HEAP.mmap_threshold_bytes)
+    backend.baseline_bytes()  # starts the thread pools
+    baseline_bytes = backend.use().used_bytes
+    backend.reset_peak()
+    model = load_for_inference(folder, evidence.head, None, "cpu")
+    with torch.inference_mode():
+        for batch in batches:
+            compute(model, batch)
+        peak_bytes = backend.use().peak_bytes
+        set_up_heap(None)
+        first = load_for_inference(original, evidence.head, None, "cpu")
+        of_original = list(itertools.islice(evidence.batches(None), len(batches)))
+        pairs = [
+            (_row_seconds(compute, model, batch), _row_seconds(compute, first, other))
+            for batch, other in zip(batches, of_original, strict=False)
+        ]
+    return InferenceCost(
+        rows=max(len(batch["input_ids"]) for batch in batches),
+        longest_tokens=max(batch["input_ids"].shape[1] for batch in batches),
+        peak_bytes=peak_bytes,
+        baseline_bytes=baseline_bytes,
+        row_seconds=median(mine for mine, _ in pairs),
+        speed=median(its / mine for mine, its in pairs),
+    )
+
+
+def _row_seconds(compute: Compute, model: nn.Module, batch: dict[str, Tensor]) -> float:
+    """The seconds of a pass for each of its rows; the faster of two, of which the first may find cold caches."""
+    found = []
+    for _ in range(2):
+        began = time.perf_counter()
+        compute(model, batch)
+        found.append(time.perf_counter() - began)
+    return min(found) / len(batch["input_ids"])
+
+
+def print_measured() -> None:
+    """Print what applying a model takes, as JSON; which one and on what data, comes on standard input."""
+    asked = json.loads(sys.stdin.read())
+    request, source = ShrinkRequest.from_json(asked["request"]), Source.model_validate(asked["source"])
+    tokenizer = None if source.tokenizer is None else Path(source.tokenizer)
+    cost = measured(Path(source.folder), evidence_of(request), tokenizer, Path(request.folder))
+    print(cost.model_dump_json())
+
+
+def _compute_of(task: InferenceTask | None) -> Any:
+    def forward(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return (model(**batch).logits,)
+
+    return forward if task is None else task.compute
+
+
+def _method(name: str) -> Shrinker:
+    check_method(name)
+    return SHRINKERS[name]
+
+
+def _known(num_bytes: int) -> Estimate:
+    return Estimate(likely_bytes=num_bytes, low_bytes=num_bytes, high_bytes=num_bytes, measured_bytes=num_bytes)
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy without memory; what shares a tensor shares one there, which ``model.to`` would part."""
+    memo: dict[int, Any] = {}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        sizes = with_parts(tensor.detach(), lambda part: part.to("meta"))
+        is_weight = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(sizes, requires_grad=tensor.requires_grad) if is_weight else sizes
+    return copy.deepcopy(model, memo)
+
+
+def _is_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _file_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))

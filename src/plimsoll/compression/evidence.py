@@ -1,0 +1,327 @@
+"""The user's data, as making a model smaller looks at them: batches to judge parts by, and what a model is worth.
+
+A `JobEvidence` is of a job: quality is what ``plimsoll train`` would say of the model on the job's validation data. A
+`TextEvidence` is of plain texts, for models of embeddings: quality is how near a text's vector is to that which the
+original gives it. Where a tokenizer was changed, the texts are tokenized with it: the samples stay the same ones.
+
+Does NOT cover validation of streams as streams: each window is read from the beginning, as by a model without a state.
+
+Shapes: B texts, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from plimsoll.compression.methods import Calibration
+from plimsoll.data.batches.loader import Batch
+from plimsoll.data.formats import Reading
+from plimsoll.data.input_rows import open_rows
+from plimsoll.data.prepare import Prepared, open_datasets, prepare
+from plimsoll.data.tokens.model_tokenizer import ModelTokenizer, load_model_tokenizer
+from plimsoll.device.base import backend_for
+from plimsoll.errors import DataError, JobError
+from plimsoll.inference.model import ModelFolder, tokenizer_of
+from plimsoll.models.assemble import token_counts
+from plimsoll.models.build import build_model, loss_of
+from plimsoll.models.inference import Embed, InferenceTask, inference_task
+from plimsoll.models.loading import Head, load_model
+from plimsoll.models.workload import Workload
+from plimsoll.records.job import Job, TokenizerSource
+from plimsoll.records.shrink import Quality
+from plimsoll.step.evaluate import Evaluator
+from plimsoll.step.losses.additive import Additivity
+from plimsoll.step.micro_batches import shape_of
+from plimsoll.step.oom_boundary import Position
+from plimsoll.training.accuracy import Accuracy
+from plimsoll.training.tagging import TagScores
+
+_TOKENS_PER_PASS = 1024  # few, so that what is measured are weights and not activations
+_CALIBRATION_PASSES = 64
+_BLOCK_ROWS = 256
+_SEQUENCE_TOKENS = 256  # of plain texts, where the model reads more
+
+
+class Evidence(Protocol):
+    """What models are judged by."""
+
+    @property
+    def head(self) -> Head:
+        """Of the models."""
+        ...
+
+    def cannot_judge(self, method: str) -> str | None:
+        """Return why what a method makes cannot be compared with the original; ``None`` where it can."""
+        ...
+
+    def load(self, folder: Path, tokenizer: Path | None) -> nn.Module:
+        """Load a model as it is made smaller: dense, in float32, on the CPU, in evaluation mode."""
+        ...
+
+    def calibration(self, tokenizer: Path | None) -> Calibration:
+        """Return what methods may look at, in the tokens of a tokenizer; ``None`` is the original's."""
+        ...
+
+    def quality(self, model: nn.Module, tokenizer: Path | None) -> Quality:
+        """Evaluate a model that reads the tokens of this tokenizer."""
+        ...
+
+    def inference(self, folder: Path) -> InferenceTask | None:
+        """Return what the model is applied for; ``None`` where no task covers it."""
+        ...
+
+    def batches(self, tokenizer: Path | None) -> Iterator[dict[str, Tensor]]:
+        """Yield the evaluation texts in the passes they are evaluated in, without labels."""
+        ...
+
+
+class _Data(NamedTuple):
+    prepared: Prepared
+    train: Any
+    validation: Any
+
+
+@dataclass
+class JobEvidence:
+    """The data of a job.
+
+    Args:
+        job: whose ``model`` is a folder.
+        cache: where its tokens are kept.
+        most_samples: of the evaluation; ``None`` for all.
+    """
+
+    job: Job
+    cache: Path
+    most_samples: int | None = None
+    _opened: dict[Path | None, _Data] = field(default_factory=dict)
+
+    @property
+    def head(self) -> Head:
+        """Of its models."""
+        return self.job.task
+
+    @property
+    def pass_samples(self) -> int:
+        """The samples of a pass of the evaluation."""
+        return max(1, _TOKENS_PER_PASS // self.job.sequence_length)
+
+    def cannot_judge(self, method: str) -> str | None:
+        """As `Evidence.cannot_judge`: every model of the task has a loss."""
+        return None
+
+    def job_for(self, folder: Path, tokenizer: Path | None) -> Job:
+        """The job of training another model on the same data."""
+        changes: dict[str, Any] = {"model": str(folder)}
+        if tokenizer is not None:
+            changes["tokenizer"] = TokenizerSource(path=str(tokenizer))
+        return self.job.model_copy(update=changes)
+
+    def load(self, folder: Path, tokenizer: Path | None) -> nn.Module:
+        """As `Evidence.load`."""
+        prepared = self._data(tokenizer).prepared
+        # What was trained for integers has dense weights, which `int8` rounds once and for all.
+        job = self.job_for(folder, tokenizer).model_copy(update={"quantization_aware": None})
+        return build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id).eval()
+
+    def calibration(self, tokenizer: Path | None) -> Calibration:
+        """As `Evidence.calibration`; batches are drawn evenly from the training samples, which come in no order."""
+        data = self._data(tokenizer)
+        num_samples = min(len(data.train), _CALIBRATION_PASSES * self.pass_samples)
+        ids = np.linspace(0, len(data.train) - 1, num_samples).astype(np.int64)
+
+        def batches() -> Iterator[Mapping[str, Tensor]]:
+            for begin in range(0, len(ids), self.pass_samples):
+                yield data.train.batch(ids[begin : begin + self.pass_samples])
+
+        return Calibration(batches, self._counts(data.prepared))
+
+    def quality(self, model: nn.Module, tokenizer: Path | None) -> Quality:
+        """As `Evidence.quality`: the loss and what else ``plimsoll train`` says of the validation data."""
+        data = self._data(tokenizer)
+        loss, units = loss_of(self.job.task)
+        # An optimizer belongs to a workload; this one never steps.
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
+        workload = Workload(model, optimizer, loss, units)
+        position, windows = Position(), getattr(data.validation, "windows", None)
+        backend = backend_for("cpu")
+        additivity = Additivity(workload, backend, position, recut_loss=False, never_cut=False)
+        evaluator = Evaluator(workload, backend, position, lambda batch: shape_of(batch, workload), 1, additivity)
+        batches = ((batch.fields, batch.sample_ids) for batch in self._passes(data))
+        if self.job.task == "language-modeling":
+            found = evaluator.evaluate(fields for fields, _ in batches)
+            return Quality(loss=found.loss, num_samples=found.num_samples)
+        if self.job.task == "token-classification":
+            with TagScores(model, position, data.prepared.label_names, windows) as scores:
+                found = evaluator.evaluate(scores.counted(batches))
+            accuracy, entity_f1 = scores.accuracy(), scores.entity_f1()
+        else:
+            with Accuracy(model, position, windows) as counted:
+                found = evaluator.evaluate(counted.counted(batches))
+            accuracy, entity_f1 = counted.share(), None
+        num_texts = len(np.unique(self._texts_of(data, self._judged_ids(data))))
+        return Quality(loss=found.loss, num_samples=num_texts, accuracy=accuracy, entity_f1=entity_f1)
+
+    def inference(self, folder: Path) -> InferenceTask | None:
+        """As `Evidence.inference`."""
+        names = {"language-modeling": "score", "classification": "classify"}
+        return inference_task(names[self.job.task], folder) if self.job.task in names else None
+
+    def batches(self, tokenizer: Path | None) -> Iterator[dict[str, Tensor]]:
+        """As `Evidence.batches`."""
+        for batch in self._passes(self._data(tokenizer)):
+            ids = batch.fields["input_ids"]
+            yield {"input_ids": ids, "attention_mask": batch.fields.get("attention_mask", torch.ones_like(ids))}
+
+    def _data(self, tokenizer: Path | None) -> _Data:
+        if tokenizer not in self._opened:
+            job = self.job_for(Path(str(self.job.model)), tokenizer)
+            prepared = prepare(job, self.cache)
+            train, validation = open_datasets(prepared, job)
+            if validation is None or not len(validation):
+                raise DataError(
+                    f"data.validation is {self.job.data.validation}: nothing says what a smaller model is worth; set "
+                    "data.validation to a file, or to a share of the training data such as 0.1"
+                )
+            self._opened[tokenizer] = _Data(prepared, train, validation)
+        return self._opened[tokenizer]
+
+    def _passes(self, data: _Data) -> Iterator[Batch]:
+        ids = self._judged_ids(data)
+        for begin in range(0, len(ids), self.pass_samples):
+            chosen = ids[begin : begin + self.pass_samples]
+            yield Batch(data.validation.batch(chosen), chosen, 0, begin)
+
+    def _judged_ids(self, data: _Data) -> NDArray[np.int64]:
+        """The samples to judge: all those of some texts, since a text is judged when all of its windows are there."""
+        ids = np.arange(len(data.validation))
+        texts = self._texts_of(data, ids)
+        whole = np.unique(texts)
+        if self.most_samples is None or self.most_samples >= len(whole):
+            return ids
+        chosen = whole[np.linspace(0, len(whole) - 1, self.most_samples).astype(np.int64)]
+        return ids[np.isin(texts, chosen)]
+
+    def _texts_of(self, data: _Data, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of the text of each sample; of a language model each sample is one."""
+        windows = getattr(data.validation, "windows", None)
+        return ids if windows is None or self.job.task == "language-modeling" else windows.parents(ids)
+
+    def _counts(self, prepared: Prepared) -> NDArray[np.int64] | None:
+        parts = [part for part in (prepared.train, prepared.validation) if part is not None]
+        folders = [Path(part.tokens_folder) for part in parts if part.tokens_folder is not None]
+        if len(folders) < len(parts):  # tokenized on the fly: nobody counts them before they are read
+            return None
+        total = np.zeros(prepared.vocab_size, np.int64)
+        for folder in dict.fromkeys(folders):  # what is held out of texts lies beside the others
+            total += token_counts(folder, prepared.vocab_size)
+        return total
+
+
+@dataclass
+class TextEvidence:
+    """Plain texts, for a model of embeddings.
+
+    Args:
+        model: the folder of the original.
+        data: a file of rows, see `plimsoll.data.input_rows`.
+        columns: those with the text.
+        has_header: whether the first row of a csv names its columns; ``None``: see `plimsoll.data.formats.Reading`.
+        most_samples: of the evaluation; ``None`` for all. All texts count as the corpus.
+    """
+
+    model: Path
+    data: Path
+    columns: tuple[str, ...] | None = None
+    has_header: bool | None = None
+    most_samples: int | None = None
+    head: Head = "none"
+    _vectors_ND: Tensor | None = None
+
+    def cannot_judge(self, method: str) -> str | None:
+        """As `Evidence.cannot_judge`: vectors of another size have no cosine with those of the original."""
+        if method != "hidden":
+            return None
+        return "vectors of another size cannot be compared with those of the original, and nothing else judges them"
+
+    def load(self, folder: Path, tokenizer: Path | None) -> nn.Module:
+        """As `Evidence.load`."""
+        return load_model(folder, head="none", dtype=torch.float32).model
+
+    def calibration(self, tokenizer: Path | None) -> Calibration:
+        """As `Evidence.calibration`."""
+        folder = tokenizer or self.model
+        vocab_size = len(load_model_tokenizer(folder))
+        counts = np.zeros(vocab_size, np.int64)
+        for ids in self._tokens(folder, None):
+            counts += np.bincount(ids, minlength=vocab_size)[:vocab_size]
+
+        def batches() -> Iterator[Mapping[str, Tensor]]:
+            for number, batch in enumerate(self.batches(tokenizer)):
+                if number == _CALIBRATION_PASSES:
+                    return
+                yield batch
+
+        return Calibration(batches, counts)
+
+    def quality(self, model: nn.Module, tokenizer: Path | None) -> Quality:
+        """As `Evidence.quality`: the mean cosine with the vectors of the original."""
+        if self._vectors_ND is None:
+            self._vectors_ND = self._embedded(self.load(self.model, None), None)
+        vectors_ND = self._embedded(model, tokenizer)
+        if vectors_ND.shape != self._vectors_ND.shape:
+            raise JobError(
+                f"the vectors have {vectors_ND.shape[1]} numbers and the original's {self._vectors_ND.shape[1]}, so "
+                "nothing says how near they are: leave out what changes the hidden size"
+            )
+        similarity = torch.nn.functional.cosine_similarity(vectors_ND, self._vectors_ND, dim=1).mean().item()
+        return Quality(loss=1 - similarity, num_samples=len(vectors_ND), similarity=similarity)
+
+    def inference(self, folder: Path) -> InferenceTask | None:
+        """As `Evidence.inference`."""
+        return inference_task("embed", folder)
+
+    def batches(self, tokenizer: Path | None) -> Iterator[dict[str, Tensor]]:
+        """As `Evidence.batches`."""
+        folder = tokenizer or self.model
+        padding_id = load_model_tokenizer(folder).pad_token_id or 0
+        rows: list[list[int]] = []
+        for ids in self._tokens(folder, self.most_samples):
+            rows.append(ids)
+            if len(rows) * max(map(len, rows)) >= _TOKENS_PER_PASS:
+                yield _padded(rows, padding_id)
+                rows = []
+        if rows:
+            yield _padded(rows, padding_id)
+
+    def _embedded(self, model: nn.Module, tokenizer: Path | None) -> Tensor:
+        task = Embed() if (found := self.inference(self.model)) is None else found
+        with torch.inference_mode():
+            parts = [task.compute(model, batch)[0] for batch in self.batches(tokenizer)]
+        if not parts:
+            raise DataError(f"{self.data} has no row with a text: give --data a file that has some")
+        return torch.cat(parts)
+
+    def _tokens(self, folder: Path, most_rows: int | None) -> Iterator[list[int]]:
+        limit = tokenizer_of(ModelFolder(self.model, None), None).longest_tokens or _SEQUENCE_TOKENS
+        tokenizer = ModelTokenizer(load_model_tokenizer(folder), min(limit, _SEQUENCE_TOKENS))
+        rows = open_rows(self.data, Reading(text=self.columns, header=self.has_header), ()).rows()
+        texts = (row.text for row in islice(rows, most_rows) if row.fault is None)
+        while block := list(islice(texts, _BLOCK_ROWS)):
+            yield from (tokens.ids for tokens in tokenizer.read(block) if tokens.ids)
+
+
+def _padded(rows: Iterable[list[int]], padding_id: int) -> dict[str, Tensor]:
+    tensors = [torch.tensor(ids) for ids in rows]
+    ids_BT = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=padding_id)
+    masks = [torch.ones_like(ids) for ids in tensors]
+    return {"input_ids": ids_BT, "attention_mask": torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)}

@@ -1,0 +1,165 @@
+"""Fewer channels inside the feed-forward layers: rows of what widens a token, columns of what narrows it again.
+
+Which parts these are follows from the configuration: they are what changes when the width in it does
+(`plimsoll.compression.twins`). Each block keeps its own best channels, all the same number of them, since the
+configuration has one. Fused gates (two halves in one layer) lose the same channels in both.
+
+Does NOT cover experts, whose weights are neither Linear nor Conv1D, and architectures whose width is no number in their
+configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.compression.base import Calibration, Choices, Need, Subject, possible
+from plimsoll.compression.importance import Rows, best, is_meta, norms, read_scores
+from plimsoll.compression.shares import (
+    NEEDS,
+    importance_of,
+    num_removed,
+    removal_fault,
+    share_of,
+)
+from plimsoll.compression.twins import Cut, become, block_of, checked, cuts_of, input_dim, twin_of
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink import options_fault
+
+_WIDTHS = (
+    "intermediate_size", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_hidden_size",
+    "n_inner",
+)  # fmt: skip
+"""How configurations call the width of feed-forward layers."""
+
+
+@dataclass
+class FeedForward:
+    """The layers of one block that write its channels, and the one that reads them."""
+
+    writers: list[Cut] = field(default_factory=list)
+    readers: list[Cut] = field(default_factory=list)
+
+    @property
+    def width(self) -> int:
+        """How many channels there are."""
+        return self.readers[0].num_rows
+
+
+class Channels:
+    """Takes channels out of feed-forward layers."""
+
+    name: ClassVar[str] = "channels"
+    title: ClassVar[str] = "fewer channels in the feed-forward layers"
+    saves: ClassVar[str] = (
+        "the file, the memory of weights, gradients and optimizer states, the activations of these layers and the time "
+        "of a pass become smaller in proportion; embeddings and attention stay as they are"
+    )
+
+    def menu(self, subject: Subject) -> Choices | str:
+        """Offer an eighth, a quarter and a half."""
+        choices = [Choice(technique=self.name, options={"share": share}) for share in (0.125, 0.25, 0.5)]
+        return possible(self, subject, choices)
+
+    def needs(self, choice: Choice) -> frozenset[Need]:
+        """Need what the importance does."""
+        return NEEDS.get(importance_of(choice), frozenset())
+
+    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+        """Refuse wrong options, and models without such layers."""
+        fault = options_fault(choice)
+        if fault is not None:
+            return fault
+        found = _planned(subject.model, share_of(choice))
+        return found if isinstance(found, str) else None
+
+    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+        """Keep the best channels of each block."""
+        model = subject.model
+        fields, twin, parts = checked(_planned(model, share_of(choice)))
+        scores: list[Tensor | None] = [None] * len(parts)
+        if not is_meta(model):
+            scores = [*_scores(model, parts, importance_of(choice), calibration)]
+        kept: dict[Cut, Tensor] = {}
+        for part, score in zip(parts, scores, strict=True):
+            rows = best(score, part.readers[0].num_kept)
+            for cut in (*part.readers, *part.writers):
+                halves = torch.arange(0, cut.num_rows, part.width)
+                kept[cut] = (halves[:, None] + rows).flatten()
+        become(model, twin, fields, kept)
+
+
+def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Module, list[FeedForward]] | str:
+    """The changed fields of the configuration, the model that they make, and what becomes smaller for it."""
+    widths = widths_of(getattr(model, "config", None))
+    if not widths:
+        return (
+            f"{type(model).__name__} has no feed-forward pair: looked for two linear layers x -> intermediate_size -> "
+            f"x in each block, and in its configuration for {', '.join(_WIDTHS)}"
+        )
+    for width in widths.values():
+        fault = removal_fault("channels", width, share)
+        if fault is not None:
+            return fault
+    fields = {name: width - num_removed(width, share) for name, width in widths.items()}
+    twin = twin_of(model, fields)
+    cuts = cuts_of(model, twin) if isinstance(twin, nn.Module) else twin
+    if isinstance(twin, str) or isinstance(cuts, str):
+        return str(cuts)
+    parts = _parts(model, cuts)
+    return parts if isinstance(parts, str) else (fields, twin, parts)
+
+
+def widths_of(config: Any) -> dict[str, int]:
+    """Return the widths of feed-forward layers that a configuration has, by the names of its fields."""
+    if config is None or hasattr(config, "model_dump"):
+        return {}
+    widths = {name: getattr(config, name) for name in _WIDTHS if isinstance(getattr(config, name, None), int)}
+    if not widths:  # GPT-2 and GPT-Neo have None, which stands for this
+        widths = {name: 4 * config.hidden_size for name in _WIDTHS if getattr(config, name, 0) is None}
+    return widths
+
+
+def _parts(model: nn.Module, cuts: tuple[Cut, ...]) -> list[FeedForward] | str:
+    parts: dict[str, FeedForward] = {}
+    for cut in cuts:
+        module, part = model.get_submodule(cut.module), parts.setdefault(block_of(cut.name), FeedForward())
+        inward = input_dim(module)
+        if inward is None:
+            return (
+                f"`{cut.name}` has channels in a {type(module).__name__}: looked for two linear layers "
+                f"x -> {cut.num_rows} -> x in each block (experts are not covered)"
+            )
+        reads = cut.name.endswith(".weight") and cut.dim == inward
+        (part.readers if reads else part.writers).append(cut)
+    for name, part in parts.items():
+        widths = {cut.num_rows % part.width for cut in part.writers} if len(part.readers) == 1 else {-1}
+        if widths != {0}:
+            return (
+                f"`{name}` has {len(part.readers)} layers that read channels and {len(part.writers)} weights that "
+                "write them: looked for two linear layers x -> intermediate_size -> x in each block"
+            )
+    if not parts:
+        return f"no layer of {type(model).__name__} depends on the width in its configuration: no feed-forward pair"
+    return list(parts.values())
+
+
+def _scores(model: nn.Module, parts: list[FeedForward], importance: str, calibration: Calibration) -> list[Tensor]:
+    readers = [Rows(model.get_submodule(cut.module), cut.dim) for part in parts for cut in part.readers]
+    scores = read_scores(model, importance, readers, calibration)
+    if importance == "magnitude":
+        scores = [score * _written(model, part) for part, score in zip(parts, scores, strict=True)]
+    return scores
+
+
+def _written(model: nn.Module, part: FeedForward) -> Tensor:
+    """How much is written into each channel: the product over the layers that do, of gates as well."""
+    squares: dict[str, Tensor] = {}
+    for cut in part.writers:
+        size = norms(model.get_parameter(cut.name), cut.dim).square().reshape(-1, part.width)
+        squares[cut.module] = squares.get(cut.module, torch.zeros_like(size)) + size
+    return torch.cat(list(squares.values())).sqrt().prod(0)

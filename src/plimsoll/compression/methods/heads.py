@@ -1,0 +1,183 @@
+"""Fewer attention heads: the same number in each block, the best ones of each.
+
+Where the configuration has the width of a head (Llama, Qwen, Mistral, Gemma, Phi-3) it says how many are left, and
+plain ``from_pretrained`` loads the folder. Where the width follows from the number (BERT, GPT-2, GPT-NeoX, OPT) it
+cannot, and what was changed is noted (`plimsoll.weights.structure`). Query heads that share keys and values
+go together with these.
+
+Does NOT cover encoder-decoders, and models in which more than the attention depends on the number of heads (ALiBi).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.compression.attention import Attention, attentions_of, group_scores, head_width_of
+from plimsoll.compression.base import Calibration, Choices, Need, Subject, possible
+from plimsoll.compression.importance import best, is_meta
+from plimsoll.compression.shares import (
+    NEEDS,
+    importance_of,
+    num_removed,
+    removal_fault,
+    share_of,
+)
+from plimsoll.compression.twins import Cut, become, checked, cuts_of, input_dim, other_numbers, twin_of
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink import options_fault
+from plimsoll.weights.structure import keep, note, sizes_of
+
+Kept = Mapping[tuple[str, bool], Tensor]
+"""Of a linear layer, by its name and whether it is its inputs: what is kept."""
+
+
+class Heads:
+    """Leaves attention heads out."""
+
+    name: ClassVar[str] = "heads"
+    title: ClassVar[str] = "fewer attention heads"
+    saves: ClassVar[str] = (
+        "the weights, gradients and optimizer states of attention, its activations, its cache of keys and values and "
+        "its time become smaller in proportion; feed-forward layers and embeddings stay as they are"
+    )
+
+    def menu(self, subject: Subject) -> Choices | str:
+        """Offer a quarter and a half of the heads."""
+        choices = [Choice(technique=self.name, options={"share": share}) for share in (0.25, 0.5)]
+        return possible(self, subject, choices)
+
+    def needs(self, choice: Choice) -> frozenset[Need]:
+        """Need what the importance does."""
+        return NEEDS.get(importance_of(choice), frozenset())
+
+    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+        """Refuse wrong options, models without heads, and shares that are no whole groups of heads."""
+        fault = options_fault(choice)
+        if fault is not None:
+            return fault
+        found = attentions_of(subject.model)
+        if isinstance(found, str):
+            return found
+        groups = "heads" if found[0].heads_per_group == 1 else "groups of heads that share keys and values"
+        fault = removal_fault(groups, found[0].num_groups, share_of(choice))
+        if fault is not None:
+            return fault
+        num_kept = _num_kept(found[0], choice)
+        return None if _plain(subject.model, found, num_kept) else _outside(subject.model, found, num_kept)
+
+    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+        """Keep the best heads of each block."""
+        model: Any = subject.model
+        attentions = checked(attentions_of(model))
+        num_kept = _num_kept(attentions[0], choice)
+        kept = kept_groups(model, attentions, num_kept, importance_of(choice), calibration)
+        plain = _plain(model, attentions, num_kept)
+        if plain is not None:
+            fields, twin, cuts = plain
+            become(model, twin, fields, {cut: kept[side_of(model, cut)] for cut in cuts})
+            return
+        checked(_outside(model, attentions, num_kept) or ())
+        attributes = _attributes(model, attentions, num_kept)
+        for (name, is_input), rows in kept.items():
+            module = model.get_submodule(name)
+            keep(module, **{"inputs" if is_input else "outputs": rows})
+            note(model, "resized", name, sizes_of(module))
+        for name, numbers in attributes.items():
+            for attribute, value in numbers.items():
+                setattr(model.get_submodule(name), attribute, value)
+            note(model, "attributes", name, numbers)
+
+
+def kept_groups(
+    model: nn.Module, attentions: list[Attention], num_kept: int, importance: str, calibration: Calibration
+) -> Kept:
+    """Return what is kept of the layers of each attention if so many groups are."""
+    scores: list[Tensor | None] = [None] * len(attentions)
+    if not is_meta(model):
+        scores = [*group_scores(model, attentions, importance, calibration)]
+    kept: dict[tuple[str, bool], Tensor] = {}
+    for attention, score in zip(attentions, scores, strict=True):
+        groups = best(score, num_kept)
+        kept |= {(name, False): attention.rows(role, groups) for role, name in attention.writers.items()}
+        kept[attention.reader, True] = attention.rows("reader", groups)
+    return kept
+
+
+def _num_kept(attention: Attention, choice: Choice) -> int:
+    return attention.num_groups - num_removed(attention.num_groups, share_of(choice))
+
+
+def _plain(
+    model: nn.Module, attentions: list[Attention], num_kept: int
+) -> tuple[Mapping[str, Any], nn.Module, tuple[Cut, ...]] | None:
+    """The fields and the twin with so many groups, if the configuration can say that."""
+    config: Any = model.config
+    if getattr(config, "shrunk", None) and any(one.parent in config.shrunk.get("attributes", ()) for one in attentions):
+        return None  # it was noted once, and is again
+    fields = {"num_attention_heads": num_kept * attentions[0].heads_per_group, "head_dim": head_width_of(config)}
+    if getattr(config, "num_key_value_heads", None) is not None:
+        fields["num_key_value_heads"] = num_kept
+    twin = twin_of(model, fields)
+    cuts = cuts_of(model, twin) if isinstance(twin, nn.Module) else twin
+    if isinstance(twin, str) or isinstance(cuts, str):
+        return None
+    everything = torch.arange(num_kept)
+    wanted = {
+        (name, False): len(one.rows(role, everything)) for one in attentions for role, name in one.writers.items()
+    }
+    wanted |= {(one.reader, True): len(one.rows("reader", everything)) for one in attentions}
+    # of what is joined the numbers above begin elsewhere, but are as many
+    found = {side_of(model, cut): cut.num_kept for cut in cuts}
+    return (fields, twin, cuts) if found == wanted else None
+
+
+def side_of(model: nn.Module, cut: Cut) -> tuple[str, bool]:
+    """Return the layer that is cut, and whether it is its inputs, or else its outputs."""
+    return cut.module, cut.name.endswith(".weight") and cut.dim == input_dim(model.get_submodule(cut.module))
+
+
+def _narrower(model: nn.Module, attentions: list[Attention], num_kept: int) -> nn.Module | str:
+    """A model as wide as so many heads, whose attention has the numbers that are looked for."""
+    num_heads = num_kept * attentions[0].heads_per_group
+    fields = {"num_attention_heads": num_heads, "hidden_size": num_heads * attentions[0].head_width}
+    return twin_of(model, fields | ({"shrunk": {}} if getattr(model.config, "shrunk", None) else {}))
+
+
+def _outside(model: nn.Module, attentions: list[Attention], num_kept: int) -> str | None:
+    """A sentence where more than the attention depends on how many heads there are."""
+    if attentions[0].heads_per_group > 1:
+        return (
+            f"{type(model).__name__} cannot have fewer groups of {attentions[0].heads_per_group} heads: its "
+            "configuration has no head_dim, leave this out"
+        )
+    if "shared" in (getattr(model.config, "shrunk", None) or {}):
+        return f"{len(attentions)} layers of {type(model).__name__} share their weights: use heads before shared_layers"
+    twin = _narrower(model, attentions, num_kept)
+    if isinstance(twin, str):
+        return twin
+    parents = {one.parent for one in attentions}
+    for name, attribute, value in _numbers(model, twin):
+        if name not in parents and "head" in attribute:
+            return (
+                f"`{name}` of {type(model).__name__} has {attribute} too, which would be {value}: leave this out, for "
+                "more than attention depends on the number of heads"
+            )
+    return None
+
+
+def _attributes(model: nn.Module, attentions: list[Attention], num_kept: int) -> dict[str, dict[str, Any]]:
+    """The numbers that each attention keeps of its heads, as they are with fewer."""
+    twin = checked(_narrower(model, attentions, num_kept))
+    numbers: dict[str, dict[str, Any]] = {one.parent: {} for one in attentions}
+    for name, attribute, value in _numbers(model, twin):
+        if name in numbers:
+            numbers[name][attribute] = value
+    return numbers
+
+
+def _numbers(model: nn.Module, twin: nn.Module) -> list[tuple[str, str, Any]]:
+    return [one for one in other_numbers(model, twin) if not isinstance(one[2], bool)]

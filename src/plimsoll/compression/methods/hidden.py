@@ -1,0 +1,193 @@
+"""A smaller hidden size: the same dimensions leave everywhere a token's vector is read or written.
+
+What depends on the hidden size follows from the configuration (`plimsoll.compression.twins`): embeddings, norms,
+what reads and writes in each block, poolers and heads. Where the configuration has the width of a head (Llama, Qwen,
+Gemma), attention keeps its heads as they are, and what is left is a multiple of their number. Where that width is the
+hidden size over the number of heads (BERT, GPT-2, GPT-NeoX, OPT), whole heads leave with it, the best of each block
+stay, and so a share must be one of whole heads: what is left inside a head stays exact, and rotations keep their
+frequencies.
+
+A norm over fewer dimensions is another norm, so this is never exact, not even where the dimensions were zero.
+
+Does NOT cover encoder-decoders, and models that were given other structures before
+(`plimsoll.weights.structure`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.compression.attention import Attention, attentions_of, head_width_of
+from plimsoll.compression.base import Calibration, Choices, Need, Subject, possible
+from plimsoll.compression.importance import Rows, best, first_order, is_meta, norms, read_scores
+from plimsoll.compression.methods.channels import widths_of
+from plimsoll.compression.methods.heads import Kept, kept_groups, side_of
+from plimsoll.compression.shares import (
+    NEEDS,
+    importance_of,
+    num_removed,
+    removal_fault,
+    share_of,
+)
+from plimsoll.compression.twins import Cut, become, checked, cuts_of, input_dim, twin_of
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink import options_fault
+
+_EQUALS = ("embedding_size", "word_embed_proj_dim", "pooler_hidden_size")
+"""Other widths that stay equal to the hidden size where they are: then there is no layer between the two."""
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """What a smaller hidden size comes to: fields of the configuration, the twin, and its cuts of two kinds."""
+
+    fields: Mapping[str, Any]
+    twin: nn.Module
+    attentions: list[Attention]
+    num_groups: int
+    inner: tuple[Cut, ...]
+    residual: tuple[Cut, ...]
+
+
+class Hidden:
+    """Takes dimensions out of the vectors between the layers."""
+
+    name: ClassVar[str] = "hidden"
+    title: ClassVar[str] = "a smaller hidden size"
+    saves: ClassVar[str] = (
+        "everything becomes smaller in proportion, embeddings as well: the file, the memory of weights, gradients, "
+        "optimizer states and activations, and the time of a pass"
+    )
+
+    def menu(self, subject: Subject) -> Choices | str:
+        """Offer about an eighth, a quarter and a half; where heads leave with it, shares that are whole heads.
+
+        They are judged by activations, which lost far less than the size of weights (docs/LOG.md).
+        """
+        shares = [0.125, 0.25, 0.5]
+        found = attentions_of(subject.model)
+        if not isinstance(found, str) and not _has_head_width(subject.model):
+            whole = found[0].num_groups
+            shares = sorted({round(max(1, num_removed(whole, share)) / whole, 4) for share in shares})
+        choices = [
+            Choice(technique=self.name, options={"share": share, "importance": "activation"}) for share in shares
+        ]
+        return possible(self, subject, choices)
+
+    def needs(self, choice: Choice) -> frozenset[Need]:
+        """Need what the importance does."""
+        return NEEDS.get(importance_of(choice), frozenset())
+
+    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+        """Refuse wrong options, other structures, and shares that are no whole heads where they must be."""
+        fault = options_fault(choice)
+        if fault is not None:
+            return fault
+        found = _narrowed(subject.model, share_of(choice))
+        return found if isinstance(found, str) else None
+
+    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+        """Keep the best dimensions, and with them the best heads where some must leave."""
+        model, importance = subject.model, importance_of(choice)
+        found: Narrowing = checked(_narrowed(model, share_of(choice)))
+        inner: Kept = {}
+        if found.inner:
+            inner = kept_groups(model, found.attentions, found.num_groups, importance, calibration)
+        kept = {cut: inner[side_of(model, cut)] for cut in found.inner}
+        score = None if is_meta(model) else _scores(model, found.residual, importance, calibration)
+        dimensions = best(score, found.residual[0].num_kept)
+        become(model, found.twin, found.fields, kept | dict.fromkeys(found.residual, dimensions))
+
+
+def _narrowed(model: nn.Module, share: float) -> Narrowing | str:
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "model_dump") or not isinstance(getattr(config, "hidden_size", None), int):
+        return (
+            f"{type(model).__name__} has no hidden size between blocks: looked for hidden_size in its configuration, "
+            "as transformers have it"
+        )
+    attentions = attentions_of(model)
+    if isinstance(attentions, str):
+        return attentions
+    if getattr(config, "shrunk", None):
+        return (
+            f"{type(model).__name__} has {', '.join(config.shrunk)} layers, whose sizes do not follow its hidden size: "
+            "use hidden before other methods"
+        )
+    if _has_head_width(model):
+        # Some configurations (Llama's) want a multiple of the heads, though nothing depends on it.
+        step = math.gcd(config.hidden_size, config.num_attention_heads)
+        num_steps = config.hidden_size // step
+        fault = removal_fault(f"times {step} dimensions", num_steps, share)
+        new_width = (num_steps - num_removed(num_steps, share)) * step
+        return fault or _plan(model, attentions, new_width, attentions[0].num_groups)
+    whole, width = attentions[0].num_groups, attentions[0].head_width * attentions[0].heads_per_group
+    removed = num_removed(whole, share)
+    if not 0 < removed < whole or abs(removed / whole - share) > 0.5 / config.hidden_size:
+        possible = ", ".join(f"{number / whole:.4g}" for number in range(1, whole))
+        return (
+            f"a share of {share:g} of {config.hidden_size} dimensions does not leave whole heads of {width}, which "
+            f"{type(model).__name__} has {whole} of: "
+            + (f"give one of {possible}" if possible else "leave this out, for it can spare none")
+        )
+    return _plan(model, attentions, (whole - removed) * width, whole - removed)
+
+
+def _has_head_width(model: nn.Module) -> bool:
+    """Whether the configuration can say how wide heads are, whatever the hidden size."""
+    config: Any = model.config
+    if not isinstance(getattr(config, "hidden_size", None), int):
+        return False
+    wider = twin_of(model, {"head_dim": 2 * head_width_of(config)})
+    return isinstance(wider, nn.Module) and isinstance(cuts_of(model, wider), str)
+
+
+def _plan(model: nn.Module, attentions: list[Attention], new_width: int, num_groups: int) -> Narrowing | str:
+    config: Any = model.config
+    fields: dict[str, Any] = {"hidden_size": new_width} | widths_of(config)
+    fields |= {name: new_width for name in _EQUALS if getattr(config, name, None) == config.hidden_size}
+    if num_groups == attentions[0].num_groups:
+        fields["head_dim"] = attentions[0].head_width
+    else:
+        fields["num_attention_heads"] = num_groups * attentions[0].heads_per_group
+        if getattr(config, "num_key_value_heads", None):
+            fields["num_key_value_heads"] = num_groups
+    twin = twin_of(model, fields)
+    cuts = cuts_of(model, twin) if isinstance(twin, nn.Module) else twin
+    if isinstance(twin, str) or isinstance(cuts, str):
+        return str(cuts)
+    heads = {(name, False) for one in attentions for name in one.writers.values()}
+    heads |= {(one.reader, True) for one in attentions}
+    inner = tuple(cut for cut in cuts if side_of(model, cut) in heads)
+    residual = tuple(cut for cut in cuts if cut not in inner)
+    odd = [cut for cut in residual if (cut.num_rows, cut.num_kept) != (config.hidden_size, new_width)]
+    if odd:
+        return (
+            f"`{odd[0].name}` has {odd[0].num_rows} rows that depend on the hidden size of {config.hidden_size} in a "
+            "way that is unknown: leave this out"
+        )
+    return Narrowing(fields, twin, attentions, num_groups, inner, residual)
+
+
+def _scores(model: nn.Module, cuts: tuple[Cut, ...], importance: str, calibration: Calibration) -> Tensor:
+    """How much each dimension matters, over all that reads or writes it; what is tied counts once."""
+    once = {(id(model.get_parameter(cut.name)), cut.dim): cut for cut in cuts}.values()
+    if importance == "activation":
+        readers = [
+            Rows(module, cut.dim)
+            for cut in once
+            if input_dim(module := model.get_submodule(cut.module)) == cut.dim and cut.name.endswith(".weight")
+        ]
+        return torch.stack(read_scores(model, importance, readers, calibration)).sum(0)
+    if importance == "taylor":
+        weights = [(model.get_parameter(cut.name), cut.dim, 1) for cut in once]
+        return torch.stack(first_order(model, weights, calibration)).sum(0)
+    sizes = [norms(model.get_parameter(cut.name), cut.dim).square() for cut in once]
+    # A module has one vote: an embedding of many words would have them all.
+    return torch.stack([one / one.sum() for one in sizes if one.sum() > 0]).sum(0)

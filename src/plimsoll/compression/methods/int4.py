@@ -1,0 +1,113 @@
+"""Linear weights in 4 bits, a scale and a zero point for each group of a row (``group=32``, 64 or 128).
+
+On the CPU torchao's prototype computes with them (``PrototypeInt4WeightOnlyConfig``, 0.18; the kernel is torch's
+own), and they are saved as the tensors of its ``Int4WeightOnlyConfig`` (`plimsoll.weights.int4` says why). The kernel
+is fast in bfloat16 and some fifty times slower in float32, so all of the model is made bfloat16; ``compute=fp32``
+leaves it, for the numbers that training with ``quantization_aware`` saw. Does NOT cover the head, embeddings, and
+layers whose sizes the kernel does not have: they stay dense.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink import options_of
+from plimsoll.weights.int4 import INT4_ROWS, packed_int4
+from plimsoll.weights.parts import cast_saved, is_made_of_parts
+from plimsoll.weights.structure import note, sizes_of
+from plimsoll.weights.torchao_layers import (
+    SMALLEST_INT4_GROUP,
+    Config,
+    int4_layers,
+    plain_layers,
+    replace_weights,
+    why_not_linear,
+)
+
+_COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_LARGEST_GROUP = 128
+
+
+class Int4:
+    """See the module."""
+
+    name: ClassVar[str] = "int4"
+    title: ClassVar[str] = "linear weights in 4 bits"
+    saves: ClassVar[str] = (
+        "the file and the memory of the linear weights fall to a sixth of float32 (0.62 bytes a weight in groups of "
+        "32, 0.53 of 128), those of all others to half (bfloat16); a pass on the CPU is slower than in dense "
+        "bfloat16; without Plimsoll the folder computes on a GPU only; it cannot be trained"
+    )
+
+    def menu(self, subject: Subject) -> Choices | str:
+        """Offer small groups, which are closer, and large ones, which are smaller."""
+        choices = [
+            Choice(technique=self.name, options={"group": group}) for group in (SMALLEST_INT4_GROUP, _LARGEST_GROUP)
+        ]
+        fitting = tuple(choice for choice in choices if self.refusal(subject, choice) is None)
+        return fitting or self.refusal(subject, choices[0]) or ()
+
+    def needs(self, choice: Choice) -> frozenset[Need]:
+        """Nothing: scales are of the weights alone."""
+        return frozenset()
+
+    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+        """Refuse groups that the kernel has not, and models none of whose layers it has."""
+        fault = why_not_linear(subject.model, choice)
+        if fault is not None:
+            return fault
+        group = _group(choice)
+        if not int4_layers(subject.model, group):
+            sizes = sorted({tuple(sizes_of(one)) for one in plain_layers(subject.model).values()})
+            shown = ", ".join(f"{width} x {rows}" for width, rows in sizes[:3])
+            fault = (
+                f"{choice.in_full}: no linear layer reads a multiple of {group} numbers and gives a multiple of "
+                f"{INT4_ROWS} ({shown}): use int8"
+            )
+        fault = fault or _decodes_to_another(subject.model, choice)
+        device = next(subject.model.parameters()).device.type
+        if fault is None and device not in ("cpu", "meta"):
+            fault = f"{choice.in_full} is made on the CPU, and the model is on {device}: move it, or use int8"
+        return fault
+
+    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+        """Quantize the linear layers of the base model that the kernel has."""
+        group = _group(choice)
+        cast_saved(subject.model, _COMPUTE[_compute(choice)])
+        names = int4_layers(subject.model, group)
+        replace_weights(subject.model, names, _config(group), lambda weight: packed_int4(weight, group))
+        for name in names:
+            note(subject.model, "gpu_only", name)
+
+
+def _decodes_to_another(model: nn.Module, choice: Choice) -> str | None:
+    """Why what is quantized already would not go with the type that all else is given."""
+    wanted = _COMPUTE[_compute(choice)]
+    others = {name: one.dtype for name, one in model.named_parameters() if is_made_of_parts(one)}
+    for name, dtype in others.items():
+        if dtype != wanted:
+            known = [f"give compute={word}" for word, one in _COMPUTE.items() if one == dtype]
+            decoded = str(dtype).removeprefix("torch.")
+            remedy = " or ".join([*known, "do int4 alone"])
+            return f"{choice.in_full}: {name} is quantized and decodes to {decoded}: {remedy}"
+    return None
+
+
+def _group(choice: Choice) -> int:
+    group: Any = options_of(choice)["group"]
+    return int(group)
+
+
+def _compute(choice: Choice) -> str:
+    return str(options_of(choice)["compute"])
+
+
+def _config(group: int) -> Config:
+    from torchao.quantization import Int4WeightOnlyConfig
+
+    return Int4WeightOnlyConfig(group_size=group, set_inductor_config=False)

@@ -1,0 +1,48 @@
+"""Linear weights in 8 bits, a scale for each row (torchao's ``Int8WeightOnlyConfig``); the arithmetic stays as it is.
+
+The integers are decoded again in every pass, a layer after the other: a quarter of the file and of the memory that
+weights lie in, and no less time. Does NOT cover the head and embeddings.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.records.plan import Choice
+from plimsoll.weights.torchao_layers import Config, plain_layers, quantize_layers, why_not_linear
+
+
+class Int8:
+    """See the module."""
+
+    name: ClassVar[str] = "int8"
+    title: ClassVar[str] = "linear weights in 8 bits"
+    saves: ClassVar[str] = (
+        "the file and the memory of the linear weights fall to a quarter of float32; a pass is no faster, since "
+        "a layer is decoded whole while it computes, so that with many tokens the peak falls by less than the weights; "
+        "the head and the embeddings stay; it cannot be trained"
+    )
+
+    def menu(self, subject: Subject) -> Choices | str:
+        """Offer it where there is a linear layer."""
+        return self.refusal(subject, Choice(technique=self.name)) or (Choice(technique=self.name),)
+
+    def needs(self, choice: Choice) -> frozenset[Need]:
+        """Nothing: scales are of the weights alone."""
+        return frozenset()
+
+    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+        """Refuse models without linear layers, and what torchao cannot do."""
+        return why_not_linear(subject.model, choice)
+
+    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+        """Quantize the linear layers of the base model."""
+        quantize_layers(subject.model, [*plain_layers(subject.model)], int8_config())
+
+
+def int8_config() -> Config:
+    """Return what torchao is asked for; without the settings it would otherwise make for a compiler."""
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return Int8WeightOnlyConfig(set_inductor_config=False)

@@ -1,0 +1,203 @@
+"""Fewer layers: whole blocks are left out.
+
+Which lists of modules are the layers follows from the configuration: they are what becomes shorter when the number in
+it does (`plimsoll.compression.twins`). What a configuration says of each layer (``layer_types``) is shortened with
+them. With ``importance=even`` (the default) the first and the last layer stay and the rest is left out evenly, as
+DistilBERT was made (Sanh et al. 2019, arXiv:1910.01108): it needs no data, and the size of weights says little about a
+layer. ``magnitude`` is the size of what a layer adds to its input, from its weights; ``taylor`` what the loss would
+change without it, to first order; ``activation`` how much it changes its input, as one less the cosine between the two
+(ShortGPT, Men et al. 2024, arXiv:2403.03853).
+
+Does NOT cover layers that share their weights (ALBERT), encoder-decoders, and layers that compute something else at
+another place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.importance import best, first_order, is_meta, norms, passes, tokens_of
+from plimsoll.compression.renumbered import renumber, renumbered
+from plimsoll.compression.shares import NEEDS, importance_of, num_removed, removal_fault, share_of
+from plimsoll.compression.twins import checked, is_place, other_numbers, take_fields, take_numbers, twin_of
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink import options_fault
+
+
+class Layers:
+    """Leaves layers out."""
+
+    name: ClassVar[str] = "layers"
+    title: ClassVar[str] = "fewer layers"
+    saves: ClassVar[str] = (
+        "the file, the memory of weights, gradients, optimizer states and activations, and the time of a pass become "
+        "smaller by what the layers had of them; embeddings stay as they are"
+    )
+
+    def menu(self, subject: Subject) -> Choices | str:
+        """Offer to keep three quarters and a half of the layers."""
+        found = _lists(subject.model)
+        if isinstance(found, str):
+            return found
+        num_layers = len(found[0][1])
+        numbers = sorted({-(-3 * num_layers // 4), -(-num_layers // 2)} - {num_layers}, reverse=True)
+        choices = [Choice(technique=self.name, options={"keep": number}) for number in numbers]
+        faults = [self.refusal(subject, choice) for choice in choices]
+        offered = tuple(choice for choice, fault in zip(choices, faults, strict=True) if fault is None)
+        return offered or str([*faults, removal_fault("layers", num_layers, 0.5)][0])
+
+    def needs(self, choice: Choice) -> frozenset[Need]:
+        """Need what the importance does."""
+        return NEEDS.get(importance_of(choice), frozenset())
+
+    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+        """Refuse wrong options, and models whose layers cannot be left out."""
+        fault = options_fault(choice)
+        found = _lists(subject.model)
+        if fault is not None or isinstance(found, str):
+            return fault or str(found)
+        num_layers = len(found[0][1])
+        keep = choice.options.get("keep")
+        if keep is None:
+            fault = removal_fault("layers", num_layers, share_of(choice))
+        elif not int(keep) < num_layers:
+            fault = f"layers cannot keep {keep} of {num_layers}: give keep from 1 to {num_layers - 1}"
+        return fault or _other_places(subject.model, _kept_evenly(num_layers, _num_kept(choice, num_layers)))
+
+    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+        """Keep the best layers."""
+        model = subject.model
+        lists = checked(_lists(model))
+        importance, num_layers = importance_of(choice), len(lists[0][1])
+        num_kept = _num_kept(choice, num_layers)
+        if importance == "even" or is_meta(model):
+            kept = _kept_evenly(num_layers, num_kept)
+        else:
+            blocks = [[layers[place] for _, layers in lists] for place in range(num_layers)]
+            kept = best(_scores(model, blocks, importance, calibration), num_kept).tolist()
+        twin = checked(twin_of(model, _with_notes(model.config, kept, lists)))
+        checked(_other_places(model, kept) or ())
+        for name, layers in lists:
+            shorter = nn.ModuleList(layers[place] for place in kept).train(layers.training)
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, shorter)
+        take_numbers(model, twin)
+        take_fields(model, _fields(model.config, kept, num_layers))
+        for name, _ in lists:
+            renumber(model, name, kept)
+
+
+def _num_kept(choice: Choice, num_layers: int) -> int:
+    keep = choice.options.get("keep")
+    return int(keep) if keep is not None else num_layers - num_removed(num_layers, share_of(choice))
+
+
+def _kept_evenly(num_layers: int, num_kept: int) -> list[int]:
+    """The first, the last, and those between at equal distances.
+
+    >>> _kept_evenly(12, 6), _kept_evenly(6, 2), _kept_evenly(4, 1)
+    ([0, 2, 4, 7, 9, 11], [0, 5], [0])
+    """
+    if num_kept == 1:
+        return [0]
+    return [int(place * (num_layers - 1) / (num_kept - 1) + 0.5) for place in range(num_kept)]
+
+
+def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]] | str:
+    """The lists of modules that a smaller number of layers makes shorter; all are of one length."""
+    config = getattr(model, "config", None)
+    number = None if hasattr(config, "model_dump") else getattr(config, "num_hidden_layers", None)
+    if not isinstance(number, int) or getattr(config, "is_encoder_decoder", False):
+        return (
+            f"{type(model).__name__} has no one stack of layers: looked for lists of modules as long as "
+            "num_hidden_layers in its configuration"
+        )
+    if number < 2:
+        return f"{type(model).__name__} has {number} layer, and none can be spared: leave this out"
+    twin = twin_of(model, _fields(config, list(range(number - 1)), number))
+    if isinstance(twin, str):
+        return twin
+    shorter = {name: len(module) for name, module in twin.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and shorter.get(name, len(module)) == len(module) - 1 == number - 1
+    ]
+    if not lists:
+        return (
+            f"no list of modules in {type(model).__name__} has the {number} layers of its configuration: they may "
+            "share their weights, of which leaving layers out would save none"
+        )
+    return lists
+
+
+def _fields(config: Any, kept: list[int], num_layers: int) -> Mapping[str, Any]:
+    """What a configuration says with these layers alone."""
+    fields: dict[str, Any] = {"num_hidden_layers": len(kept)}
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == num_layers and not name.startswith("_") and "token_id" not in name:
+            fields[name] = [value[place] for place in kept]
+    return fields
+
+
+def _with_notes(config: Any, kept: list[int], lists: list[tuple[str, nn.ModuleList]]) -> Mapping[str, Any]:
+    """What a configuration says with these layers alone, also of their structures."""
+    fields = dict(_fields(config, kept, len(lists[0][1])))
+    shrunk = getattr(config, "shrunk", None)
+    if shrunk:
+        for name, _ in lists:
+            shrunk = renumbered(shrunk, name, kept)
+        fields["shrunk"] = shrunk
+    return fields
+
+
+def _other_places(model: nn.Module, kept: list[int]) -> str | None:
+    """A sentence that says which layer would compute something else at its new place."""
+    lists = _lists(model)
+    if isinstance(lists, str):
+        return lists
+    twin = twin_of(model, _with_notes(model.config, kept, lists))
+    if isinstance(twin, str):
+        return twin
+    for name, layers in lists:
+        for new, old in enumerate(kept):
+            theirs = twin.get_submodule(f"{name}.{new}")
+            shapes = {key: value.shape for key, value in theirs.named_parameters()}
+            if shapes != {key: value.shape for key, value in layers[old].named_parameters()}:
+                return f"layer {old} of `{name}` has other weights than layer {new} should: keep all layers"
+            moved = [one for _, one, _ in other_numbers(layers[old], theirs) if not is_place(one)]
+            if moved:
+                return f"layer {old} of `{name}` has another {moved[0]} than layer {new} should: keep all layers"
+    return None
+
+
+def _scores(model: nn.Module, blocks: list[list[nn.Module]], importance: str, calibration: Calibration) -> Tensor:
+    if importance == "activation":
+        return _changes(model, [block[0] for block in blocks], calibration)
+    weights = [[one for part in block for one in part.parameters() if one.dim() > 1] for block in blocks]
+    if importance == "magnitude":
+        return torch.stack([torch.stack([norms(one, 0).square().sum() for one in block]).sum() for block in weights])
+    flat = [(one, 0, 1) for block in weights for one in block]
+    changes = iter(first_order(model, flat, calibration))
+    return torch.stack([torch.stack([next(changes).sum() for _ in block]).sum() for block in weights])
+
+
+def _changes(model: nn.Module, blocks: list[nn.Module], calibration: Calibration) -> Tensor:
+    """How much each block changes its input: the mean of one less the cosine, over tokens that are no padding."""
+    changes = torch.zeros(len(blocks), dtype=torch.float64)
+    counts = [0] * len(blocks)
+
+    def look(place: int, mask: Tensor | None, before: Tensor, after: Any) -> None:
+        after = after if isinstance(after, Tensor) else after[0]
+        cosines = functional.cosine_similarity(tokens_of(before, mask), tokens_of(after, mask), dim=-1)
+        changes[place] += (1 - cosines.double()).sum()
+        counts[place] += len(cosines)
+
+    passes(model, blocks, calibration, look)
+    return changes / torch.tensor(counts).clamp(min=1)

@@ -1,0 +1,119 @@
+"""Two factors in the place of the table of tokens: rows as wide as the rank, and a matrix to the width.
+
+By an SVD of the table, as ALBERT trains it from the start (Lan et al. 2019, arXiv:1909.11942). Where the output over
+the vocabulary is tied to the table it becomes two factors as well, the hidden states times a matrix and then the same
+rows, which stay tied; the matrix of the output is its own, so that both can learn. An output that is not tied is left.
+
+It does NOT cover tables that several parts of a model read (encoder-decoders), scaled ones (Gemma), and recurrent
+models of ours, whose configuration has no field for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.layers import is_of_transformers
+from plimsoll.compression.methods.low_rank import rank_for
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink import options_fault, options_of
+from plimsoll.weights.structure import factored, note, put
+
+_DEFAULT_SHARE = 0.5
+
+
+class LowRankEmbeddings:
+    """The table of tokens becomes two factors."""
+
+    name: ClassVar[str] = "low_rank_embeddings"
+    title: ClassVar[str] = "the table of tokens in two factors"
+    saves: ClassVar[str] = (
+        "the file, the memory of the weights and of a training's gradients and optimizer states, by the share of the "
+        "table; a pass takes a small product more, and a tied output fewer operations"
+    )
+
+    def menu(self, subject: Subject) -> Choices | str:
+        """Return a half and three quarters, or why it cannot be."""
+        choices = tuple(Choice(technique=self.name, options={"share": share}) for share in (0.5, 0.75))
+        possible = tuple(choice for choice in choices if self.refusal(subject, choice) is None)
+        return possible or str(self.refusal(subject, choices[0]))
+
+    def needs(self, choice: Choice) -> frozenset[Need]:
+        """Return that it needs nothing."""
+        return frozenset()
+
+    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+        """Return why this cannot be: no such table, or no rank that pays."""
+        fault = options_fault(choice)
+        if fault is not None:
+            return fault
+        model: Any = subject.model
+        if not is_of_transformers(model):
+            return (
+                f"the configuration of a {type(model).__name__} has no field for a table in factors: looked for a "
+                "model of transformers; train it with a smaller `model.embedding_size` instead"
+            )
+        table = model.get_input_embeddings()
+        if type(table) is not nn.Embedding:
+            return f"the table of tokens of a {type(model).__name__} is a {type(table).__name__}, not an nn.Embedding"
+        readers = [name for name, module in model.named_modules() if _has(module, table) and module is not table]
+        if len(readers) > (model.get_output_embeddings() is not None and _is_tied(model)):
+            return f"the table of tokens is read by {len(readers) + 1} modules ({', '.join(readers)}): leave it whole"
+        num_rows, width = table.weight.shape
+        rank = _rank(num_rows, width, choice)
+        if rank < 1 or rank * (num_rows + width) >= num_rows * width:
+            return f"rank {rank} does not make a table of {num_rows} x {width} smaller: give a smaller rank or share"
+        return None
+
+    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+        """Put factors in the place of the table, and of an output that is tied to it."""
+        model: Any = subject.model
+        table: Any = model.get_input_embeddings()
+        rank = _rank(table.num_embeddings, table.embedding_dim, choice)
+        output = model.get_output_embeddings() if _is_tied(model) else None
+        names = {id(module): name for name, module in model.named_modules()}
+        made: Any = factored(table, rank)
+        weight: Tensor = table.weight
+        if not weight.is_meta:
+            directions = _directions(weight, rank)
+            learns = weight.requires_grad
+            rows = weight.detach().double() @ directions
+            made[0].weight = nn.Parameter(rows.to(weight.dtype), requires_grad=learns)
+            made[1].weight = nn.Parameter(directions.to(weight.dtype), requires_grad=learns)
+        put(model, names[id(table)], made)
+        if output is not None:
+            tied: Any = factored(output, rank)
+            tied[0].weight = nn.Parameter(
+                made[1].weight.detach().t().contiguous(), requires_grad=table.weight.requires_grad
+            )
+            tied[1].weight = made[0].weight
+            if output.bias is not None:
+                tied[1].bias = output.bias
+            put(model, names[id(output)], tied)
+            note(model, "factored", names[id(output)], rank)
+        note(model, "factored", names[id(table)], rank)
+
+
+def _rank(num_rows: int, width: int, choice: Choice) -> int:
+    options: Any = options_of(choice)
+    return int(options["rank"] or rank_for(num_rows, width, options["share"] or _DEFAULT_SHARE))
+
+
+def _is_tied(model: Any) -> bool:
+    output = model.get_output_embeddings()
+    return output is not None and _has(output, model.get_input_embeddings())
+
+
+def _has(module: Any, table: Any) -> bool:
+    """Whether a module has the table's weight as its own."""
+    return any(value is table.weight for value in module._parameters.values())
+
+
+def _directions(weight: Tensor, rank: int) -> Tensor:
+    """The first right singular vectors of a table, (width, rank)."""
+    rows = weight.detach().double()
+    _, vectors = torch.linalg.eigh(rows.t() @ rows)
+    return cast(Tensor, vectors[:, -rank:].flip(1).contiguous())

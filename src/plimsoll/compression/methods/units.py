@@ -1,0 +1,220 @@
+"""Fewer units in the layers of an LSTM, a GRU or a plain RNN: the best ones of each layer and direction.
+
+A unit is a row of each gate, a column of what leads back, and a column of what reads the layer: the next one or the
+output. All layers keep as many, since the configuration has one number. Where the output shares its weights with the
+embedding, the units of the last layer leave with the dimensions of the embedding, which is as wide.
+
+Importance is by what reads a unit, also the layer itself a step later; ``magnitude`` has what writes it as a factor.
+
+Does NOT cover an adaptive softmax, whose rare words have features whose number follows the hidden size, and recurrent
+layers in other models than those of Plimsoll.
+
+Shapes: H units, D directions, G gates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from plimsoll.compression.base import Calibration, Choices, Need, Subject, possible
+from plimsoll.compression.importance import best, first_order, is_meta, norms, passes
+from plimsoll.compression.shares import (
+    NEEDS,
+    importance_of,
+    num_removed,
+    removal_fault,
+    share_of,
+)
+from plimsoll.compression.twins import Cut, become, checked, cuts_of, twin_of
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink import options_fault
+
+
+class Lane(NamedTuple):
+    """The units of one layer in one direction."""
+
+    layer: int
+    direction: int
+
+
+class Reading(NamedTuple):
+    """A weight that reads the units of some lanes, side by side in its second dimension."""
+
+    name: str
+    lanes: tuple[Lane, ...]
+
+
+class Units:
+    """Takes units out of recurrent layers."""
+
+    name: ClassVar[str] = "units"
+    title: ClassVar[str] = "fewer units in the recurrent layers"
+    saves: ClassVar[str] = (
+        "the weights that lead back become smaller with the square of what is left, with their gradients and optimizer "
+        "states; activations and what reads the layers in proportion, the time of a pass with both; the embedding "
+        "stays, unless the output shares its weights"
+    )
+
+    def menu(self, subject: Subject) -> Choices | str:
+        """Offer an eighth, a quarter and a half."""
+        choices = [Choice(technique=self.name, options={"share": share}) for share in (0.125, 0.25, 0.5)]
+        return possible(self, subject, choices)
+
+    def needs(self, choice: Choice) -> frozenset[Need]:
+        """Need what the importance does."""
+        return NEEDS.get(importance_of(choice), frozenset())
+
+    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+        """Refuse wrong options, and models without recurrent layers."""
+        fault = options_fault(choice)
+        if fault is not None:
+            return fault
+        found = _planned(subject.model, share_of(choice))
+        return found if isinstance(found, str) else None
+
+    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+        """Keep the best units of each layer and direction."""
+        model: Any = subject.model
+        fields, twin, cuts = checked(_planned(model, share_of(choice)))
+        layers, before = model.recurrent, model.config.hidden_size
+        num_kept = fields["hidden_size"]
+        scores: Mapping[Lane, Tensor | None] = dict.fromkeys(_lanes(layers))
+        if not is_meta(model):
+            scores = _scores(model, importance_of(choice), calibration)
+        units = {lane: best(score, num_kept) for lane, score in scores.items()}
+        lanes_of = _lanes_by_cut(model)
+        kept: dict[Cut, Tensor] = {}
+        for cut in cuts:
+            lanes = lanes_of[cut.name, cut.dim]
+            starts = range(0, cut.num_rows, before)  # gates of one lane, or lanes side by side
+            sides = lanes if len(lanes) > 1 else lanes * len(starts)
+            kept[cut] = torch.cat([units[lane] + start for lane, start in zip(sides, starts, strict=True)])
+        become(model, twin, fields, kept)
+
+
+def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Module, tuple[Cut, ...]] | str:
+    """The changed fields of the configuration, the model that they make, and what becomes smaller for it."""
+    config: Any = getattr(model, "config", None)
+    layers = getattr(model, "recurrent", None)
+    if not isinstance(layers, nn.RNNBase) or not hasattr(config, "model_dump"):
+        return (
+            f"{type(model).__name__} has no recurrent layers: looked for an LSTM, GRU or RNN named `recurrent`, as the "
+            "recurrent models of Plimsoll have it"
+        )
+    if getattr(config, "adaptive_cutoffs", None):
+        return (
+            f"the rare words of an adaptive softmax with cutoffs {list(config.adaptive_cutoffs)} have features whose "
+            "number follows the hidden size: train a model without adaptive_cutoffs to take units away"
+        )
+    fault = removal_fault("units", config.hidden_size, share)
+    if fault is not None:
+        return fault
+    fields: dict[str, Any] = {"hidden_size": config.hidden_size - num_removed(config.hidden_size, share)}
+    if config.tie_weights:
+        fields["embedding_size"] = fields["hidden_size"]
+    twin = twin_of(model, fields)
+    cuts = cuts_of(model, twin) if isinstance(twin, nn.Module) else twin
+    return str(cuts) if isinstance(twin, str) or isinstance(cuts, str) else (fields, twin, cuts)
+
+
+def _lanes(layers: Any) -> list[Lane]:
+    directions = 1 + layers.bidirectional
+    return [Lane(layer, direction) for layer in range(layers.num_layers) for direction in range(directions)]
+
+
+def _suffix(lane: Lane) -> str:
+    return f"l{lane.layer}" + ("_reverse" if lane.direction else "")
+
+
+def _layer(lanes: list[Lane], number: int) -> tuple[Lane, ...]:
+    return tuple(lane for lane in lanes if lane.layer == number)
+
+
+def _readings(model: Any) -> list[Reading]:
+    """What reads units: each lane its own, the next layer those of both directions, the output those of the last."""
+    layers, lanes = model.recurrent, _lanes(model.recurrent)
+    found = [Reading(f"recurrent.weight_hh_{_suffix(lane)}", (lane,)) for lane in lanes]
+    found += [
+        Reading(f"recurrent.weight_ih_{_suffix(lane)}", _layer(lanes, lane.layer - 1)) for lane in lanes if lane.layer
+    ]
+    found.append(Reading("head.weight", _layer(lanes, layers.num_layers - 1)))
+    if model.config.tie_weights:  # the first layer reads the embedding, whose dimensions are the last layer's units
+        found.append(Reading("recurrent.weight_ih_l0", _layer(lanes, layers.num_layers - 1)))
+    return found
+
+
+def _lanes_by_cut(model: Any) -> dict[tuple[str, int], tuple[Lane, ...]]:
+    """Whose units are along each dimension of each weight that has some."""
+    found = {(one.name, 1): one.lanes for one in _readings(model)}
+    for lane in _lanes(model.recurrent):
+        for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+            found[f"recurrent.{kind}_{_suffix(lane)}", 0] = (lane,)
+    if model.config.tie_weights:
+        found["embedding.weight", 1] = found["head.weight", 1]
+    return found
+
+
+def _scores(model: Any, importance: str, calibration: Calibration) -> dict[Lane, Tensor]:
+    """How much each unit of each lane matters, (H,)."""
+    width, readings = model.config.hidden_size, _readings(model)
+    if model.config.tie_weights:
+        readings.pop()  # it reads the embedding, which is judged as the output's weights
+    scores = {lane: torch.zeros(width, dtype=torch.float64) for lane in _lanes(model.recurrent)}
+    weights = [model.get_parameter(one.name) for one in readings]
+    if importance == "taylor":
+        sizes = first_order(model, [(weight, 1, 1) for weight in weights], calibration)
+    else:
+        sizes = [norms(weight, 1).square() for weight in weights]
+    for reading, size in zip(readings, sizes, strict=True):
+        for lane, part in zip(reading.lanes, size.reshape(-1, width), strict=True):
+            scores[lane] += part
+    if importance == "taylor":
+        return scores
+    flows = _activity(model, calibration) if importance == "activation" else _written(model)
+    return {lane: flows[lane] * score.sqrt() for lane, score in scores.items()}
+
+
+def _written(model: Any) -> dict[Lane, Tensor]:
+    """How much is written into each unit: the norm over its rows in all gates."""
+    width, written = model.config.hidden_size, {}
+    for lane in _lanes(model.recurrent):
+        names = [f"recurrent.{kind}_{_suffix(lane)}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+        squares = [norms(model.get_parameter(name), 0).square().reshape(-1, width).sum(0) for name in names]
+        written[lane] = torch.stack(squares).sum(0).sqrt()
+    return written
+
+
+def _activity(model: Any, calibration: Calibration) -> dict[Lane, Tensor]:
+    """The mean size of each unit's output, over tokens that are no padding where sequences are packed."""
+    width = model.config.hidden_size
+    sums = {lane: torch.zeros(width, dtype=torch.float64) for lane in _lanes(model.recurrent)}
+    alone = [_single(model.recurrent, number) for number in range(model.recurrent.num_layers)]
+
+    def look(_: int, mask: Tensor | None, given: Any, __: Any) -> None:
+        for number, layer in enumerate(alone):
+            given, _state = layer(given)
+            outputs = given.data if isinstance(given, PackedSequence) else given.flatten(0, -2)
+            total = outputs.detach().double().abs().mean(0)
+            for lane, part in zip(_layer(list(sums), number), total.reshape(-1, width), strict=True):
+                sums[lane] += part
+
+    passes(model, [model.recurrent], calibration, look)
+    return sums
+
+
+def _single(layers: Any, number: int) -> nn.Module:
+    """One of several layers, with their weights."""
+    inward = layers.input_size if number == 0 else layers.hidden_size * (1 + layers.bidirectional)
+    options = {"bias": layers.bias, "batch_first": layers.batch_first, "bidirectional": layers.bidirectional}
+    with torch.device("meta"):
+        single: nn.Module = type(layers)(inward, layers.hidden_size, **options)
+    for name, weight in layers.named_parameters():
+        kind, _, place = name.rpartition("_l")
+        if place.partition("_")[0] == str(number):
+            setattr(single, f"{kind}_l0{place[len(str(number)) :]}", weight)
+    return single.eval()

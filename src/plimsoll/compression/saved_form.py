@@ -1,0 +1,73 @@
+"""A model that was made smaller, as a folder: what is in it, and what loads it where Plimsoll is not installed.
+
+A folder is one of Hugging Face, or of a recurrent model of ours (``model.safetensors`` and ``config.json``), with the
+tokenizer. What sentence-transformers keeps beside a model (how vectors are pooled) is copied along. It does NOT cover
+adapters, which are merged first, and optimizer states.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from torch import nn
+
+from plimsoll.compression.methods import Subject
+from plimsoll.errors import OutputError
+from plimsoll.models.build import save_model
+from plimsoll.models.pooling import MODULES_FILE
+from plimsoll.models.recurrent.model import RecurrentModel
+from plimsoll.records.shrink import Form
+from plimsoll.weights.structure import FIELD
+
+_SENTENCE_FILES = ("sentence_bert_config.json", "config_sentence_transformers.json")
+
+
+def form_of(model: nn.Module) -> Form:
+    """Return how a model is loaded, once it is saved, where Plimsoll is not installed."""
+    if isinstance(model, RecurrentModel):
+        return "recurrent"
+    config = getattr(model, "config", None)
+    if getattr(config, "quantization_config", None) is not None:
+        return "torchao"
+    return "code" if getattr(config, FIELD, None) else "plain"
+
+
+def save_subject(subject: Subject, folder: Path, origin: Path | None = None) -> None:
+    """Write a model and its tokenizer into a folder, which is made if need be.
+
+    Args:
+        subject: what is saved.
+        folder: an empty one, or none yet.
+        origin: the folder the model came from, for what belongs to it beside model and tokenizer.
+
+    Raises:
+        OutputError: if the folder is not empty, cannot be written, or the disk is full.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise OutputError(f"{folder} is not empty: give another --out, or delete what is in it")
+    save_model(subject.model, folder)
+    try:
+        if subject.tokenizer is not None:
+            subject.tokenizer.save_pretrained(folder)
+        if origin is not None:
+            _copy_what_belongs(origin, folder)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write the tokenizer to {folder}: {error}; free some space or give another --out"
+        ) from error
+
+
+def _copy_what_belongs(origin: Path, folder: Path) -> None:
+    """Copy what sentence-transformers reads: its list of modules, and the settings of each."""
+    if not (origin / MODULES_FILE).is_file():
+        return
+    shutil.copyfile(origin / MODULES_FILE, folder / MODULES_FILE)
+    for name in _SENTENCE_FILES:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
+    for module in json.loads((origin / MODULES_FILE).read_text(encoding="utf-8")):
+        path = str(module.get("path", ""))
+        if path and (origin / path).is_dir():
+            shutil.copytree(origin / path, folder / path)

@@ -1,0 +1,1 @@
+"""Shuffled batches read ahead by workers, with a cursor that moves only when told to."""

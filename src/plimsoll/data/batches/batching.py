@@ -1,0 +1,468 @@
+"""What the batches of an epoch are, as a function of (seed, epoch, place): nothing is drawn and kept, any size.
+
+`FixedBatches` cuts the order of the samples as it is. `BucketBatches` puts samples of like length together, so that
+little is padded: a *pool* of some ten thousand samples of the order is sorted by length, cut into batches of a fixed
+number of samples, or of as many as a budget of tokens or a table of predicted memory allows, and the batches of the
+pool come in a drawn order. A batch is found from its `Cursor` alone, by planning its pool: there is no replay.
+
+The batch of the longest sample comes first in epoch 0, where memory that does not suffice is found out at step 1. It is
+as large as the budget lets it be; its attention is the largest of all, and its elements are within one sample of the
+most. If it is not full, for its pool ends there, the batch with the most elements, padding included, comes first.
+
+Both are also batch samplers of `torch.utils.data`: lists of sample numbers of one epoch (`set_epoch`). Lengths are
+asked for, never stored. It does NOT sort over the whole epoch: batches would come by length.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from plimsoll.data.batches.order import BlockShuffle, Drawn, derived_seed, drawn, shuffled
+from plimsoll.errors import CheckpointError, DataError
+
+_SAMPLES_PER_PASS = 1 << 20
+_FIXED_POOL_SAMPLES = 1 << 14  # drawn at a time
+_NAMES_OF_STATE = ("epoch", "position", "num_samples", "order")
+_OTHER_NAMES_OF_STATE = ("batch", "plan", "data")  # of buckets, and of data whose content is known
+_WHAT_IS_A_STATE = "what state_dict() of the loader returned"
+_MOST_EPOCHS = 10**9  # more than any training reads, so that the state is damaged
+_HELD_POOLS = 2  # where workers are ahead of the cursor, they can be in the next one
+
+Lengths: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.integer]]
+
+
+class Cursor(NamedTuple):
+    """The place of a batch: the epoch, the position in its order where the batch's pool begins, the batch's number."""
+
+    epoch: int = 0
+    position: int = 0
+    batch: int = 0
+
+
+class Pool(NamedTuple):
+    """The batches of a part of the order: batch k is ``ids[starts[k]:stops[k]]``."""
+
+    ids: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """How samples of like length become batches; exactly one of the first three is given.
+
+    Args:
+        batch_size: samples of a batch.
+        max_tokens: the most tokens of a batch, padding included: its longest sample times its samples.
+        rows_for: entry n is the most samples of a batch that is padded to n tokens, as predicted memory allows; or a
+            mapping from some lengths, each of which counts for the shorter ones too (`plimsoll.rows_by_length`).
+        pool_samples: how many samples of the order are sorted at a time: the more, the less padding, the less random.
+        pad_multiple: a batch is padded to a multiple of this; by default what the data set says it pads to, or 1.
+        longest_first: whether the batch of the longest sample comes first in epoch 0.
+        allow_longer: whether a sample that is over the budget is a batch of its own; it is an error otherwise.
+    """
+
+    batch_size: int | None = None
+    max_tokens: int | None = None
+    rows_for: ArrayLike | Mapping[int, int] | None = None
+    pool_samples: int = 1 << 16
+    pad_multiple: int | None = None
+    longest_first: bool = True
+    allow_longer: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("batch_size", "max_tokens", "rows_for") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise DataError(
+                f"buckets need one of batch_size, max_tokens and rows_for, but {len(given)} are given"
+                f"{''.join(f', {name}' for name in given)}: write for example Buckets(max_tokens=16384)"
+            )
+        for name in ("batch_size", "max_tokens", "pool_samples", "pad_multiple"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise DataError(f"{name} of buckets is at least 1, not {value}: give a larger one")
+
+
+class Batches(ABC):
+    """The batches of every epoch by their cursors; also a batch sampler of one epoch for `torch.utils.data`."""
+
+    drop_last = False
+    batch_size: int | None  # None: batches are of many sizes, which Accelerate knows how to treat
+
+    def __init__(self, order: Drawn) -> None:
+        self._order = order
+        self._epoch = 0
+        self._held: dict[tuple[int, int], Pool] = {}
+
+    @property
+    def sampler(self) -> Batches:
+        """What Lightning calls `set_epoch` of."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be of another epoch."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        cursor = begin = Cursor(self._epoch)
+        while cursor.epoch == begin.epoch:
+            yield self.ids(cursor).tolist()
+            cursor = self.following(cursor)
+
+    def __len__(self) -> int:
+        return self.num_batches(self._epoch)
+
+    def ids(self, cursor: Cursor) -> NDArray[np.int64]:
+        """Return the samples of the batch at a cursor."""
+        pool = self._pool_at(cursor)
+        return pool.ids[pool.starts[cursor.batch] : pool.stops[cursor.batch]]
+
+    def following(self, cursor: Cursor) -> Cursor:
+        """Return the cursor of the next batch; after an epoch's last that is the first of the next epoch."""
+        pool = self._pool_at(cursor)
+        if cursor.batch + 1 < len(pool.starts):
+            return cursor._replace(batch=cursor.batch + 1)
+        position = cursor.position + len(pool.ids)
+        return Cursor(cursor.epoch, position) if position < self._order.num_samples else Cursor(cursor.epoch + 1)
+
+    def num_samples_before(self, cursor: Cursor) -> int:
+        """Return how many samples of the epoch come in the batches before this one."""
+        pool = self._pool_at(cursor)
+        return cursor.position + int((pool.stops - pool.starts)[: cursor.batch].sum())
+
+    def state(self, cursor: Cursor) -> dict[str, int]:
+        """Return a cursor as a few integers, and what tells the order of these samples from others."""
+        order = zlib.crc32(repr(self._order.identity).encode())
+        return self._place(cursor) | {"num_samples": self._order.num_samples, "order": order}
+
+    @abstractmethod
+    def _place(self, cursor: Cursor) -> dict[str, int]: ...
+
+    def cursor(self, state: dict[str, int]) -> Cursor:
+        """Return the cursor that `state` was called with.
+
+        Raises:
+            CheckpointError: if it is no such state, or there is no such place in these batches.
+        """
+        _require_state(state)
+        cursor = Cursor(state["epoch"], state["position"], state.get("batch", 0))
+        if cursor.epoch < 0 or not 0 <= cursor.position < self._order.num_samples:
+            raise CheckpointError(
+                f"the checkpoint is at sample {cursor.position} of epoch {cursor.epoch}, but the data has "
+                f"{self._order.num_samples} samples, so it is not the data of that run: resume with the same text, "
+                f"sequence_length and share"
+            )
+        if cursor != Cursor():
+            self._require_same_order(state)
+        if cursor != Cursor(cursor.epoch) and state.get("plan") != self.state(cursor).get("plan"):
+            raise CheckpointError(
+                f"the checkpoint is in the middle of epoch {cursor.epoch}, whose batches were made with other buckets, "
+                f"another seed or another shuffle (plan {state.get('plan')}, now {self.state(cursor).get('plan')}): "
+                f"resume with those of that run"
+            )
+        if not self._is_place(cursor):
+            raise CheckpointError(
+                f"no batch begins at position {cursor.position:,}, batch {cursor.batch:,} of epoch {cursor.epoch}: "
+                f"resume with {_WHAT_IS_A_STATE}"
+            )
+        return cursor
+
+    @abstractmethod
+    def _is_place(self, cursor: Cursor) -> bool:
+        """Return whether a batch begins at the position of a cursor."""
+
+    def _require_same_order(self, state: dict[str, int]) -> None:
+        own = self.state(Cursor())
+        then, now = (one["num_samples"] for one in (state, own))
+        if then != now:
+            raise CheckpointError(
+                f"the checkpoint is of data of {then:,} samples, and this has {now:,}, so it is not the data of that "
+                "run: resume with the same text, sequence_length and share"
+            )
+        if state["order"] != own["order"]:
+            own_order = " ".join(map(str, self._order.identity))
+            raise CheckpointError(
+                f"the checkpoint is in the middle of a run (epoch {state['epoch']}) whose samples came in another "
+                f"order than {own_order}: resume with the seed and the shuffle of that run"
+            )
+
+    @abstractmethod
+    def num_batches(self, epoch: int) -> int:
+        """Return how many batches an epoch has."""
+
+    @abstractmethod
+    def _pool(self, epoch: int, position: int) -> Pool: ...
+
+    def _pool_at(self, cursor: Cursor) -> Pool:
+        place = (cursor.epoch, cursor.position)
+        if place not in self._held:
+            while len(self._held) >= _HELD_POOLS:
+                del self._held[next(iter(self._held))]
+            self._held[place] = self._pool(*place)
+        return self._held[place]
+
+
+class FixedBatches(Batches):
+    """The order cut into batches of ``batch_size``, the last of an epoch smaller; any position can be gone on from."""
+
+    def __init__(self, order: Drawn, batch_size: int) -> None:
+        super().__init__(order)
+        self.batch_size: int = batch_size
+
+    def num_batches(self, epoch: int) -> int:
+        """Return how many batches an epoch has, the smaller last one included."""
+        return -(-self._order.num_samples // self.batch_size)
+
+    def _place(self, cursor: Cursor) -> dict[str, int]:
+        """Return the epoch and how many of its samples come before the cursor, whatever the size of the batches is."""
+        return {"epoch": cursor.epoch, "position": cursor.position + cursor.batch * self.batch_size}
+
+    def _is_place(self, cursor: Cursor) -> bool:
+        return cursor.batch == 0
+
+    def _pool(self, epoch: int, position: int) -> Pool:
+        num_samples = max(_FIXED_POOL_SAMPLES // self.batch_size, 1) * self.batch_size
+        ids = self._order.ids(epoch, position, min(position + num_samples, self._order.num_samples))
+        starts = np.arange(0, len(ids), self.batch_size)
+        return Pool(ids, starts, np.minimum(starts + self.batch_size, len(ids)))
+
+
+class BucketBatches(Batches):
+    """Batches of samples of like length.
+
+    Raises:
+        DataError: if a sample alone is over the budget, or the table does not reach the longest sample.
+    """
+
+    def __init__(
+        self, order: Drawn, lengths: Lengths, buckets: Buckets, pad_multiple: int = 1, most_tokens: int | None = None
+    ) -> None:
+        super().__init__(order)
+        self.batch_size = buckets.batch_size
+        self._lengths = lengths
+        self._longest_sample, self._longest_tokens = longest_sample(order.num_samples, lengths)
+        multiple = buckets.pad_multiple or pad_multiple
+        padded = -(-np.arange(self._longest_tokens + 1) // multiple) * multiple
+        self._padded = padded if most_tokens is None else np.minimum(padded, most_tokens)
+        self._rows = self._most_rows(buckets)
+        self._pool_samples = buckets.pool_samples
+        if buckets.batch_size:
+            self._pool_samples = -(-buckets.pool_samples // buckets.batch_size) * buckets.batch_size
+        self._longest_first = buckets.longest_first
+        self._exchange: tuple[Cursor, int] | None = None  # what comes first in epoch 0, by so many samples larger
+        self._counted: tuple[int, int] | None = None
+        probe = [*order.ids(0, 0, min(order.num_samples, 16)).tolist(), order.num_samples, self._pool_samples]
+        self._plan = zlib.crc32(repr([probe, self._longest_first]).encode() + self._rows.tobytes())
+
+    def num_batches(self, epoch: int) -> int:
+        """Return how many batches an epoch has; by planning all of it unless they are of one size."""
+        if self.batch_size:
+            return -(-self._order.num_samples // self.batch_size)
+        if self._counted is None or self._counted[0] != epoch:
+            self._counted = (epoch, sum(len(starts) for _, _, _, starts in self._cuts(epoch)))
+        return self._counted[1]
+
+    def ids(self, cursor: Cursor) -> NDArray[np.int64]:
+        """Return the samples of the batch at a cursor."""
+        return super().ids(self._exchanged(cursor))
+
+    def num_samples_before(self, cursor: Cursor) -> int:
+        """Return how many samples of the epoch come in the batches before this one."""
+        number = super().num_samples_before(cursor)
+        if self._longest_first and Cursor() < cursor <= (exchange := self._exchange_of_first())[0]:
+            number += exchange[1]
+        return number
+
+    def _place(self, cursor: Cursor) -> dict[str, int]:
+        """Return the cursor, and what tells these batches from others."""
+        return cursor._asdict() | {"plan": self._plan}
+
+    def _is_place(self, cursor: Cursor) -> bool:
+        is_begin = cursor.position % self._pool_samples == 0
+        return is_begin and 0 <= cursor.batch < len(self._pool_at(cursor).starts)
+
+    def _exchanged(self, cursor: Cursor) -> Cursor:
+        """Return the place whose batch comes at a cursor: that of the longest sample changes places with the first."""
+        if cursor.epoch or not self._longest_first:
+            return cursor
+        heaviest, _ = self._exchange_of_first()
+        return {Cursor(): heaviest, heaviest: Cursor()}.get(cursor, cursor)
+
+    def _exchange_of_first(self) -> tuple[Cursor, int]:
+        if self._exchange is None:
+            heaviest = self._heaviest()
+            self._exchange = (heaviest, len(super().ids(heaviest)) - len(super().ids(Cursor())))
+        return self._exchange
+
+    def _heaviest(self) -> Cursor:
+        position = int(self._order.positions(0, np.array([self._longest_sample]))[0])
+        begin = position - position % self._pool_samples
+        pool = self._pool_at(Cursor(0, begin))
+        at = int(np.flatnonzero(pool.ids == self._longest_sample)[0])
+        batch = int(np.flatnonzero((pool.starts <= at) & (at < pool.stops))[0])
+        if pool.stops[batch] - pool.starts[batch] == self._rows[self._longest_tokens]:
+            return Cursor(0, begin, batch)
+        return self._largest()
+
+    def _largest(self) -> Cursor:
+        """Plan the whole of epoch 0 and find the batch with the most elements, the longest of these."""
+        best, found = (0, 0), Cursor()
+        for begin, _, tokens, starts in self._cuts(0):
+            longest = tokens[starts]
+            elements = np.diff(starts, append=len(tokens)) * self._padded[longest]
+            cut = int(np.lexsort((longest, elements))[-1])
+            if (heavy := (int(elements[cut]), int(longest[cut]))) > best:
+                best, found = (
+                    heavy,
+                    Cursor(0, begin, int(np.flatnonzero(self._batch_order(0, begin, len(starts)) == cut)[0])),
+                )
+        return found
+
+    def _pool(self, epoch: int, position: int) -> Pool:
+        ids, tokens, starts = self._cut(epoch, position)
+        order = self._batch_order(epoch, position, len(starts))
+        return Pool(ids, starts[order], np.append(starts[1:], len(tokens))[order])
+
+    def _batch_order(self, epoch: int, position: int, num_batches: int) -> NDArray[np.int64]:
+        return shuffled(num_batches, derived_seed(self._order.seed, 3, epoch, position))
+
+    def _cuts(self, epoch: int) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.integer], NDArray[np.int64]]]:
+        for position in range(0, self._order.num_samples, self._pool_samples):
+            yield (position, *self._cut(epoch, position))
+
+    def _cut(self, epoch: int, position: int) -> tuple[NDArray[np.int64], NDArray[np.integer], NDArray[np.int64]]:
+        """Return the samples of a pool, longest first, how many tokens each has, and where each batch starts."""
+        ids = self._order.ids(epoch, position, min(position + self._pool_samples, self._order.num_samples))
+        tokens = self._lengths(ids)
+        # Numbers of 16 bits are sorted by their digits, in a tenth of the time.
+        ranks = np.argsort(
+            (self._longest_tokens - tokens).astype(np.min_scalar_type(self._longest_tokens)), kind="stable"
+        )
+        tokens = tokens[ranks]
+        rows, starts = self._rows[tokens], [0]
+        while (start := starts[-1] + int(rows[starts[-1]])) < len(ids):
+            starts.append(start)
+        return ids[ranks], tokens, np.array(starts)
+
+    def _most_rows(self, buckets: Buckets) -> NDArray[np.int64]:
+        """Return the most samples of a batch by its longest sample's tokens."""
+        if buckets.batch_size:
+            return np.full(len(self._padded), buckets.batch_size)
+        if buckets.max_tokens:
+            rows, limit = buckets.max_tokens // np.maximum(self._padded, 1), f"max_tokens = {buckets.max_tokens}"
+        else:
+            table: NDArray[np.int64] = _table_of(buckets.rows_for)
+            if len(table) <= self._padded[-1]:
+                raise DataError(
+                    f"rows_for ends at {len(table) - 1} tokens, but sample {self._longest_sample} is padded to "
+                    f"{self._padded[-1]}: give a table that reaches it, or shorten the samples"
+                )
+            rows, limit = table[self._padded], "rows_for, which allows no sample of that length"
+        if not rows[-1] and not buckets.allow_longer:
+            raise DataError(
+                f"sample {self._longest_sample} is padded to {self._padded[-1]} tokens, more than a batch may have by "
+                f"{limit}: raise that, shorten the samples, or set allow_longer=True to give it a batch of its own"
+            )
+        most: NDArray[np.int64] = np.maximum(rows, 1)
+        return most
+
+
+def _require_state(state: Any) -> None:
+    """Refuse what is no state of batches: other names, and values that are no whole numbers.
+
+    Raises:
+        CheckpointError: if it is none.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"the state of a loader is a dict of whole numbers, and this is {type(state).__name__} ({state!r:.60}): "
+            f"give {_WHAT_IS_A_STATE}"
+        )
+    missing = [name for name in _NAMES_OF_STATE if name not in state]
+    others = [name for name in state if name not in {*_NAMES_OF_STATE, *_OTHER_NAMES_OF_STATE}]
+    if missing or others:
+        what = f"has no {', '.join(missing)}" if missing else f"has {others[0]!r}, which is none of its names"
+        raise CheckpointError(
+            f"the state of a loader {what} (it has {', '.join(map(str, state)) or 'nothing'}): give {_WHAT_IS_A_STATE}"
+        )
+    for name, value in state.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise CheckpointError(
+                f"{name} = {value!r:.60} in the state of a loader is no whole number: give {_WHAT_IS_A_STATE}"
+            )
+    if state["epoch"] >= _MOST_EPOCHS:
+        raise CheckpointError(
+            f"epoch = {state['epoch']:,} in the state of a loader is more than any training reaches "
+            f"({_MOST_EPOCHS:,}): give {_WHAT_IS_A_STATE}"
+        )
+
+
+def batches_of(
+    dataset: Sized,
+    batches: int | Buckets,
+    seed: int = 0,
+    shuffle: bool | BlockShuffle = True,
+    lengths: Lengths | NDArray[np.integer] | None = None,
+) -> Batches:
+    """Return the batches of a data set, also for use as the ``batch_sampler`` of any `torch.utils.data.DataLoader`.
+
+    Args:
+        dataset: what is sampled; only its length and, for buckets, its ``lengths`` and ``pad_multiple`` are asked for.
+        batches: the samples of a batch, or how batches are made of samples of like length.
+        seed: another seed draws another order.
+        shuffle: whether each epoch comes in a new order; `BlockShuffle` to read large files in large pieces.
+        lengths: for buckets, the tokens of every sample, or a function of sample numbers, if the data set has none.
+
+    Raises:
+        DataError: if the data does not fill one batch, its lengths do not go with the buckets, or it is a stream whose
+            windows would come in another order.
+    """
+    batch_size = batches if isinstance(batches, int) else batches.batch_size or 1
+    num_lanes = getattr(dataset, "num_lanes", None)  # of windows that go on from those of the batch before
+    if num_lanes is not None and (shuffle or batches != num_lanes):
+        raise DataError(
+            f"windows of a stream of {num_lanes} lanes make batches in their order only, one window of each lane, and "
+            f"these are {'shuffled' if shuffle else f'of {batches}'}: give {num_lanes} as the batch, and shuffle=False"
+        )
+    if len(dataset) < batch_size:
+        raise DataError(
+            f"the data has {len(dataset)} samples, but one step takes batch_size = {batch_size}: give more text, a "
+            f"shorter sequence_length, or a smaller batch with --set batch_size={max(len(dataset), 1)}"
+        )
+    order = drawn(len(dataset), seed, shuffle)
+    if isinstance(batches, int):
+        return FixedBatches(order, batches)
+    if lengths is None:
+        if not hasattr(dataset, "lengths"):
+            raise DataError(
+                f"buckets need the lengths of the samples, which {type(dataset).__name__} does not have: pass lengths, "
+                f"an array of the tokens of each sample"
+            )
+        lengths = dataset.lengths
+    known: Any = lengths if callable(lengths) else np.asarray(lengths).__getitem__
+    most_tokens = getattr(dataset, "sequence_length", None)  # to which no batch is padded beyond
+    return BucketBatches(order, known, batches, getattr(dataset, "pad_multiple", 1), most_tokens)
+
+
+def _table_of(rows_for: ArrayLike | Mapping[int, int] | None) -> NDArray[np.int64]:
+    if not isinstance(rows_for, Mapping):
+        return np.asarray(rows_for, np.int64)
+    lengths = sorted(rows_for)
+    rows = np.array([rows_for[length] for length in lengths], np.int64)
+    return rows[np.searchsorted(lengths, np.arange(lengths[-1] + 1))]
+
+
+def longest_sample(num_samples: int, lengths: Lengths) -> tuple[int, int]:
+    """Return the first of the longest samples, and its tokens."""
+    sample, tokens = 0, -1
+    for begin in range(0, num_samples, _SAMPLES_PER_PASS):
+        some = lengths(np.arange(begin, min(begin + _SAMPLES_PER_PASS, num_samples)))
+        if some.max() > tokens:
+            sample, tokens = begin + int(some.argmax()), int(some.max())
+    return sample, tokens

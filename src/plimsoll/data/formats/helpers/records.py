@@ -1,0 +1,48 @@
+"""Rows in lines: what jsonl and csv share. A part is read whole, with the rest of the row that it ends in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import xxhash
+
+from plimsoll.data.formats import Fault, Part
+from plimsoll.data.formats.helpers.scanning import opened
+from plimsoll.errors import DataError
+from plimsoll.records.units import format_bytes
+
+_MORE_BYTES = 256 << 10
+HEAD_BYTES = 1 << 20  # of a file, in which its first rows must lie
+
+
+def read_rows(part: Part, is_whole: Callable[[bytes], bool]) -> tuple[bytes, int, bytes]:
+    """Read a part of a file from the byte before it, and on until ``is_whole`` or the longest row is exceeded.
+
+    Returns the bytes, where they begin in the file, and the digest of those of the part.
+    """
+    begin = max(part.begin - 1, 0)
+    with opened(part.path) as descriptor:
+        raw = os.pread(descriptor, part.end - begin, begin)
+        if len(raw) < part.end - begin:
+            raise DataError(
+                f"{part.path} ends before byte {part.end}, but was longer a moment ago: start again when it rests"
+            )
+        digest = xxhash.xxh3_128_digest(memoryview(raw)[part.begin - begin :])
+        most_bytes = len(raw) + part.max_text_bytes + 1
+        while len(raw) < most_bytes and not is_whole(raw):
+            more = os.pread(descriptor, min(max(_MORE_BYTES, len(raw)), most_bytes - len(raw)), begin + len(raw))
+            if not more:
+                break
+            raw += more
+    return raw, begin, digest
+
+
+def too_long(at: int, num_bytes: int, max_text_bytes: int, line: int | None = None) -> Fault:
+    """Return the fault that a text is longer than allowed."""
+    return Fault(
+        at,
+        f"the row that begins at byte {at} has more than {format_bytes(max_text_bytes)} (at least {num_bytes} bytes)",
+        "cut it into shorter ones (in a program of your own: or raise max_text_bytes of its Reading)",
+        line,
+    )

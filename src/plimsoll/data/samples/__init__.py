@@ -1,0 +1,1 @@
+"""Tokens cut into samples: windows, spans, packed rows, streams, and their labels."""

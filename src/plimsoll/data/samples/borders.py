@@ -1,0 +1,224 @@
+"""Windows that end where a sentence or a paragraph does, found in the text before a tokenizer changes it.
+
+So it does not matter whether the tokenizer keeps capitals, spaces and line breaks. Where a sentence or a paragraph
+begins is said of the token that holds its first character, in a file beside the tokens (`plimsoll.data.tokens.store`);
+windows are cut by these marks alone.
+
+A sentence ends after ``. ! ? …`` and closing quotes and brackets, if white space and what is no small letter follow, or
+after the full-width signs of these; and where a paragraph does. A single capital before a full stop ends none, and a
+digit after "digit." begins none. A paragraph ends at a blank line. So "e.g. this", "3.14" and "U.S. Army" hold no
+border. NOT covered: other abbreviations before a capital letter ("Mr. Smith" is cut), texts without capitals, headings
+and lists without a blank line, languages without such signs. A wrong border moves the end of a window, it loses
+nothing. A sentence that begins inside of a token begins with none.
+
+Shapes: N tokens, C places where a window may begin or end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.data.samples import ragged
+
+BorderKind = Literal["sentence", "paragraph"]
+MARKS: dict[BorderKind, int] = {"sentence": 1, "paragraph": 2}
+"""The bits of a mark. A paragraph begins a sentence, too."""
+
+_TOKENS_PER_PASS = 1 << 20
+_CONTEXT_CHARACTERS = 256  # beside a piece of a text: longer runs of signs and white space hold no border there
+
+_CLOSERS = r")\]}»”’›」』）】"  # these close, whatever stands before them; straight quotes only right after a word
+# Each begins only where a run of signs or white space does and goes back nowhere, so the time is that of reading.
+_SENTENCE = re.compile(
+    rf"""(?<![.!?…])[.!?…]++[\"'{_CLOSERS}]*+(?:\s++[{_CLOSERS}][\"'{_CLOSERS}]*+)*\s++(?=\S)"""
+    rf"""|(?<![。！？])[。！？]++[\"'{_CLOSERS}]*+\s*+(?=\S)"""
+)
+_PARAGRAPH = re.compile(r"(?<!\s)[^\S\n]*+\n[^\S\n]*+\n\s*+(?=\S)")
+_INITIAL = re.compile(r"(?<![^\W_])[^\W\d_]\Z")
+
+Ints = NDArray[np.int64]
+Marks = NDArray[np.uint8]
+
+
+class Marked(Protocol):
+    """Tokens of texts end to end with the marks of those that begin a sentence or a paragraph."""
+
+    @property
+    def tokens(self) -> NDArray[np.integer]:
+        """The tokens of all texts, the end token after each."""
+        ...
+
+    @property
+    def ends(self) -> Ints:
+        """The place of the end token of each text."""
+        ...
+
+    @property
+    def marks(self) -> Marks:
+        """What begins at each token."""
+        ...
+
+
+class Begin(NamedTuple):
+    """A sentence or paragraph: its first character, the end of what was before it, and its mark."""
+
+    place: int
+    end_before: int
+    mark: int
+
+
+def begins_in(text: str, context: tuple[str, str] = ("", "")) -> list[Begin]:
+    """Return where sentences and paragraphs begin in a text, or in a piece of one, in order; not with its own begin.
+
+    Args:
+        text: the piece.
+        context: what stands before and behind it.
+    """
+    offset, whole = len(context[0]), "".join((context[0], text, context[1])) if any(context) else text
+    found = {
+        match.end(): Begin(match.end() - offset, match.start() - offset, MARKS["sentence"] | MARKS["paragraph"])
+        for match in _PARAGRAPH.finditer(whole)
+    }
+    for match in _SENTENCE.finditer(whole):
+        if match.end() not in found and _ends_a_sentence(whole, match):
+            visible = len(match[0].rstrip())
+            found[match.end()] = Begin(match.end() - offset, match.start() + visible - offset, MARKS["sentence"])
+    return [found[place] for place in sorted(found) if 0 < place <= len(whole) and 0 <= place - offset < len(text)]
+
+
+def _ends_a_sentence(text: str, match: re.Match[str]) -> bool:
+    sign, before, following = match[0], text[max(match.start() - 2, 0) : match.start()], text[match.end()]
+    if sign[0] in "。！？":
+        return True
+    if following.islower():
+        return False
+    is_one_stop = sign[0] == "." and sign[1:2] != "."
+    initial = _INITIAL.search(before)
+    return not is_one_stop or not (
+        (initial is not None and initial[0].isupper()) or (before[-1:].isdigit() and following.isdigit())
+    )
+
+
+class Piece(NamedTuple):
+    """A text, or a part of a longer one, whether it is the first or the last of that, and what begins in it."""
+
+    text: str
+    is_first: bool
+    is_last: bool
+    begins: Sequence[Begin] = ()
+
+
+def marked_pieces(pieces: Iterable[tuple[str, bool]], with_borders: bool) -> Iterator[Piece]:
+    """Yield the pieces of texts, each of which comes with whether it is the last, as `Corpus.pieces` has them.
+
+    What begins in one is found with what stands before and behind it in the same text.
+    """
+    before, is_first = "", True
+    waiting: Piece | None = None
+    for text, is_last in pieces:
+        if waiting is not None:
+            behind = "" if waiting.is_last else text[:_CONTEXT_CHARACTERS]
+            yield _with_begins(waiting, before, behind, with_borders)
+            before = "" if waiting.is_last else (before + waiting.text)[-_CONTEXT_CHARACTERS:]
+        waiting = Piece(text, is_first, is_last)
+        is_first = is_last
+    if waiting is not None:
+        yield _with_begins(waiting, before, "", with_borders)
+
+
+def _with_begins(piece: Piece, before: str, behind: str, with_borders: bool) -> Piece:
+    return piece._replace(begins=begins_in(piece.text, (before, behind))) if with_borders else piece
+
+
+def marks_of(offsets: Sequence[tuple[int, int]], begins: Sequence[Begin], num_before: int = 0) -> Marks:
+    """Return the marks of the tokens of a piece (N,).
+
+    Args:
+        offsets: from which to which character each token is.
+        begins: in the piece.
+        num_before: how many characters stand before the piece in what was encoded.
+    """
+    marks = np.zeros(len(offsets), np.uint8)
+    if not begins or not offsets:
+        return marks
+    starts, stops = np.array(offsets, np.int64).T - num_before
+    places, ends_before, kinds = np.array(begins, np.int64).T
+    holding = np.searchsorted(stops, places, "right")
+    is_there = holding < len(stops)
+    holding, ends_before, kinds = holding[is_there], ends_before[is_there], kinds[is_there]
+    begins_there = starts[holding] >= ends_before
+    np.bitwise_or.at(marks, holding[begins_there], kinds[begins_there].astype(np.uint8))
+    return marks
+
+
+def cut_at_borders(
+    store: Marked, kind: BorderKind, room: int, with_end: bool, keeps_empty: bool = False
+) -> Iterator[tuple[tuple[Ints, Ints], int]]:
+    """Yield the starts and lengths of the windows of all texts, and how many of these end where no border fitted.
+
+    A window ends at the last border at most ``room`` tokens from its begin, or there if there is none.
+
+    Args:
+        store: the texts.
+        kind: what the borders are between.
+        room: the most tokens of a window.
+        with_end: whether the end token belongs to its text.
+        keeps_empty: whether a text without a token is a window without one; else it is its end token.
+    """
+    begin, num_tokens = 0, len(store.tokens)
+    while begin < num_tokens:
+        stop = min(begin + max(_TOKENS_PER_PASS, 4 * room), num_tokens)
+        cuts_C, texts_C, is_hard_C = _cuts(store, kind, room, with_end, (begin, stop))
+        path = _path(cuts_C, texts_C, room, stop if stop < num_tokens else None)
+        edges = cuts_C[path]
+        begin = int(edges[-1])
+        starts, lengths = edges[:-1], np.diff(edges)
+        texts = np.searchsorted(store.ends, starts)
+        is_end = (store.ends[texts] == starts) & (not with_end)
+        is_empty = is_end & ((starts == 0) | (store.ends[texts - 1] == starts - 1))
+        kept = ~is_end | is_empty
+        lengths = np.where(is_empty & keeps_empty, 0, lengths)
+        yield (starts[kept], lengths[kept]), int(np.count_nonzero(is_hard_C[path[1:]]))
+
+
+def _cuts(
+    store: Marked, kind: BorderKind, room: int, with_end: bool, reach: tuple[int, int]
+) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """Return where windows may meet (C,) in ``reach``, where they must, and which of the former are hard.
+
+    Hard ones are for want of a border: where two others are too far apart, each full length from the first.
+    """
+    begin, stop = reach
+    marked = begin + 1 + np.flatnonzero(store.marks[begin + 1 : stop] & np.uint8(MARKS[kind]))
+    ends = store.ends[slice(*np.searchsorted(store.ends, (begin, stop)))]
+    texts = ends + 1 if with_end else _merged(ends, ends + 1)
+    soft = _merged(np.array([begin]), marked, texts)
+    nums = np.maximum((np.diff(soft, append=stop) - 1) // room, 0)
+    hard = np.repeat(soft, nums) + room * (ragged.positions(nums) + 1)
+    both = np.concatenate((soft, hard))
+    order = np.argsort(both, kind="stable")
+    return both[order], texts[texts > begin], order >= len(soft)
+
+
+def _path(cuts_C: Ints, texts: Ints, room: int, stop: int | None) -> list[int]:
+    """Return the cuts from the first on that windows end at, as far as tokens up to ``stop`` (``None``: all) tell."""
+    furthest = np.searchsorted(cuts_C, cuts_C + room, "right") - 1
+    must = np.append(np.searchsorted(cuts_C, texts), len(cuts_C) - 1)
+    bound = must[np.minimum(np.searchsorted(must, np.arange(len(cuts_C)), "right"), len(must) - 1)]
+    next_cuts = np.minimum(furthest, bound).tolist()
+    last = len(cuts_C) - 1 if stop is None else int(np.searchsorted(cuts_C, stop - room))
+    path = [0]
+    while path[-1] < last:
+        path.append(next_cuts[path[-1]])
+    return path
+
+
+def _merged(*parts: Ints) -> Ints:
+    """Return the numbers of some sorted parts, sorted, each once: several times as fast as ``np.unique``."""
+    merged = np.sort(np.concatenate(parts), kind="stable")
+    return np.delete(merged, np.flatnonzero(merged[1:] == merged[:-1]))

@@ -1,0 +1,124 @@
+"""The classes of texts: from a column with labels, or from the folders their files are in: ``data/<label>/*.txt``.
+
+Covers one class per text (of plain text: per file; with ``unit: line`` all lines of a file share it). Columns are read
+and numbered when the corpus is indexed. NOT covered: several labels per text.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.data.formats.helpers.columns import listed
+from plimsoll.data.text.corpus import Corpus
+from plimsoll.errors import DataError
+
+
+def labels_of(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], NDArray[Any]]:
+    """Return the names of the classes, and the number of its class for every text: of the column, or of the folders.
+
+    Args:
+        corpus: the texts.
+        names: the classes to number by, where they are known already (those of the training texts).
+
+    Raises:
+        DataError: if there are fewer than 2 classes, or one that is not among ``names``; see `labels_from_folders`.
+    """
+    return labels_from_folders(corpus, names) if corpus.labels is None else labels_from_column(corpus, names)
+
+
+def names_of_checkpoint(folder: Path) -> tuple[str, ...] | None:
+    """Return the names of the classes that the model in a folder tells apart, in its order; ``None`` if it has none.
+
+    Names that transformers gives by itself (LABEL_0, ...) are none.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        named = config.get("label_names") or [
+            config["id2label"][str(number)] for number in range(len(config["id2label"]))
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    names = tuple(map(str, named))
+    is_default = all(name == f"LABEL_{number}" for number, name in enumerate(names))
+    return None if is_default or len(set(names)) < len(names) else names
+
+
+def names_to_number_by(corpus: Corpus, model: str | dict[str, Any]) -> tuple[str, ...] | None:
+    """Return the classes of the checkpoint that a job begins with, if the texts have these, or some of them.
+
+    What a classifier has learnt is then what its outputs mean, in whatever order it has them.
+    """
+    own = names_of_checkpoint(Path(model)) if isinstance(model, str) else None
+    found = corpus.label_names if corpus.labels is not None else {path.parent.name for path in corpus.paths}
+    return own if own is not None and len(own) > 1 and set(found) <= set(own) else None
+
+
+def labels_from_column(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], NDArray[Any]]:
+    """Return the names in the column of labels, sorted (whole numbers by value), and the number of each text's.
+
+    Args:
+        corpus: texts that were opened with ``Reading(label=...)``.
+        names: the classes to number by, where they are known already.
+
+    Raises:
+        DataError: if there are fewer than 2 classes, or one that is not among ``names``.
+    """
+    assert corpus.labels is not None
+    known = corpus.label_names if names is None else tuple(names)
+    if len(known) < 2:
+        raise DataError(
+            f"classification needs at least 2 classes, but the label of all {len(corpus)} texts is {known[0]!r}: give "
+            "the column with the classes, or texts of other classes"
+        )
+    if names is None:
+        return known, corpus.labels
+    if unknown := [name for name in corpus.label_names if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        raise DataError(
+            f"the validation data has the classes {listed(unknown)}, but the training data only {listed(known)}: name "
+            f"them alike{meant}, or leave these texts out"
+        )
+    numbers = np.array([known.index(name) for name in corpus.label_names], np.min_scalar_type(len(known) - 1))
+    return known, numbers[corpus.labels]
+
+
+def labels_from_folders(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], NDArray[Any]]:
+    """Return the names of the classes in alphabetical order, and the number of its class for every text.
+
+    Args:
+        corpus: the texts.
+        names: the classes to number by, where they are known already (those of the training texts).
+
+    Raises:
+        DataError: if there are fewer than 2 classes, one that has no text, or one that is not among ``names``.
+    """
+    folders = [path.parent.name for path in corpus.paths]
+    known = tuple(sorted(set(folders)) if names is None else names)
+    if len(known) < 2:
+        which = "the only file is" if len(folders) == 1 else f"all {len(folders)} files are"
+        raise DataError(
+            f"classification needs at least 2 classes, but {which} in folder {known[0]!r}: put the files of each class "
+            f"into a folder of its own, data/<label>/*.txt, and give the folder data; or name the column with the "
+            f"classes, if there is one, with data.label"
+        )
+    if names is None and (without_text := sorted({path.parent.name for path in corpus.left_out} - set(known))):
+        raise DataError(
+            f"the classes {', '.join(without_text)} have no text (their files are empty or not UTF-8), but the model "
+            f"would have to tell them from {', '.join(known)}: put text into these folders, or remove them"
+        )
+    if unknown := sorted(set(folders) - set(known)):
+        raise DataError(
+            f"the validation data has the classes {', '.join(unknown)}, but the training data only "
+            f"{', '.join(known)}: name its folders like those of the training data"
+        )
+    numbers = {name: number for number, name in enumerate(known)}
+    of_files = np.array([numbers[folder] for folder in folders], np.min_scalar_type(len(known) - 1))
+    return known, np.repeat(of_files, corpus.num_texts_of_paths)

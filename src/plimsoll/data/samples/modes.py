@@ -1,0 +1,221 @@
+"""The ways to make samples of texts, what of a batch is padding with each, and which of them is that of a job.
+
+Texts are known by their lengths alone. Samples and batches are counted by the functions that cut, pack and put together
+those of a training (`plimsoll.data.samples.spans`, `plimsoll.data.samples.packing`, `plimsoll.data.batches.batching`),
+so that the row of the job says what `plimsoll train` will say. All texts are counted, those that are held out for
+validation too. NOT covered: what augmentation does to lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.data.batches.batching import Batches, Buckets, Cursor, batches_of
+from plimsoll.data.batches.order import BlockShuffle
+from plimsoll.data.samples import ragged
+from plimsoll.data.samples.spans import checked_stride, num_windows, windows_of
+from plimsoll.data.samples.stream_slots import Lanes
+from plimsoll.data.tokens.template import Template
+from plimsoll.records.corpus import Filling
+from plimsoll.records.job import Job
+
+Ints = NDArray[np.int64]
+
+
+class Texts(NamedTuple):
+    """Some texts of a corpus, each of which stands for ``scale`` of them, and what a job makes of them.
+
+    ``lengths`` are in tokens of the text alone, and ``num_bytes`` in bytes of the files; ``at_borders`` are the tokens
+    of the windows that the texts are cut into where the job wants these to end at borders. ``template`` is put around
+    each text, or each window of it.
+    """
+
+    job: Job
+    lengths: Ints
+    scale: float = 1.0
+    num_bytes: Ints | None = None
+    at_borders: Ints | None = None
+    template: Template = Template()
+
+    @property
+    def whole(self) -> Ints:
+        """The tokens of each text as one sample: with what is around it, and its end token where that is learnt."""
+        has_end = not (self.job.is_labelled or self.template.suffix)
+        return np.maximum(self.lengths + has_end + self.template.num_tokens, 1)
+
+    @property
+    def num_long(self) -> int:
+        """How many are longer than a sample."""
+        return round(int(np.count_nonzero(self.whole > self.job.sequence_length)) * self.scale)
+
+    def fillings(self) -> Iterator[Filling]:
+        """Compare the ways to make batches of them."""
+        if not self.job.is_labelled:
+            yield from self._streams()
+            yield self._packed()
+        for way in self._ways():
+            yield self._padded(f"{way.name}, all of {self.job.sequence_length}", way)
+            for order in self._orders(way):
+                batches = self._buckets if order == "by_length" else self.job.batch_size
+                if len(way.lengths) >= (batches if isinstance(batches, int) else batches.batch_size or 1):
+                    yield self._planned(way, order, batches)
+
+    @property
+    def _are_samples(self) -> bool:
+        return self.job.is_labelled or self.job.data.has_padding
+
+    @property
+    def _buckets(self) -> Buckets:
+        tokens = self.job.batch_tokens
+        return Buckets(max_tokens=tokens) if tokens else Buckets(batch_size=self.job.batch_size)
+
+    def _orders(self, way: _Way) -> tuple[str, ...]:
+        own = self.job.data.order
+        return ("shuffle", "by_length", *((own,) if way.is_this_job and own in {"blocks", "as_is"} else ()))
+
+    def _streams(self) -> Iterator[Filling]:
+        """Windows of all texts end to end; with the stride of the job, and without it."""
+        longest, stride = self.job.sequence_length, self.job.data.stride
+        steps = [longest] if checked_stride(stride, longest) == longest else [longest, checked_stride(stride, longest)]
+        is_stream = not (self.job.data.pack or self._are_samples or self.job.data.order == "streams")
+        num_tokens = round(int(self.whole.sum()) * self.scale)
+        if self.job.data.order == "streams" and num_tokens > self.job.batch_size:
+            yield self._lanes(Lanes(0, num_tokens, self.job.batch_size, longest))
+        for step in steps:
+            num_samples = num_windows(num_tokens, longest, step)
+            # A token that an earlier window predicts has no label in the later one.
+            num_predicted = longest + (num_samples - 1) * step if num_samples else 0
+            yield Filling(
+                name=f"windows of {longest}" + (f", stride {step}" if step < longest else ""), num_samples=num_samples,
+                batch_samples=self.job.batch_size, padding_share=0.0,
+                useful_tokens=self.job.batch_size * num_predicted / max(num_samples, 1),
+                num_dropped_tokens=num_tokens - num_predicted, is_this_job=is_stream and step == steps[-1],
+            )  # fmt: skip
+
+    def _lanes(self, lanes: Lanes) -> Filling:
+        """Windows of contiguous lanes; each token but the first is predicted."""
+        return Filling(
+            name=f"streams of {lanes.sequence_length}", num_samples=lanes.num_samples, batch_samples=lanes.num_lanes,
+            padding_share=0.0, useful_tokens=lanes.lane_tokens * lanes.num_lanes / lanes.num_windows,
+            num_dropped_tokens=lanes.num_dropped_tokens, is_this_job=True,
+        )  # fmt: skip
+
+    def _packed(self) -> Filling:
+        from plimsoll.data.samples.packing import num_packed_rows  # it imports torch, which little else here needs
+
+        data, longest = self.job.data, self.job.sequence_length
+        truncated = _Way("packed texts", np.minimum(self.whole, longest), self._num_beyond)
+        cut = _Way("packed texts", self._cut(self.template.room(longest)))
+        way = truncated if data.long_texts == "truncate" else cut
+        filling = self._padded(way.name, way, num_packed_rows(way.lengths, longest))
+        is_refused = data.long_texts == "stop" and self.num_long > 0
+        return filling.model_copy(update={"is_this_job": data.pack and not is_refused})
+
+    @property
+    def _num_beyond(self) -> int:
+        """How many tokens truncation would lose."""
+        return round(int(np.maximum(self.whole - self.job.sequence_length, 0).sum()) * self.scale)
+
+    def _ways(self) -> Iterator[_Way]:
+        """Texts as samples of their own: as they are, or with the long ones cut into windows, or truncated."""
+        data, longest = self.job.data, self.job.sequence_length
+        truncated = np.minimum(self.whole, longest)
+        num_bytes = self.num_bytes if data.on_the_fly else None
+        if not self.num_long:
+            yield _Way("texts", truncated, 0, self._are_samples, num_bytes)
+            return
+        name, step = "windows of texts", self.template.room(longest)
+        if self.job.is_labelled:  # in language modelling a stride is that of the stream
+            step = checked_stride(data.stride, step)
+            name += f", stride {step}" if data.stride and data.stride < self.template.room(longest) else ""
+        windows = self._cut(step)
+        if self.at_borders is not None:
+            name, windows = f"windows at {data.borders}s", self.at_borders
+        yield _Way(name, windows, 0, self._are_samples and data.long_texts == "window")
+        is_this_job = self._are_samples and data.long_texts == "truncate"
+        yield _Way("truncated texts", truncated, self._num_beyond, is_this_job, num_bytes)
+
+    def _cut(self, step: int) -> Ints:
+        """Return the lengths of the windows that texts are cut into."""
+        around, room = self.template.num_tokens, self.template.room(self.job.sequence_length)
+        windows = windows_of(self.whole - around, room, step)
+        return np.concatenate([lengths_N for _, _, lengths_N in windows]) + around
+
+    def _padded(self, name: str, way: _Way, num_rows: int | None = None) -> Filling:
+        """Every row is of the greatest length; without ``num_rows`` each sample is one."""
+        longest, size = self.job.sequence_length, self.job.batch_size
+        full = int(way.lengths.sum()) / ((num_rows or len(way.lengths)) * longest)
+        return Filling(
+            name=name, num_samples=round((num_rows or len(way.lengths)) * self.scale), batch_samples=size,
+            padding_share=1 - full, useful_tokens=size * longest * full, num_long_texts=self.num_long,
+            num_dropped_tokens=way.num_dropped,
+        )  # fmt: skip
+
+    def _planned(self, way: _Way, order: str, batches: int | Buckets) -> Filling:
+        """Go over the batches of an epoch and count what of them is padding."""
+        samples = _Samples(way, self.job.sequence_length)
+        num_batches, num_elements = 0, 0
+        for ids in _epoch(batches_of(samples, batches, self.job.seed, self._shuffle(order))):
+            num_elements += len(ids) * samples.padded_length(int(way.lengths[ids].max()))
+            num_batches += 1
+        num_useful = int(way.lengths.sum())
+        return Filling(
+            name=f"{way.name}, {order}", num_samples=round(len(way.lengths) * self.scale),
+            batch_samples=len(way.lengths) / num_batches, padding_share=1 - num_useful / num_elements,
+            useful_tokens=num_useful / num_batches, num_long_texts=self.num_long, num_dropped_tokens=way.num_dropped,
+            is_this_job=way.is_this_job and order == self.job.data.order,
+        )  # fmt: skip
+
+    def _shuffle(self, order: str) -> bool | BlockShuffle:
+        if order != "blocks":
+            return order != "as_is"
+        # Of the neighbours in a block, only one in `scale` is known.
+        return BlockShuffle(max(round(BlockShuffle.block_samples / self.scale), 1))
+
+
+class _Way(NamedTuple):
+    """Samples by their tokens, and by the bytes of their texts where nothing else is known as they are put together."""
+
+    name: str
+    lengths: Ints
+    num_dropped: int = 0
+    is_this_job: bool = False
+    num_bytes: Ints | None = None
+
+
+class _Samples:
+    """Samples of which nothing is known but their lengths, padded as in a training.
+
+    That is what `plimsoll.data.samples.texts.DocumentDataset` does, or `plimsoll.data.tokens.on_the_fly.TextDataset`.
+    """
+
+    def __init__(self, way: _Way, sequence_length: int) -> None:
+        self._lengths, self.sequence_length = way.lengths, sequence_length
+        some = ragged.some_ids(len(way.lengths))
+        if way.num_bytes is None:
+            self.pad_multiple = ragged.pad_multiple_for(way.lengths[some])
+        else:
+            from plimsoll.data.tokens.on_the_fly import bytes_that_sort, pad_multiple_for_bytes  # they import torch
+
+            self._lengths = bytes_that_sort(way.num_bytes, sequence_length)
+            self.pad_multiple = pad_multiple_for_bytes(way.num_bytes[some], sequence_length)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def lengths(self, ids: Ints) -> Ints:
+        return self._lengths[ids]
+
+    def padded_length(self, longest: int) -> int:
+        return min(-(-longest // self.pad_multiple) * self.pad_multiple, self.sequence_length)
+
+
+def _epoch(plan: Batches) -> Iterator[Ints]:
+    cursor = Cursor()
+    while cursor.epoch == 0:
+        yield plan.ids(cursor)
+        cursor = plan.following(cursor)

@@ -1,0 +1,119 @@
+"""Whether a model keeps the texts of a packed row apart, found out by trying: no list of names that would be outdated.
+
+A packed row of two texts goes through the model, with other tokens in the first: what comes out for the second must not
+change, and must be what comes out for it alone. That finds recurrent and state-space layers, convolutions, attention
+that ignores ``position_ids`` or a mask, and a cache that switches the packing off. It costs four forwards of 24 tokens.
+NOT covered: whether gradients are right (they follow from the outputs), models without an output per token.
+
+Shapes: B rows, T tokens of a row, O outputs per token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.data.samples.masks import block_diagonal_mask
+
+_FIRST_LENGTHS, _ROW_TOKENS = (5, 7), 12  # two rows, for attention that is right for one row only
+_TOLERANCE_SHARE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the effect that a token of its own text has
+_COARSE_TOLERANCE_SHARE = 0.1  # for bf16 and fp16, whose rounding depends on the shape
+
+
+def packing_fault(model: nn.Module, mask: Literal["causal", "bidirectional"] | None = None) -> str | None:
+    """Return why packed rows would give other results with this model, or ``None`` if they give the same.
+
+    Args:
+        model: called as the models of transformers are; it is left as it was.
+        mask: what `plimsoll.data.samples.packing.PackedDataset` is to give it as ``attention_mask``.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    needed = ["position_ids"] if mask is None else ["position_ids", "attention_mask"]
+    if missing := [name for name in needed if name not in parameters and not takes_any]:
+        return f"{_kind(model)} takes no {' and no '.join(missing)}, so it cannot know where a text of a row begins"
+    input_ids, position_ids = _rows(next(model.parameters()).device)
+    other_first, other_own = input_ids.clone(), input_ids.clone()
+    for row, length in enumerate(_FIRST_LENGTHS):
+        other_first[row, :length] += 7
+        other_own[row, length] += 7
+    with _evaluating(model), torch.no_grad():
+        try:
+            outputs, after_first, after_own = (
+                _second_texts(model, rows, position_ids, mask) for rows in (input_ids, other_first, other_own)
+            )
+            alone = [
+                _output(model, input_ids[row : row + 1, length:], position_ids[row : row + 1, length:], None)[0]
+                for row, length in enumerate(_FIRST_LENGTHS)
+            ]
+        except (TypeError, ValueError, IndexError) as error:
+            return f"{_kind(model)} cannot read packed rows ({error})"
+    own = _difference(outputs, after_own)
+    most = own * _TOLERANCE_SHARE.get(outputs[0].dtype, _COARSE_TOLERANCE_SHARE)
+    if not own:
+        return f"the outputs of {_kind(model)} do not depend on its inputs, so its texts cannot be told apart"
+    if (leak := _difference(outputs, after_first)) > most:
+        return (
+            f"in {_kind(model)}, a text changes with the text before it in its row (by {leak:.1e}, with a token of its "
+            f"own by {own:.1e}): {_reason(model)}"
+        )
+    if (shift := _difference(outputs, alone)) > most:
+        return f"{_kind(model)} gives a text another output behind another one than alone (by {shift:.1e})"
+    return None
+
+
+def _rows(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return two rows of two texts each: small numbers that every vocabulary has, and positions."""
+    places_T = torch.arange(_ROW_TOKENS, device=device)
+    firsts_B = torch.tensor(_FIRST_LENGTHS, device=device)[:, None]
+    return 3 + (places_T + firsts_B) * 3 % 7, torch.where(places_T < firsts_B, places_T, places_T - firsts_B)
+
+
+def _second_texts(
+    model: nn.Module, input_ids: Tensor, position_ids: Tensor, mask: Literal["causal", "bidirectional"] | None
+) -> list[Tensor]:
+    attention_mask = None if mask is None else block_diagonal_mask(position_ids, causal=mask == "causal")
+    output_BTO = _output(model, input_ids, position_ids, attention_mask)
+    return [output_BTO[row, length:] for row, length in enumerate(_FIRST_LENGTHS)]
+
+
+def _output(model: nn.Module, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    masks = {} if attention_mask is None else {"attention_mask": attention_mask}
+    result = model(input_ids=input_ids, position_ids=position_ids, **masks)
+    output: Tensor = result.logits if hasattr(result, "logits") else result[0]
+    if output.shape[:2] != input_ids.shape:
+        raise ValueError(f"its output has shape {tuple(output.shape)}, not one per token: use samples of one text")
+    return output
+
+
+def _difference(outputs: list[Tensor], others: list[Tensor]) -> float:
+    return max((one - other).abs().max().item() for one, other in zip(outputs, others, strict=True))
+
+
+def _kind(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def _reason(model: nn.Module) -> str:
+    recurrent = next((_kind(module) for module in model.modules() if isinstance(module, nn.RNNBase)), None)
+    if recurrent is not None:
+        return f"its {recurrent} carries its state from one into the other"
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        return "with a cache it does not look where texts begin; set use_cache=False in its config"
+    return "its layers carry a state over, or its attention does not stop where position_ids begin anew"
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

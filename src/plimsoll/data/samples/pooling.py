@@ -1,0 +1,85 @@
+"""One prediction per text from those of its windows, in one pass over the batches in any order.
+
+The windows of a text are counted off, so a text is done with its last window and is forgotten: where windows arrive in
+order, no more texts are held than a batch has. Sums are in fp64. NOT covered: weights per window, predictions per
+token.
+
+Shapes: B windows of a batch, L classes, D texts that are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_TIE_SHARE = 2.0**-32  # of a vote: less than one vote for any number of windows that memory holds
+
+Pooling = Literal["mean", "probability", "max", "vote"]
+
+
+class WindowPool:
+    """Gathers the logits of windows until those of a text are complete.
+
+    Args:
+        pooling: ``"mean"`` of the logits; ``"probability"``: mean of the probabilities; ``"max"`` of the logits;
+            ``"vote"``: the share of windows whose largest logit is the class, ties by the mean of the probabilities.
+        num_of_parents: how many windows each of some texts has, as `plimsoll.data.samples.spans.Spans.num_of_parents`
+            says.
+    """
+
+    def __init__(self, pooling: Pooling, num_of_parents: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
+        self._pooling, self._num_of_parents = pooling, num_of_parents
+        self._open: dict[int, tuple[Tensor, int]] = {}  # what a text has so far, and how many windows are missing
+
+    @property
+    def num_open(self) -> int:
+        """How many texts have some of their windows, but not all."""
+        return len(self._open)
+
+    def add(self, parents: NDArray[np.int64], logits_BL: Tensor) -> tuple[NDArray[np.int64], Tensor]:
+        """Take the logits of some windows; return the texts that are now complete (D,), ascending, and theirs (D, L).
+
+        Args:
+            parents: the number of the text of each window (B,).
+            logits_BL: what the model said of each window.
+        """
+        texts, windows, nums_here = np.unique(parents, return_inverse=True, return_counts=True)
+        sums = self._gathered(_scores(self._pooling, logits_BL), torch.from_numpy(windows), len(texts))
+        done_texts, done_sums = [], []
+        nums = self._num_of_parents(texts)
+        for row, (text, num, num_here) in enumerate(
+            zip(texts.tolist(), nums.tolist(), nums_here.tolist(), strict=True)
+        ):
+            before, num_missing = self._open.pop(text, (None, num))
+            so_far = sums[row] if before is None else self._joined(before, sums[row])
+            if num_missing > num_here:
+                self._open[text] = so_far.clone(), num_missing - num_here
+            else:
+                done_texts.append(text)
+                done_sums.append(so_far if self._pooling == "max" else so_far / num)
+        return np.array(done_texts, np.int64), torch.stack(done_sums) if done_sums else sums[:0]
+
+    def _gathered(self, scores_BL: Tensor, windows_B: Tensor, num_texts: int) -> Tensor:
+        index_BL = windows_B[:, None].expand_as(scores_BL)
+        start = scores_BL.new_zeros(num_texts, scores_BL.shape[1])
+        reduce = "amax" if self._pooling == "max" else "sum"
+        return start.scatter_reduce(0, index_BL, scores_BL, reduce, include_self=False)
+
+    def _joined(self, one_L: Tensor, other_L: Tensor) -> Tensor:
+        return torch.maximum(one_L, other_L) if self._pooling == "max" else one_L + other_L
+
+
+def _scores(pooling: Pooling, logits_BL: Tensor) -> Tensor:
+    logits_BL = logits_BL.detach().cpu().double()
+    if pooling in ("mean", "max"):
+        return logits_BL
+    probabilities_BL = logits_BL.softmax(dim=1)
+    if pooling == "probability":
+        return probabilities_BL
+    votes_BL = torch.nn.functional.one_hot(logits_BL.argmax(dim=1), logits_BL.shape[1])
+    return votes_BL + _TIE_SHARE * probabilities_BL

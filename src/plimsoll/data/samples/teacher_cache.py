@@ -1,0 +1,178 @@
+"""What a teacher says of samples, in files beside their tokens: the likeliest words of each position, or each label.
+
+    with TaughtFiles(folder, ends, num_kept, num_words) as files:  # goes on where it was interrupted
+        files.write(first, words_BTk, log_p_BTk)
+    samples = Taught(samples, open_taught(folder))                 # samples with the fields `WORDS` and `LOG_P`
+
+A row of a file is a position of a sample, in the order of the data set; of samples that are judged as a whole there is
+one row each. Words are numbers of 16 bits where that suffices, else of 32; the logarithms of their probabilities are
+float32. The files are mapped: neither writing nor reading takes private memory. What is there is known by the folder's
+name, which whoever makes it chooses; it does NOT cover samples that change from epoch to epoch.
+
+Shapes: B samples, T tokens, k words kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from plimsoll.data.samples.windows import Samples, Subset
+from plimsoll.files.checksums import checked, require_whole
+from plimsoll.files.store import Facts, kept_facts, require_space
+from plimsoll.records.base import write_atomically
+
+WORDS, LOG_P = "teacher_words", "teacher_log_p"
+"""Fields of a batch: the likeliest words of each position, and the logarithms of what the teacher gives them."""
+
+_ENDS_FILE, _WORDS_FILE, _LOG_P_FILE, _DONE_FILE = "ends.npy", "words.bin", "log_p.bin", "done.json"
+_SAMPLES_PER_PASS = 1 << 20
+
+
+class TaughtRows(NamedTuple):
+    """The rows of all samples: those of sample n end at ``ends[n]``; ``words`` is ``None`` where all are kept."""
+
+    ends: NDArray[np.int64]
+    words: NDArray[Any] | None
+    log_p: NDArray[np.float32]
+
+    def span(self, number: int) -> slice:
+        """The rows of a sample."""
+        return slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
+
+
+def ends_of(samples: Samples | Subset, is_by_token: bool) -> NDArray[np.int64]:
+    """Return where the rows of each sample end: a row for each token, or for each sample."""
+    if not is_by_token:
+        return np.arange(1, len(samples) + 1)
+    return np.cumsum(np.concatenate(list(_lengths(samples))), dtype=np.int64)
+
+
+def _lengths(samples: Samples | Subset) -> Iterator[NDArray[np.int64]]:
+    for begin in range(0, len(samples), _SAMPLES_PER_PASS):
+        yield samples.lengths(np.arange(begin, min(begin + _SAMPLES_PER_PASS, len(samples))))
+
+
+class TaughtFiles:
+    """Writes rows in the order of the samples; ``num_done`` samples are on the disk already.
+
+    Args:
+        folder: where; what an interrupted writer left in it is gone on from.
+        ends: where the rows of each sample end.
+        num_kept: k.
+        num_words: of the vocabulary; ``None``: all labels are kept, in their order.
+
+    Raises:
+        OutputError: if the disk has no room for all of it.
+    """
+
+    def __init__(self, folder: Path, ends: NDArray[np.int64], num_kept: int, num_words: int | None) -> None:
+        self._folder, self._num_kept, self._num_words = folder, num_kept, num_words
+        shape = int(ends[-1]), num_kept
+        dtypes = {_LOG_P_FILE: np.dtype(np.float32)}
+        if num_words is not None:
+            dtypes[_WORDS_FILE] = _word_type(num_words)
+        is_new = not (folder / _DONE_FILE).is_file()
+        if is_new:
+            require_space(folder, sum(dtype.itemsize for dtype in dtypes.values()) * shape[0] * shape[1])
+            np.save(folder / _ENDS_FILE, ends)
+        mode: Any = "w+" if is_new else "r+"
+        files = {name: np.memmap(folder / name, dtype, mode, shape=shape) for name, dtype in dtypes.items()}
+        self.rows = TaughtRows(ends, files.get(_WORDS_FILE), files[_LOG_P_FILE])
+        self.num_done = 0 if is_new else int(json.loads((folder / _DONE_FILE).read_bytes()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.keep()
+
+    def write(self, words_BTk: torch.Tensor | None, log_p_BTk: torch.Tensor) -> None:
+        """Write what is said of the next samples; what is beyond the end of a sample is left out."""
+        for number, log_p in enumerate(log_p_BTk):
+            span = self.rows.span(self.num_done + number)
+            num_rows = span.stop - span.start
+            self.rows.log_p[span] = log_p[:num_rows].numpy()
+            if self.rows.words is not None and words_BTk is not None:
+                self.rows.words[span] = words_BTk[number, :num_rows].numpy()
+        self.num_done += len(log_p_BTk)
+
+    def keep(self) -> None:
+        """Have on the disk what was written so far, so that another writer can go on from it."""
+        self.rows.log_p.flush()  # type: ignore[attr-defined]
+        if self.rows.words is not None:
+            self.rows.words.flush()  # type: ignore[attr-defined]
+        write_atomically(self._folder / _DONE_FILE, json.dumps(self.num_done).encode(), "cache folder")
+
+    def facts(self) -> Facts:
+        """Say what is in the files, when all is."""
+        return {"num_kept": self._num_kept, "num_words": self._num_words}
+
+
+def _word_type(num_words: int) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if num_words <= 1 << 16 else np.int32)
+
+
+def open_taught(folder: Path) -> TaughtRows:
+    """Map what was written.
+
+    Raises:
+        DataError: if it is gone, or torn.
+    """
+    facts = kept_facts(folder, "words of the teacher")
+    require_whole(folder / _ENDS_FILE)
+    ends = np.load(folder / _ENDS_FILE, mmap_mode="r")
+    shape, words = (int(ends[-1]), facts["num_kept"]), None
+    if facts["num_words"] is not None:
+        words = checked(folder / _WORDS_FILE, _word_type(facts["num_words"]), shape)
+    return TaughtRows(ends, words, checked(folder / _LOG_P_FILE, np.float32, shape))
+
+
+class Taught:
+    """`Dataset`: samples with what a teacher says of them; of padding it says nothing that counts."""
+
+    def __init__(self, samples: Samples | Subset, rows: TaughtRows) -> None:
+        self._samples, self._rows = samples, rows
+        self.reads_fast, self.pad_multiple = samples.reads_fast, samples.pad_multiple
+        self.sequence_length, self.block_samples = samples.sequence_length, samples.block_samples
+
+    @property
+    def num_truncated(self) -> int:
+        """How many samples were truncated as they were read."""
+        return self._samples.num_truncated
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What tells the samples, without what the teacher says of them, from others; ``None`` if they do not know."""
+        return getattr(self._samples, "fingerprint", None)
+
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of each sample."""
+        return self._samples.lengths(ids)
+
+    def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
+        """Return the samples ``ids``, with two fields (B, T, k) more, or of labels of samples with one (B, k)."""
+        fields = self._samples.batch(ids, epoch)
+        is_by_sample = fields["labels"].dim() == 1
+        width = 1 if is_by_sample else fields["input_ids"].shape[1]
+        log_p = self._gathered(self._rows.log_p, ids, width, np.float32)
+        fields[LOG_P] = log_p[:, 0] if is_by_sample else log_p
+        if self._rows.words is not None:
+            fields[WORDS] = self._gathered(self._rows.words, ids, width, np.int32)
+        return fields
+
+    def _gathered(self, rows: NDArray[Any], ids: NDArray[np.int64], width: int, dtype: type) -> torch.Tensor:
+        found: NDArray[Any] = np.zeros((len(ids), width, rows.shape[1]), dtype)
+        for place, number in enumerate(ids):
+            own = rows[self._rows.span(int(number))]
+            found[place, : len(own)] = own
+        return torch.from_numpy(found)

@@ -1,0 +1,219 @@
+"""Samples that are texts, or the windows texts are cut into: with a class, with tags, or of a language model.
+
+Each batch is padded to its longest sample, rounded up to a small multiple. A window of a classified text has the class
+of its text; `Spans.parents` says which text that is, and `plimsoll.data.samples.pooling` makes one prediction of the
+windows'. Token augmentation is applied as samples are read. NOT covered: several classes per text.
+
+Shapes: B samples of the batch, T tokens of the longest, N tokens of all.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from plimsoll.data.batches.augment import TokenAugmentation
+from plimsoll.data.samples import ragged
+from plimsoll.data.samples.spans import Spans, select_spans
+from plimsoll.data.samples.tags import INSIDE_WORD
+from plimsoll.data.samples.windows import IGNORED_LABEL, Samples
+from plimsoll.data.text.held_out import choice_name, held_out
+from plimsoll.data.tokens.store import TokenStore
+from plimsoll.errors import DataError
+from plimsoll.files.checksums import require_runs
+
+
+class DocumentDataset(Samples):
+    """One sample per span of a text.
+
+    Args:
+        spans: the texts, or their windows.
+        labels: the class of every text, or ``None`` for language modelling: each token that no earlier window of the
+            text has predicted is its own label, for a model that shifts the labels. Or the labels of the tokens.
+        pad_id: the token that fills the rows of a batch.
+        pad_multiple: rows are padded to a multiple of it, and to no more than the longest span may have. ``None``: 8,
+            4, 2 or 1, the largest that adds no more than 3 % to the tokens.
+        augmentation: what is done to the tokens of each sample, anew in each epoch. In language modelling, masked
+            tokens are still predicted as what they were.
+
+    Raises:
+        DataError: if ``token_function`` is to augment texts for language modelling.
+    """
+
+    def __init__(
+        self,
+        spans: Spans,
+        labels: NDArray[np.integer[Any]] | TokenLabels | None,
+        pad_id: int,
+        pad_multiple: int | None = None,
+        augmentation: TokenAugmentation | None = None,
+    ) -> None:
+        self._labels = labels if isinstance(labels, np.ndarray) else None
+        self._token_labels = None if isinstance(labels, np.ndarray) else labels
+        assert self._labels is None or len(spans.store.ends) == len(self._labels), (len(spans.store.ends), labels)
+        if self._labels is None and augmentation is not None and augmentation.config.token_function is not None:
+            raise DataError(
+                f"token_function {augmentation.config.token_function} changes texts of which every token is a label, "
+                f"and cannot say how these go with it: use `function`, which changes the text itself"
+            )
+        self.spans, self._augmentation = spans, augmentation
+        self.sequence_length = spans.sequence_length
+        self.pad_multiple = pad_multiple or ragged.pad_multiple_for(spans.lengths(ragged.some_ids(len(spans))))
+        self.padding = {"input_ids": pad_id, "attention_mask": 0} | (
+            {"labels": IGNORED_LABEL} if self._labels is None else {}
+        )
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    @property
+    def fingerprint(self) -> str:
+        """A name that differs where the samples do."""
+        names = self._token_labels and self._token_labels.names
+        labels = names if self._labels is None else zlib.crc32(np.ascontiguousarray(self._labels).data)
+        config = self._augmentation and self._augmentation.config
+        return f"{self.spans.folder.name} {labels} {config} {self.padding}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_labels": _Mapped.of(self._labels)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        labels = state["_labels"]
+        self.__dict__ |= state | {"_labels": labels.opened() if isinstance(labels, _Mapped) else labels}
+
+    def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
+        """Return ``input_ids`` and ``attention_mask`` (B, T), and ``labels``: (B,) of texts, (B, T) of tokens."""
+        tokens_N, lengths_B = self.spans.rows(ids)
+        labels_N = self._own_labels(tokens_N, lengths_B, ids) if self._labels is None else None
+        if self._augmentation is not None:
+            begins_N = None if self._token_labels is None else self._token_labels.begins(self.spans, ids)
+            changed = self._augmentation.apply(tokens_N, labels_N, lengths_B, ids, epoch, begins_N)
+            tokens_N, labels_N, lengths_B = changed
+        inside_BT = ragged.inside(lengths_B, self.padded_length(int(lengths_B.max())))
+        input_ids_BT = ragged.padded(tokens_N, inside_BT, self.padding["input_ids"])
+        if self._labels is not None:
+            labels = self._labels[self.spans.parents(ids)].astype(np.int64)
+        elif labels_N is not None:
+            labels = ragged.padded(labels_N, inside_BT, IGNORED_LABEL)
+        return {
+            "input_ids": torch.from_numpy(input_ids_BT),
+            "attention_mask": torch.from_numpy(inside_BT.astype(np.int64)),
+            "labels": torch.from_numpy(labels),
+        }
+
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of each sample (B,), before augmentation."""
+        return self.spans.lengths(ids)
+
+    @property
+    def windows(self) -> Spans | None:
+        """What says of which text each window is; ``None`` where every sample is a text."""
+        return None if self.spans.are_texts else self.spans
+
+    def parents(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the text that each sample is of (B,)."""
+        return self.spans.parents(ids)
+
+    def _own_labels(
+        self, tokens_N: NDArray[np.int64], lengths_B: NDArray[np.int64], ids: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        if self._token_labels is not None:
+            return self._token_labels.of(self.spans, ids)
+        num_known_N = np.repeat(self.spans.num_known(ids), lengths_B)
+        return np.where(ragged.positions(lengths_B) < num_known_N, IGNORED_LABEL, tokens_N)
+
+
+class TokenLabels:
+    """The labels of the tokens of a store, with the numbers that a model has for them; picklable.
+
+    Where windows of a long text overlap, a word has its label in one of them only: that in which it is farther from an
+    edge. So each word counts once, in training and in evaluation, and with what is known of both its sides.
+
+    Args:
+        store: tokens of words with tags.
+        names: the tags in the order of their numbers, among them all of the store.
+    """
+
+    def __init__(self, store: TokenStore, names: Sequence[str]) -> None:
+        assert store.labels is not None, store.folder
+        self._store, self.names = store, tuple(names)
+        self._labels: NDArray[Any] = np.asarray(store.labels)  # looked at where they are read
+        self._numbers = np.array([self.names.index(name) for name in store.tag_names], np.int64)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenLabels, (self._store, self.names)
+
+    def of(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the label of each token of some spans, end to end (N,); -100 where another span has it, or none."""
+        starts_B, lengths_B = spans.places(ids)
+        require_runs(self._store.labels, starts_B, starts_B + lengths_B)
+        labels_N = self._labels[ragged.places(starts_B, lengths_B)]
+        is_own_N = labels_N >= 0
+        if not spans.are_texts:
+            places_N = ragged.positions(lengths_B)
+            first_B, stop_B = spans.own_ranges(ids)
+            is_own_N &= (places_N >= np.repeat(first_B, lengths_B)) & (places_N < np.repeat(stop_B, lengths_B))
+        own_N = np.where(is_own_N, self._numbers[np.maximum(labels_N, 0)], IGNORED_LABEL)
+        return spans.template.around(own_N, lengths_B, IGNORED_LABEL)[0]
+
+    def begins(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which tokens of some spans, end to end (N,), begin a word, or stand by themselves as special ones do.
+
+        The first token of a window does, also where it is inside of one.
+        """
+        starts_B, lengths_B = spans.places(ids)
+        require_runs(self._store.labels, starts_B, starts_B + lengths_B)
+        begins_N = self._labels[ragged.places(starts_B, lengths_B)] != INSIDE_WORD
+        begins_N[ragged.positions(lengths_B) == 0] = True
+        return spans.template.around(begins_N, lengths_B, True)[0]
+
+
+def split_by_text(spans: Spans, share: float, seed: int, is_drawn: bool = True) -> tuple[Spans, Spans]:
+    """Hold out ``share`` of the texts with all their windows, so that no text is on both sides.
+
+    Whole texts can be split with `plimsoll.data.samples.windows.split`, which writes nothing; this keeps two tables.
+
+    Args:
+        spans: the windows of all texts.
+        share: from 0 (not included) to less than 1; the texts are those that `split` holds out.
+        seed: another seed draws other texts.
+        is_drawn: draw them; else they are the last ones.
+
+    Returns:
+        the spans for training, and those for validation.
+
+    Raises:
+        DataError: if a share is to be held out of fewer than 2 texts.
+        OutputError: if the cache cannot be written.
+    """
+    num_texts = len(spans.store.ends)
+    is_held_out, name = held_out(num_texts, share, seed, is_drawn), choice_name(num_texts, share, seed, is_drawn)
+    return (
+        select_spans(spans, f"train-{name}", lambda texts: ~is_held_out(texts)),
+        select_spans(spans, f"validation-{name}", is_held_out),
+    )
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """Where a memory-mapped array is, which is what its pickle should hold."""
+
+    path: str
+    dtype: np.dtype[Any]
+    offset_bytes: int
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, array: NDArray[Any] | None) -> _Mapped | NDArray[Any] | None:
+        if not isinstance(array, np.memmap):
+            return array
+        return cls(str(array.filename), array.dtype, array.offset, array.shape)
+
+    def opened(self) -> NDArray[Any]:
+        return np.memmap(self.path, self.dtype, "r", self.offset_bytes, self.shape)

@@ -1,0 +1,259 @@
+"""Tokens as samples: what every dataset here offers, fixed windows of a token stream, and splits.
+
+A dataset has a length and `batch(ids)`, one vectorised gather from the memory map; nothing is kept in memory. It is an
+ordinary map-style ``torch.utils.data`` dataset too, with the `collate` its samples need. The held-out share is drawn by
+a keyed permutation, so a split of any size is two small objects, not two lists. Texts one by one, also cut at the
+borders of sentences, are in `plimsoll.data.samples.texts`; rows of whole texts, which no attention crosses, in
+`plimsoll.data.samples.packing`. NOT covered: which samples make a batch (`plimsoll.data.batches.batching`).
+
+Shapes: B samples of the batch, T tokens of a sample.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from plimsoll.data.batches.order import BlockShuffle, Order, Unshuffled
+from plimsoll.data.samples.spans import checked_stride, num_windows, refuse_no_window
+from plimsoll.data.text.held_out import num_held_out
+from plimsoll.data.tokens.store import Tokens
+from plimsoll.files.checksums import require_runs
+
+IGNORED_LABEL = -100  # the default `ignore_index` of torch.nn.functional.cross_entropy: a token that is not predicted
+
+
+class Dataset(Protocol):
+    """Samples by number, in batches."""
+
+    def __len__(self) -> int:
+        """Return how many samples there are."""
+        ...
+
+    def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
+        """Return the samples ``ids`` stacked field by field, the batch first; ``epoch`` chooses the augmentation."""
+        ...
+
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of each sample: what decides how wide a batch is."""
+        ...
+
+
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]], ABC):
+    """What makes an ordinary ``torch.utils.data`` dataset of `batch`: samples one by one, in lists, and `collate`.
+
+    ``DataLoader(dataset, batch_size=8, collate_fn=dataset.collate)`` gives the batches that `batch` gives.
+
+    ``padding`` says what fills each field of a row up to `padded_length`; without it all rows are of one length.
+    """
+
+    block_samples = BlockShuffle.block_samples  # neighbours that are read at once, in an order by blocks
+    reads_fast = True  # from a memory map: a worker process would take longer to hand a batch over
+    sequence_length: int
+    pad_multiple = 1
+    padding: Mapping[str, int] = MappingProxyType({})
+    epoch = 0
+
+    @property
+    def num_truncated(self) -> int:
+        """How many samples were truncated as they were read; of what is prepared once it is known before."""
+        return 0
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return how many samples there are."""
+
+    @abstractmethod
+    def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
+        """Return the samples ``ids`` stacked field by field, the batch first; ``epoch`` chooses the augmentation."""
+
+    @abstractmethod
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of each sample, before augmentation."""
+
+    def padded_length(self, longest: int) -> int:
+        """Return how long the rows of a batch are whose longest sample has ``longest`` tokens."""
+        return min(-(-longest // self.pad_multiple) * self.pad_multiple, self.sequence_length)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the augmentation of the samples that are fetched one by one; call it before each epoch."""
+        self.epoch = epoch
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, torch.Tensor]]:
+        """Return some samples without padding; a negative number counts from the end."""
+        valid = range(len(self))
+        batch = self.batch(np.array([valid[number] for number in numbers], np.int64), self.epoch)
+        lengths = batch["attention_mask"].sum(1).tolist() if self.padding else [self.sequence_length] * len(numbers)
+        return [
+            {name: field[row, :length] if name in self.padding else field[row] for name, field in batch.items()}
+            for row, length in enumerate(lengths)
+        ]
+
+    def collate(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Pad and stack single samples to the batch that `batch` would make of them."""
+        length = self.padded_length(max(len(sample["input_ids"]) for sample in samples))
+        return {
+            name: torch.stack([self._padded(name, sample[name], length) for sample in samples]) for name in samples[0]
+        }
+
+    def _padded(self, name: str, field: torch.Tensor, length: int) -> torch.Tensor:
+        if name not in self.padding:
+            return field
+        return torch.nn.functional.pad(field, (0, length - len(field)), value=self.padding[name])
+
+
+class WindowDataset(Samples):
+    """All texts laid end to end, the end token after each, cut into windows of ``sequence_length`` tokens.
+
+    With a ``stride`` below the length, windows overlap: a token has the longer left context of the later window, and
+    the label -100 where an earlier window predicts it, so that all tokens but the first are predicted exactly once.
+
+    Args:
+        store: the texts.
+        sequence_length: the tokens of a window.
+        stride: from the begin of a window to the next, from 1 to ``sequence_length``, which is the default.
+
+    Raises:
+        DataError: if the text does not fill one window, or the stride is out of range.
+    """
+
+    def __init__(self, store: Tokens, sequence_length: int, stride: int | None = None) -> None:
+        self.stride = checked_stride(stride, sequence_length)
+        self.sequence_length, self._store = sequence_length, store
+        num_tokens = len(store.tokens)
+        refuse_no_window(num_tokens, sequence_length)
+        self._num_windows = num_windows(num_tokens, sequence_length, stride)
+        self._windows: NDArray[Any] | None = None  # of tokens that lie end to end, each of them in one piece
+        if isinstance(store.tokens, np.ndarray):
+            tokens = np.asarray(store.tokens)
+            self._windows = np.lib.stride_tricks.sliding_window_view(tokens, sequence_length)[:: self.stride]
+        self.num_dropped_tokens = num_tokens - sequence_length - (self._num_windows - 1) * self.stride
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WindowDataset, (self._store, self.sequence_length, self.stride)
+
+    def __len__(self) -> int:
+        return self._num_windows
+
+    @property
+    def fingerprint(self) -> str | None:
+        """A name that differs where the samples do; ``None`` where the tokens are in no store."""
+        folder = getattr(self._store, "folder", None)
+        return None if folder is None else f"{folder.name} {self.sequence_length} {self.stride}"
+
+    def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
+        """Return ``input_ids`` and ``labels`` (B, T), for a model that shifts the labels."""
+        if self._windows is not None:
+            require_runs(self._store.tokens, ids * self.stride, ids * self.stride + self.sequence_length)
+            tokens_BT = self._windows[ids]
+        else:
+            tokens_BT = self._store.tokens[(ids * self.stride)[:, None] + np.arange(self.sequence_length)]
+        input_ids_BT = torch.from_numpy(tokens_BT.astype(np.int64))
+        labels_BT = input_ids_BT.clone()  # a tensor of their own: a model may mask its inputs in place
+        num_repeated = self.sequence_length - self.stride
+        labels_BT[torch.from_numpy(ids > 0), :num_repeated] = IGNORED_LABEL
+        return {"input_ids": input_ids_BT, "labels": labels_BT}
+
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return ``sequence_length`` for each."""
+        return np.full(len(ids), self.sequence_length)
+
+
+class Selection:
+    """Some samples of a dataset in an order: ``selection[positions]`` are their numbers. Takes no memory."""
+
+    def __init__(self, order: Order | Unshuffled, start: int, stop: int) -> None:
+        self._order, self._start, self._stop = order, start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @property
+    def identity(self) -> tuple[str | int, ...]:
+        """What tells this selection from others of as many samples."""
+        return *self._order.identity, self._start, self._stop
+
+    def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._order.at(0, positions + self._start)
+
+
+class Subset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """The selected samples of a dataset, as a dataset."""
+
+    def __init__(self, dataset: Samples, ids: Selection | NDArray[np.int64]) -> None:
+        self._dataset, self._ids = dataset, ids
+        self.reads_fast, self.pad_multiple = dataset.reads_fast, dataset.pad_multiple
+        self.sequence_length, self.block_samples = dataset.sequence_length, dataset.block_samples
+
+    @property
+    def num_truncated(self) -> int:
+        """How many samples were truncated as they were read, of the whole dataset."""
+        return self._dataset.num_truncated
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """A name that differs where the samples do; ``None`` if the dataset does not know it."""
+        of_all, some = getattr(self._dataset, "fingerprint", None), self._ids
+        chosen = some.identity if isinstance(some, Selection) else zlib.crc32(np.ascontiguousarray(some).data)
+        return None if of_all is None else f"{of_all} {chosen}"
+
+    def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
+        """Return the samples at these positions of the selection."""
+        return self._dataset.batch(self._ids[ids], epoch)
+
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of the samples at these positions of the selection."""
+        return self._dataset.lengths(self._ids[ids])
+
+    def padded_length(self, longest: int) -> int:
+        """As `Samples.padded_length`."""
+        return self._dataset.padded_length(longest)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `Samples.set_epoch`."""
+        self._dataset.set_epoch(epoch)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, torch.Tensor]]:
+        """As `Samples.__getitems__`."""
+        valid = range(len(self))
+        return self._dataset.__getitems__(self._ids[np.array([valid[number] for number in numbers])].tolist())
+
+    def collate(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """As `Samples.collate`."""
+        return self._dataset.collate(samples)
+
+
+def split(num_samples: int, share: float, seed: int, is_drawn: bool = True) -> tuple[Selection, Selection]:
+    """Choose ``share`` of the samples for validation; return the (train, validation) selections, which share no sample.
+
+    Args:
+        num_samples: the length of the dataset.
+        share: from 0 to less than 1; with more than 0 at least one sample is held out, and at least one stays.
+        seed: another seed draws other samples.
+        is_drawn: draw them, and let all come in a drawn order; else they are the last ones, and neighbours stay so.
+
+    Raises:
+        DataError: if a share is to be held out of fewer than 2 samples.
+    """
+    num_validation = num_held_out(num_samples, share)
+    if not is_drawn:
+        as_is, num_training = Unshuffled(num_samples, seed), num_samples - num_validation
+        return Selection(as_is, 0, num_training), Selection(as_is, num_training, num_samples)
+    order = Order(num_samples, seed)
+    return Selection(order, num_validation, num_samples), Selection(order, 0, num_validation)

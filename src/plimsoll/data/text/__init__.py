@@ -1,0 +1,1 @@
+"""Files of text, indexed where they are or converted once, and read at random."""

@@ -1,0 +1,352 @@
+"""Makes files that can be indexed of what cannot: compressed files, archives, lists of JSON, tables, data sets.
+
+Each is converted once, into a folder of the cache: a compressed file to what it holds, an archive to its files, a list
+of JSON objects to JSON lines, a table to the store `plimsoll.data.formats.packed`. All stream, so memory is bounded;
+what is not whole leaves nothing behind. Formats are told by the names of files, those of compressed ones without
+``.gz`` and its like (`plimsoll.data.text.unpack`). Sources beyond files are a `datasets.Dataset`, a folder written by
+its ``save_to_disk``, and ``hf:NAME[:CONFIG[:SPLIT]]``, which goes through `datasets.load_dataset` (``hf:imdb::test``
+has no configuration; without a split it is ``train``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
+
+from plimsoll.data.formats import Reading, packed
+from plimsoll.data.formats.helpers.records import HEAD_BYTES
+from plimsoll.data.formats.helpers.scanning import read_head, text_begin
+from plimsoll.data.text.json_shapes import field_of_rows
+from plimsoll.data.text.json_values import are_lines, json_lines
+from plimsoll.data.text.sources import SourceFile, SourceFiles, find_files
+from plimsoll.data.text.unpack import Torn, chunks_of, is_archive, members_of, plain_chunks, uncompressed
+from plimsoll.errors import DataError
+from plimsoll.files.addresses import is_remote
+from plimsoll.files.checksums import Damaged, require_whole
+from plimsoll.files.identity import changes_of, identity_of
+from plimsoll.files.remote import Told, descriptor_of, held, is_copy, name_of
+from plimsoll.files.store import Facts, Progress, require_space, stored
+from plimsoll.records.job import HUB_PREFIX
+
+if TYPE_CHECKING:
+    from plimsoll.data.text.tables import Table
+
+_SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_TABLES = ("parquet", "arrow")
+_LINES_FILE = "data.jsonl"
+
+
+class PlainFile(NamedTuple):
+    """A file that can be indexed; ``name`` is what the user calls it, ``path`` where its bytes are.
+
+    ``skipped`` are the rows that were left out where it was converted (the first 100), ``num_skipped`` how many;
+    ``tags`` of its words and how often each occurs.
+    """
+
+    name: str
+    path: str
+    num_bytes: int
+    mtime_ns: int
+    is_named: bool
+    format: str
+    skipped: tuple[str, ...] = ()
+    num_skipped: int = 0
+    tags: tuple[tuple[str, int], ...] = ()
+
+
+class PlainFiles(NamedTuple):
+    """The files that can be indexed, and the name of all that was found and is not read, with the reason.
+
+    ``num_hidden`` files and folders are hidden.
+    """
+
+    files: list[PlainFile]
+    left_out: dict[str, str]
+    num_hidden: int
+
+
+def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress) -> PlainFiles:
+    """Return the files of all sources in the order of their paths, then the data sets; converted where needed.
+
+    Raises:
+        DataError: if a source is missing or cannot be read.
+        OutputError: if the cache cannot be written.
+    """
+    of_datasets = [source for source in sources if _is_dataset(source)]
+    paths = tuple(str(source) for source in sources if not _is_dataset(source))
+    skips = reading.on_error == "skip"
+    files, left_out, num_hidden = find_files(paths, cache / "copies", skips) if paths else SourceFiles([], {})
+    total_bytes = sum(file.num_bytes for file in files if reading.is_tagged or is_converted(file.path))
+    converting = _Converting(reading, cache, _Report(progress, total_bytes), left_out)
+    plain: list[PlainFile] = []
+    for file in files:
+        try:
+            plain += converting.plain(file, name_of(file.path))
+        except Damaged:  # of the cache, so that no text is at fault
+            raise
+        except DataError as error:
+            if not skips:
+                raise
+            left_out[name_of(file.path)] = str(error)
+        converting.report.end(file)
+    plain += [_of_dataset(source, reading, cache, progress) for source in of_datasets]
+    return PlainFiles(plain, left_out, num_hidden)
+
+
+class _Report:
+    """Adds up what is converted and passes it on."""
+
+    def __init__(self, progress: Progress, total_bytes: int) -> None:
+        self._progress, self._total_bytes, self._before_bytes = progress, total_bytes, 0
+        self._shown_bytes = 0
+
+    def show(self, done_bytes: int) -> None:
+        """Say how far the present file is, or what it holds, which begins anew."""
+        self._shown_bytes = max(self._shown_bytes, min(self._before_bytes + done_bytes, self._total_bytes))
+        self._progress("convert", self._shown_bytes, self._total_bytes)
+
+    def copied(self, num_bytes: int) -> None:
+        """Say how much has come of the present file, which is elsewhere."""
+        self._progress("copy", min(self._before_bytes + num_bytes, self._total_bytes), self._total_bytes)
+
+    def end(self, file: SourceFile) -> None:
+        """Go on to the next file."""
+        self._before_bytes += file.num_bytes
+
+
+def format_of(path: str) -> str:
+    """Return the format that the name of a file means."""
+    return _SUFFIXES.get(os.path.splitext(uncompressed(path))[1].lower(), "text")
+
+
+def is_converted(path: str) -> bool:
+    """Return whether the file of this name is no text or table of lines, so that a part of its bytes says nothing."""
+    return uncompressed(path) != path or is_archive(path) or format_of(path) in {*_TABLES, "json"}
+
+
+def _is_dataset(source: Any) -> bool:
+    if not isinstance(source, str | os.PathLike):
+        return True
+    saved = (Path(source, "dataset_dict.json"), Path(source, "state.json"))
+    if is_remote(str(source)):
+        return False
+    return str(source).startswith(HUB_PREFIX) or any(path.is_file() for path in saved)
+
+
+class _Converting:
+    """Converts files, or finds what was made of them; ``left_out`` is added to."""
+
+    def __init__(self, reading: Reading, cache: Path, report: _Report, left_out: dict[str, str]) -> None:
+        self._reading, self._cache, self.report, self._left_out = reading, cache, report, left_out
+
+    def plain(self, file: SourceFile, name: str) -> list[PlainFile]:
+        """Return the files to index of a file, or of what it holds; ``name`` is what it is called."""
+        form = format_of(name)
+        if not file.num_bytes or not (self._reading.is_tagged or is_converted(name)):
+            return [PlainFile(name, file.path, file.num_bytes, file.mtime_ns, file.named, form)]
+        if uncompressed(name) != name:
+            inner = "data" + os.path.splitext(uncompressed(name))[1].lower()
+            file = self._made("plain", file, inner, partial(self._decompress, source=file, called=name, inner=inner))
+        if is_archive(name):
+            return self._members(file, name)
+        if form == "json":
+            form, file = "jsonl", self._lines(file, name)
+        if form not in _TABLES and not self._reading.is_tagged:
+            return [PlainFile(name, file.path, file.num_bytes, file.mtime_ns, file.named, form)]
+        folder = self._cache / f"packed-{_hash([_states(file), _asked(self._reading)])}"
+        pack = self._pack_tagged if self._reading.is_tagged else self._pack
+        facts = stored(folder, partial(pack, path=file.path, name=name, form=form))
+        path = str((folder / packed.TEXTS_FILE).absolute())
+        return [_as_plain(name, path, file.named, _form_of_store(self._reading), facts)]
+
+    def _lines(self, file: SourceFile, name: str) -> SourceFile:
+        """Return the JSON lines of a file: itself, or what is made of it."""
+        os.close(descriptor_of(file.path, self.report.copied))
+        if are_lines(read_head(file.path, HEAD_BYTES)):
+            return file
+        # An object is a row or holds the rows, by what is asked for.
+        asked = (self._reading.columns, self._reading.is_tagged)
+        return self._made("lines", file, _LINES_FILE, partial(self._list_lines, source=file, called=name), asked)
+
+    def _made(
+        self, kind: str, source: SourceFile, name: str, write: Callable[[Path], Facts], asked: tuple[Any, ...] = ()
+    ) -> SourceFile:
+        """Return the file of a store that is made of another file."""
+        folder = self._cache / f"{kind}-{_hash([*_states(source), *asked])}"
+        stored(folder, write)
+        return _source(folder / name, source.named)
+
+    def _members(self, file: SourceFile, name: str) -> list[PlainFile]:
+        """Return the files to index of an archive."""
+        folder = self._cache / f"archive-{_hash(_states(file))}"
+        facts = stored(folder, partial(self._unpack, source=file, called=name))
+        self._left_out |= {f"{name}/{inner}": why for inner, why in facts["left_out"]}
+        named = file.named and len(facts["members"]) == 1
+        return [
+            plain
+            for inner, stored_name in facts["members"]
+            for plain in self.plain(_source(folder / stored_name, named), f"{name}/{inner}")
+        ]
+
+    def _decompress(self, folder: Path, source: SourceFile, called: str, inner: str) -> Facts:
+        """Write what a compressed file holds."""
+        with _unpacking(called), open(descriptor_of(source.path, self.report.copied), "rb") as compressed:
+            self._write(folder / inner, chunks_of(called, compressed), source, compressed)
+        return {}
+
+    def _unpack(self, folder: Path, source: SourceFile, called: str) -> Facts:
+        """Write the files that an archive holds; return what they are called in it, and where they are."""
+        members: list[tuple[str, str]] = []
+        left_out: list[tuple[str, str]] = []
+        _require_whole(source.path)
+        with _unpacking(called), open(descriptor_of(source.path, self.report.copied), "rb") as archive:
+            for name, chunks, why in members_of(archive, uncompressed(called)):
+                if chunks is None or is_archive(name):
+                    left_out.append((name, why or "it is an archive in an archive: unpack it"))
+                    continue
+                stored_name = f"{len(members)}{os.path.splitext(uncompressed(name))[1].lower()}"
+                self._write(folder / stored_name, chunks, source, archive)
+                members.append((name, stored_name))
+        return {"members": sorted(members), "left_out": left_out}
+
+    def _list_lines(self, folder: Path, source: SourceFile, called: str) -> Facts:
+        """Write a list of JSON objects, which one object may hold, as JSON lines."""
+        _require_whole(source.path)
+        try:
+            text_begin(source.path)
+            with open(descriptor_of(source.path), "rb") as file:
+                field = field_of_rows(plain_chunks(file), self._reading)
+                file.seek(0)
+                lines = json_lines(plain_chunks(file), self._reading.max_text_bytes, field)
+                self._write(folder / _LINES_FILE, lines, source, file)
+        except DataError as error:
+            raise DataError(f"cannot use {called} as text: {error}") from None
+        return {}
+
+    def _write(self, path: Path, chunks: Iterator[bytes], source: SourceFile, file: IO[bytes]) -> None:
+        """Write what is read of a source into a file, as long as the disk looks as if it will hold it."""
+        with path.open("wb") as plain:
+            for chunk in chunks:
+                plain.write(chunk)
+                done_bytes = file.tell()
+                self.report.show(done_bytes)
+                left_share = max(source.num_bytes / max(done_bytes, 1) - 1, 0)
+                require_space(path.parent, int(left_share * plain.tell()))
+
+    def _pack(self, folder: Path, path: str, name: str, form: str) -> Facts:
+        from plimsoll.data.text.tables import pack
+
+        _require_whole(path)
+        with _table(path, name, form, self.report.copied) as table:
+            return pack(folder, table, self._reading, self.report.show)
+
+    def _pack_tagged(self, folder: Path, path: str, name: str, form: str) -> Facts:
+        from plimsoll.data.samples.sentences import conll_sentences, json_sentences, pack_sentences, table_sentences
+
+        if uncompressed(name).lower().endswith(".csv"):
+            raise DataError(
+                f"{name} is csv, whose cells hold no lists of words: write it as JSON lines, or with a word and its "
+                "tag in each line, separated by a tab, as .conll"
+            )
+        _require_whole(path)
+        if form not in _TABLES:
+            os.close(descriptor_of(path, self.report.copied))
+            read = json_sentences if form == "jsonl" else conll_sentences
+            try:
+                return pack_sentences(folder, read(path, self._reading), name, self._reading, self.report.show)
+            except OSError as error:
+                raise DataError(
+                    f"cannot read {name} ({error.strerror}): check the disk, or leave the file out"
+                ) from None
+        with _table(path, name, form, self.report.copied) as table:
+            return pack_sentences(
+                folder, table_sentences(table, self._reading), table.name, self._reading, self.report.show
+            )
+
+
+def _require_whole(path: str) -> None:
+    """Look at a file that was made of another, in the cache."""
+    if not is_copy(path):
+        require_whole(Path(path))
+
+
+def _source(path: Path, named: bool) -> SourceFile:
+    status = os.stat(path)
+    return SourceFile(str(path.absolute()), status.st_size, status.st_mtime_ns, named)
+
+
+def _as_plain(name: str, path: str, is_named: bool, form: str, facts: Facts) -> PlainFile:
+    status = os.stat(path)
+    skipped, num_skipped = tuple(facts.get("skipped", ())), facts.get("num_skipped", 0)
+    tags = tuple((tag, count) for tag, count in facts.get("tags", ()))
+    return PlainFile(name, path, status.st_size, status.st_mtime_ns, is_named, form, skipped, num_skipped, tags)
+
+
+def _asked(reading: Reading) -> tuple[Any, ...]:
+    """Return what of a reading says what a table is converted to."""
+    asked = (reading.columns, reading.label, reading.on_error, reading.max_text_bytes)
+    return (*asked, "tagged") if reading.is_tagged else asked
+
+
+def _form_of_store(reading: Reading) -> str:
+    return "tagged" if reading.is_tagged else "packed"
+
+
+def _states(file: SourceFile) -> list[Any]:
+    return [identity_of([file]), changes_of([file])]
+
+
+def _hash(identity: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(repr(identity).encode())[:16]
+
+
+@contextmanager
+def _unpacking(called: str) -> Iterator[None]:
+    try:
+        yield
+    except Torn as error:
+        raise DataError(f"cannot unpack {called}: {error}; download or write it again, or leave it out") from None
+
+
+@contextmanager
+def _table(path: str, name: str, form: str, told: Told) -> Iterator[Table]:
+    """Open a table, which may be a copy: it stays while it is read."""
+    from plimsoll.data.text.tables import open_arrow, open_parquet
+
+    with held(path, told), (open_parquet if form == "parquet" else open_arrow)(path, name) as table:
+        yield table
+
+
+def _of_dataset(source: Any, reading: Reading, cache: Path, progress: Progress) -> PlainFile:
+    from plimsoll.data.text.tables import load_dataset, open_dataset, pack
+
+    dataset, name = load_dataset(source)
+    table = open_dataset(dataset, name)
+
+    def write(folder: Path) -> Facts:
+        def show(done_bytes: int) -> None:
+            progress("convert", done_bytes, table.num_bytes)
+
+        if not reading.is_tagged:
+            return pack(folder, table, reading, show)
+        from plimsoll.data.samples.sentences import pack_sentences, table_sentences
+
+        return pack_sentences(folder, table_sentences(table, reading), name, reading, show)
+
+    folder = cache / f"packed-{_hash([dataset._fingerprint, _asked(reading)])}"
+    facts = stored(folder, write)
+    return _as_plain(name, str((folder / packed.TEXTS_FILE).absolute()), True, _form_of_store(reading), facts)

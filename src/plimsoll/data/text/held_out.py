@@ -1,0 +1,268 @@
+"""Which texts are held out, the others as a stream of their own, and texts that are on both sides all the same.
+
+Held out are whole texts, drawn or the last ones. Of texts that are laid end to end those of each side are laid end to
+end by themselves: `ChosenTexts` are the tokens of a store as if it had no others, by a table of where they come from
+(16 bytes for each run of neighbours, and 8 a text), memory-mapped. A text that stands on both sides, word for word, is
+found by a hash of its characters. NOT covered: texts that are nearly the same.
+
+Shapes: D texts, N tokens, R runs of neighbours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from plimsoll.data.batches.order import Order
+from plimsoll.data.text.corpus import Corpus
+from plimsoll.data.tokens.store import TokenStore
+from plimsoll.errors import DataError
+from plimsoll.files.checksums import require_whole
+from plimsoll.files.store import Facts, kept_facts, stored
+from plimsoll.records.job import Job
+
+Ints = NDArray[np.int64]
+IsHeldOut = Callable[[Ints], NDArray[np.bool_]]
+
+_RECIPE = 1  # raise it when the same choice gives other tokens
+_PLACES_FILE, _SHIFTS_FILE, _ENDS_FILE = "places.bin", "shifts.bin", "ends.bin"
+_TEXTS_PER_PASS = 1 << 18
+_MOST_COMPARED = 1 << 20  # of the held-out texts; 8 MiB of hashes
+
+
+def num_held_out(num_samples: int, share: float) -> int:
+    """Return how many samples a share is: with more than 0 at least one, and at least one is left.
+
+    Raises:
+        DataError: if a share is to be held out of fewer than 2 samples.
+    """
+    if share and num_samples < 2:
+        raise DataError(
+            f"cannot hold out a share of {share:g} of {num_samples} sample: give more text, a shorter sequence_length, "
+            f"or a file for data.validation"
+        )
+    return min(max(round(num_samples * share), 1), num_samples - 1) if share else 0
+
+
+def held_out(num_texts: int, share: float, seed: int, is_drawn: bool = True) -> IsHeldOut:
+    """Return what says which texts are held out: those that `plimsoll.data.samples.windows.split` holds out.
+
+    Args:
+        num_texts: how many there are.
+        share: of them, more than 0.
+        seed: another seed draws others.
+        is_drawn: draw them; else they are the last ones.
+
+    Raises:
+        DataError: if there are fewer than 2.
+    """
+    if num_texts < 2:
+        raise DataError(
+            f"cannot hold out a share of {share:g} of {num_texts} text, for windows of a text stay on one side: set "
+            f"data.unit=line or data.unit=paragraph if it has several, or give a file for data.validation"
+        )
+    num_validation = num_held_out(num_texts, share)
+    if not is_drawn:
+        return lambda texts: texts >= num_texts - num_validation
+    order = Order(num_texts, seed)
+    return lambda texts: order.positions(0, texts) < num_validation
+
+
+def choice_name(num_texts: int, share: float, seed: int, is_drawn: bool) -> str:
+    """Return what tells this choice from others, to be kept under."""
+    return f"{num_held_out(num_texts, share)}-{seed if is_drawn else 'last'}"
+
+
+class ChosenTexts:
+    """Some texts of a store as `plimsoll.data.tokens.store.Tokens`; picklable."""
+
+    def __init__(self, store: TokenStore, folder: Path) -> None:
+        facts = kept_facts(folder, "chosen texts")
+        require_whole(folder)
+        self.store, self.folder = store, folder
+        places, shifts = (np.asarray(np.memmap(folder / name, np.int64, "r")) for name in (_PLACES_FILE, _SHIFTS_FILE))
+        self.tokens = _Joined(store.tokens, places, shifts, facts["num_tokens"])
+        self.ends: Ints = np.memmap(folder / _ENDS_FILE, np.int64, "r")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChosenTexts, (self.store, self.folder)
+
+
+class _Joined:
+    """The tokens of runs end to end: where each begins among them (R,), and how much farther on it is in the store."""
+
+    def __init__(self, tokens: NDArray[Any], places: Ints, shifts: Ints, num_tokens: int) -> None:
+        self._tokens, self._places, self._shifts, self._num_tokens = tokens, places, shifts, num_tokens
+        self.dtype = tokens.dtype
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def __getitem__(self, places: Ints) -> NDArray[Any]:
+        runs = np.searchsorted(self._places, places, "right") - 1
+        tokens: NDArray[Any] = self._tokens[places + self._shifts[runs]]
+        return tokens
+
+
+def choose_texts(store: TokenStore, name: str, is_chosen: IsHeldOut) -> ChosenTexts:
+    """Lay some texts of a store end to end; kept in the cache beside it.
+
+    Args:
+        store: the texts.
+        name: what the choice is kept under: the same for the same choice.
+        is_chosen: which of these texts (given by their numbers) are wanted.
+
+    Raises:
+        OutputError: if the cache cannot be written.
+    """
+
+    def write(folder: Path) -> Facts:
+        num_tokens = last_stop = 0
+        with ExitStack() as files:
+            names = (_PLACES_FILE, _SHIFTS_FILE, _ENDS_FILE)
+            places_file, shifts_file, ends_file = (files.enter_context((folder / name).open("wb")) for name in names)
+            for first in range(0, len(store.ends), _TEXTS_PER_PASS):
+                texts_D = np.arange(first, min(first + _TEXTS_PER_PASS, len(store.ends)))
+                texts_D = texts_D[is_chosen(texts_D)]
+                if not len(texts_D):
+                    continue
+                starts_D, stops_D = np.where(texts_D > 0, store.ends[texts_D - 1] + 1, 0), store.ends[texts_D] + 1
+                places_D = num_tokens + np.cumsum(stops_D - starts_D)
+                begins_run_D = starts_D != np.concatenate(([last_stop if num_tokens else -1], stops_D[:-1]))
+                begins_D = places_D - (stops_D - starts_D)
+                places_file.write(begins_D[begins_run_D].data)
+                shifts_file.write((starts_D - begins_D)[begins_run_D].data)
+                ends_file.write((places_D - 1).data)
+                num_tokens, last_stop = int(places_D[-1]), int(stops_D[-1])
+        return {"num_tokens": num_tokens}
+
+    folder = store.folder.with_name(f"{store.folder.name}-texts-{_RECIPE}-{name}")
+    stored(folder, write)
+    return ChosenTexts(store, folder)
+
+
+def signatures(corpus: Corpus) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
+    """Yield the numbers of texts and a hash of the characters of each, in order.
+
+    White space around a text does not count (a file ends with a newline, a row does not); texts of nothing else are
+    left out. Memory: a piece of a text (`Corpus.pieces`), and the white space before it.
+    """
+    texts, hashes, number = array("q"), array("Q"), 0
+    hasher, white = xxhash.xxh3_64(), ""
+    is_blank = True
+    for piece, is_last in corpus.pieces():
+        inside = piece.lstrip() if is_blank else white + piece
+        ink = inside.rstrip()
+        if ink:
+            hasher.update(ink.encode())
+        is_blank, white = is_blank and not ink, inside[len(ink) :]
+        if not is_last:
+            continue
+        if not is_blank:
+            texts.append(number)
+            hashes.append(hasher.intdigest())
+        number, is_blank, white = number + 1, True, ""
+        hasher.reset()
+        if len(texts) >= _TEXTS_PER_PASS:
+            yield np.array(texts, np.int64), np.array(hashes, np.uint64)
+            texts, hashes = array("q"), array("Q")
+    if texts:
+        yield np.array(texts, np.int64), np.array(hashes, np.uint64)
+
+
+def num_on_both_sides(
+    held: Iterable[tuple[Ints, NDArray[np.uint64]]], trained: Iterable[tuple[Ints, NDArray[np.uint64]]]
+) -> int:
+    """Return how many held-out texts are training texts, too; of very many, how many of the first million.
+
+    Args:
+        held: the numbers and hashes of held-out texts.
+        trained: those of training texts.
+    """
+    hashes: list[NDArray[np.uint64]] = []
+    for _, some in held:
+        hashes.append(some[: _MOST_COMPARED - sum(map(len, hashes))])
+    wanted, nums = np.unique(np.concatenate(hashes), return_counts=True) if hashes else (np.empty(0, np.uint64), None)
+    is_found = np.zeros(len(wanted), np.bool_)
+    for _, some in trained:
+        is_found |= np.isin(wanted, some)
+    return 0 if nums is None else int(nums[is_found].sum())
+
+
+def num_repeated(corpus: Corpus, job: Job, other: Corpus | None, cache: Path) -> int:
+    """Count the held-out texts of a job that are training texts, too; kept in the cache.
+
+    Args:
+        corpus: the training texts, of which a share may be held out.
+        job: says which.
+        other: the validation text, where it has files of its own.
+        cache: the folder for what is counted.
+
+    Raises:
+        OutputError: if the cache cannot be written.
+    """
+    share = job.data.validation
+    if other is None and (isinstance(share, str) or not share or len(corpus) < 2):
+        return 0
+
+    def write(_: Path) -> Facts:
+        if other is not None:
+            return {"num": num_on_both_sides(signatures(other), signatures(corpus))}
+        assert isinstance(share, float), share
+        is_held_out = held_out(len(corpus), share, job.seed, job.draws_held_out)
+        sides = is_held_out, lambda texts: ~is_held_out(texts)
+        return {"num": num_on_both_sides(*(only(side, signatures(corpus)) for side in sides))}
+
+    choice = (share, job.seed, job.draws_held_out) if other is None else other.key
+    name = hashlib.sha256(repr((corpus.key, choice)).encode()).hexdigest()[:16]
+    return int(stored(cache / f"repeated-texts-{name}", write)["num"])
+
+
+def said_of_repeated(num_texts: int) -> Iterator[str]:
+    """Say that held-out texts are training texts, too, if any is."""
+    if num_texts:
+        are = "is a training text" if num_texts == 1 else "are training texts"
+        yield f"{num_texts:,} of the held-out texts {are}, too, word for word: what is measured on them was learnt"
+
+
+def only(
+    is_wanted: IsHeldOut, found: Iterable[tuple[Ints, NDArray[np.uint64]]]
+) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
+    """Yield the numbers and hashes of some texts."""
+    for texts, hashes in found:
+        wanted = is_wanted(texts)
+        yield texts[wanted], hashes[wanted]
+
+
+def refuse_same_files(train: Corpus, validation: Corpus) -> None:
+    """Refuse a validation file that is a training file, by whatever path or link.
+
+    Raises:
+        DataError: if there is one.
+    """
+    own = {_identity(path): path for path in train.paths}
+    for path in validation.paths:
+        same = own.get(_identity(path))
+        if same is not None:
+            through = "" if same == path else f" (there it is {same}, the same file)"
+            raise DataError(
+                f"the validation text {path} is among the training texts{through}, so nothing would be held out: move "
+                "it to where data.train does not reach, or have a share held out, such as data.validation=0.1"
+            )
+
+
+def _identity(path: Path) -> tuple[int, int] | str:
+    """What tells a file from others under all its names."""
+    try:
+        status = path.stat()
+    except OSError:  # it is elsewhere, or known by a name
+        return str(path)
+    return status.st_dev, status.st_ino

@@ -1,0 +1,1 @@
+"""Tokenizers, and a corpus stored as tokens."""

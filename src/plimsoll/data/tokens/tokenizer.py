@@ -1,0 +1,305 @@
+"""The tokenizer: an existing one, or one trained on a sample of the corpus; kept in the cache as a folder.
+
+Trained is byte-level BPE (Hugging Face ``tokenizers``), or the most frequent words, as `plimsoll.data.tokens.words`
+cuts them. Training sees at most 64 MiB of text, drawn evenly over the corpus, of which it counts only so many distinct
+words (`plimsoll.data.tokens.byte_pairs`), and is deterministic: the same texts and settings give the same file. Id 0 of
+a trained tokenizer is ``<|endoftext|>``, which stands between texts and fills padding; id 1 of one of words is
+``<|unk|>``, which stands for all others, so that it does not give a text back.
+
+An existing one (`plimsoll.data.tokens.given_tokenizer`) stays what it is: it puts its special tokens around each text
+(`Tokenizer.template`), and what is exported are its own files. With ``special_tokens: false`` it adds none, and is
+exported as one that adds none. One that is trained here has none around a text.
+
+Covers tokenizers that are a ``tokenizer.json`` or a local folder of which transformers makes a fast one. A special
+token written out in a text is read as the special token, as ``AutoTokenizer`` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from plimsoll.data.text.corpus import Corpus
+from plimsoll.data.tokens.byte_pairs import train as train_byte_pairs
+from plimsoll.data.tokens.given_tokenizer import (
+    CONFIG_FILE,
+    END_TOKEN,
+    TOKENIZER_FILE,
+    Loaded,
+    described,
+    identity_of_tokenizer,
+    load_tokenizer,
+)
+from plimsoll.data.tokens.template import NO_TEMPLATE, Template, template_of
+from plimsoll.data.tokens.words import count_texts, word_pattern
+from plimsoll.errors import DataError
+from plimsoll.files.checksums import require_whole
+from plimsoll.files.store import Facts, Progress, read_facts, silent, stored
+from plimsoll.records.base import write_atomically
+from plimsoll.records.job import TokenizerSource
+
+if TYPE_CHECKING:  # the training process imports this module, but need not pay for the library
+    import tokenizers
+
+UNKNOWN_TOKEN = "<|unk|>"
+_SAMPLE_BYTES = 64 << 20
+FEW_BYTES = 1 << 20
+"""Of texts from which one thread trains a tokenizer in half a second, after which the process can still be forked."""
+_LEAST_COUNTED_WORDS, _COUNTED_WORDS_PER_TOKEN, _MOST_CHUNKS = 1 << 18, 4, 1 << 16
+_RECIPE = 2  # raise it when training with the same settings gives other tokens
+_LOADED_RECIPE = 2  # raise it when the same files give another tokenizer
+_OWN = "own-"  # before the names of the files, in the cache, that a given tokenizer is exported as
+_THREADS = "TOKENIZERS_PARALLELISM"
+_USER_THREADS = os.environ.get(_THREADS)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer, its folder in the cache, and its token for the end of a text.
+
+    ``template`` is what it puts around a text. ``keeps_end``: it truncates a text at its begin, not at its end.
+    ``is_given``: it was not trained here.
+    """
+
+    backend: tokenizers.Tokenizer
+    folder: Path
+    end_token: str
+    mask_token: str | None = None
+    unknown_token: str | None = None
+    pad_token: str | None = None
+    template: Template = NO_TEMPLATE
+    keeps_end: bool = False
+    is_given: bool = False
+    num_left_out_words: int = 0  # of those that it was trained on, for the bound on memory
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of the whole tokenizer: equal keys give equal tokens."""
+        if not self.is_given:
+            return _hash(self.backend.to_str(), self.end_token)
+        says_more = [str(_LOADED_RECIPE), str(self.backend.encode_special_tokens)]
+        return _hash(self.backend.to_str(), self.end_token, *says_more)
+
+    @cached_property
+    def pad_id(self) -> int:
+        """The token that fills the short rows of a batch: its own one for that, or the end token."""
+        number = None if self.pad_token is None else self.backend.token_to_id(self.pad_token)
+        return self.end_id if number is None else number
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id, so every id is a row of an embedding of this size."""
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
+
+    @cached_property
+    def end_id(self) -> int:
+        """The token that stands after every text that is laid end to end with others."""
+        number = self.backend.token_to_id(self.end_token)
+        assert number is not None, f"{self.end_token!r} was found when the tokenizer was loaded"
+        return number
+
+    @property
+    def mask_id(self) -> int | None:
+        """The token that stands for a masked one, if there is one."""
+        return None if self.mask_token is None else self.backend.token_to_id(self.mask_token)
+
+    @property
+    def shown_template(self) -> str | None:
+        """What it puts around a text, as ``[CLS] ... [SEP]``; ``None``: nothing."""
+        if not self.template.num_tokens:
+            return None
+        before, behind = ([str(self.backend.id_to_token(number)) for number in ids] for ids in self.template)
+        return " ".join([*before, "...", *behind])
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """The end token and all that the tokenizer calls special."""
+        added = self.backend.get_added_tokens_decoder()
+        named = {self.end_id, self.pad_id, *self.template.prefix, *self.template.suffix}
+        return tuple(sorted({*named, *(number for number, token in added.items() if token.special)}))
+
+
+def prepare_tokenizer(
+    source: TokenizerSource,
+    corpus: Corpus,
+    cache: Path,
+    progress: Progress = silent,
+    budget_bytes: int | None = None,
+) -> Tokenizer:
+    """Load the tokenizer ``source.path``, or train one on ``corpus``, and keep it in the cache.
+
+    Args:
+        source: what to load, or the size of the vocabulary to train (too little text gives a smaller one).
+        corpus: the texts to train on.
+        cache: the folder for the result.
+        progress: called with the stage ``"tokenizer"``.
+        budget_bytes: what this process may take of private memory; ``None``: what there is.
+
+    Raises:
+        BudgetError: if training the tokenizer takes more.
+        DataError: if ``source.path`` holds no tokenizer that can be loaded, or one without an end token.
+        OutputError: if the cache cannot be written.
+    """
+    if source.path is not None:
+        path = Path(source.path)
+        content = identity_of_tokenizer(path)
+        folder = cache / f"tokenizer-{_hash(str(_LOADED_RECIPE), str(source.special_tokens), *content)[:16]}"
+        stored(folder, lambda place: _write(place, load_tokenizer(path, source.special_tokens)))
+    else:
+        folder = cache / f"tokenizer-{_hash(*map(str, _settings(source, corpus)))[:16]}"
+        train = _train_words if source.train == "words" else partial(_train_bpe, budget_bytes=budget_bytes)
+
+        def write(place: Path) -> Facts:
+            backend, num_left_out = train(source, corpus, progress)
+            return _write(place, Loaded(backend, END_TOKEN)) | {"num_left_out_words": num_left_out}
+
+        stored(folder, write)
+    return open_tokenizer(folder)
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """Open a tokenizer that `prepare_tokenizer` put into the cache.
+
+    Raises:
+        DataError: if it is gone or torn.
+    """
+    import tokenizers
+
+    facts = _facts(folder)
+    backend = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    backend.encode_special_tokens = facts.pop("splits_special", False)  # no file of the library says it
+    template = Template(*map(tuple, facts.pop("template", ())))
+    return Tokenizer(backend, folder, template=template, **facts)
+
+
+def export_tokenizer(folder: Path, target: Path) -> None:
+    """Copy a tokenizer from the cache to where ``transformers.AutoTokenizer.from_pretrained(target)`` finds it.
+
+    It imports neither ``tokenizers`` nor ``transformers``, whose memory the training process may not have to spare.
+
+    Raises:
+        DataError: if the tokenizer is gone from the cache or torn.
+        OutputError: if ``target`` cannot be written.
+    """
+    facts = _facts(folder)
+    own = {path.name.removeprefix(_OWN): path.read_bytes() for path in sorted(folder.glob(f"{_OWN}*"))}
+    if not own:
+        end_token, unknown_token = facts["end_token"], facts.get("unknown_token")  # caches of before do not name it
+        roles = {"eos_token": end_token, "pad_token": end_token}
+        roles |= {"unk_token": unknown_token} if unknown_token else {}
+        own = {TOKENIZER_FILE: (folder / TOKENIZER_FILE).read_bytes(), CONFIG_FILE: described(roles)}
+    for name, content in own.items():
+        write_atomically(target / name, content, "cache folder")
+
+
+def _facts(folder: Path) -> Facts:
+    facts = read_facts(folder)
+    if facts is None:
+        raise DataError(f"the tokenizer {folder} is gone from the cache, or torn: prepare it again, as --resume does")
+    require_whole(folder)
+    return facts
+
+
+@contextmanager
+def tokenizer_threads(are_worth_it: bool = True) -> Iterator[None]:
+    """Let ``tokenizers`` use its threads inside, if they are worth it, and none after.
+
+    A process that forks after the library has started threads would get a warning on standard error and, if the child
+    tokenises, might hang; with the variable set to "false" from then on neither happens. Where memory is limited there
+    are none: a thread may be refused its stack, and the library panics or hangs. A value the user set stays.
+    """
+    os.environ[_THREADS] = _USER_THREADS or ("true" if are_worth_it and not _is_limited() else "false")
+    try:
+        yield
+    finally:
+        os.environ[_THREADS] = _USER_THREADS or "false"
+
+
+def _is_limited() -> bool:
+    """Whether this process has a limit on its memory that a thread's stack counts against."""
+    limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+    return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _settings(source: TokenizerSource, corpus: Corpus) -> tuple[str | int, ...]:
+    """Return everything the trained tokenizer depends on."""
+    import tokenizers
+
+    settings = (_RECIPE, tokenizers.__version__, corpus.key, source.train, source.vocab_size)
+    if source.train == "bpe":
+        return settings
+    return (*settings, source.min_count, source.lowercase, unicodedata.unidata_version)
+
+
+def _write(folder: Path, loaded: Loaded) -> Facts:
+    backend = loaded.backend
+    backend.save(str(folder / TOKENIZER_FILE))
+    for name, content in loaded.own_files.items():
+        (folder / f"{_OWN}{name}").write_bytes(content)
+    unknown_token = getattr(backend.model, "unk_token", None)
+    is_known = unknown_token is not None and backend.token_to_id(unknown_token) is not None
+    return {
+        "end_token": loaded.end_token,
+        "mask_token": loaded.mask_token,
+        "unknown_token": unknown_token if is_known else None,
+        "pad_token": loaded.pad_token,
+        "template": template_of(backend),
+        "keeps_end": loaded.keeps_end,
+        "is_given": bool(loaded.own_files),
+        "splits_special": backend.encode_special_tokens,
+    }
+
+
+def _train_bpe(
+    source: TokenizerSource, corpus: Corpus, progress: Progress, budget_bytes: int | None
+) -> tuple[tokenizers.Tokenizer, int]:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=source.vocab_size,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with tokenizer_threads(corpus.num_bytes > FEW_BYTES):
+        trained_on = train_byte_pairs(backend, _counted(corpus, progress), trainer, source.vocab_size, budget_bytes)
+    return backend, trained_on.num_left_out
+
+
+def _train_words(source: TokenizerSource, corpus: Corpus, progress: Progress) -> tuple[tokenizers.Tokenizer, int]:
+    from tokenizers import Regex, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    most_words = max(_LEAST_COUNTED_WORDS, _COUNTED_WORDS_PER_TOKEN * source.vocab_size)
+    counted = count_texts(_counted(corpus, progress), source.lowercase, most_words, _MOST_CHUNKS)
+    tokens = [END_TOKEN, UNKNOWN_TOKEN, *counted.ranked(source.min_count)][: source.vocab_size]
+    backend = Backend(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=UNKNOWN_TOKEN))
+    if source.lowercase:
+        backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(word_pattern()), behavior="removed", invert=True)
+    backend.add_special_tokens([END_TOKEN, UNKNOWN_TOKEN])
+    return backend, counted.num_left_out  # without a decoder: words are put together with spaces
+
+
+def _counted(corpus: Corpus, progress: Progress) -> Iterator[str]:
+    done_bytes, total_bytes = 0, min(corpus.num_bytes, _SAMPLE_BYTES)
+    for text in corpus.sample(_SAMPLE_BYTES):
+        yield text
+        done_bytes += len(text.encode())
+        progress("tokenizer", done_bytes, total_bytes)

@@ -1,0 +1,1 @@
+"""The CPU backend: private memory, its limit, and the C library's heap."""

@@ -1,0 +1,264 @@
+"""The pages of files that tensors are mapped from: which and whose they are, bring them, drop them, how fast they come.
+
+    bring(stretches_of(block.parameters()))     # before it computes
+    drop(stretches_of(block.parameters()))      # after it, where the page cache cannot hold the whole model
+
+Bringing is ``MADV_POPULATE_READ``: in a thread it reads with the device's full depth, copies nothing, and leaves the
+page table filled; Linux before 5.14 has ``MADV_WILLNEED`` instead, which does less. Which of these pays is measured in
+docs/LOG.md. Both are hints: where the kernel refuses one, the pages come when they are touched. Dropped are only pages
+of shared mappings, which change no value: of private ones what was written would be lost.
+
+A page of a private mapping (copy on write) is private memory once it was written, and the file's before. The kernel
+says which it is; where it does not (no ``/proc/self/pagemap``), all of them count as written.
+
+Source: madvise(2), posix_fadvise(2), proc_pid_maps(5), proc_pid_pagemap(5). Covers Linux; elsewhere the kernel keeps
+its own order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from plimsoll.device.cpu import cgroup, data_limit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_WILL_NEED, _DO_NOT_NEED, _HUGE_PAGE, _PAGE_OUT, _POPULATE_READ = 3, 4, 14, 21, 22
+_PIECE_BYTES = 2 << 20  # of one call: between calls the process can map and unmap, which a long one holds up
+_SAMPLE_BYTES, _MOST_SAMPLES = 8 << 20, 8
+
+# asm-generic/mman.h; Python has it from 3.13 on. Or a file larger than the machine's memory is refused (vm.overcommit).
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+_ENTRY_BYTES, _PAGES_AT_ONCE = 8, 1 << 15
+_IS_FILES, _IS_THERE = 1 << 61, 3 << 62  # bits of an entry of the page map
+
+
+class Stretch(NamedTuple):
+    """Addresses of this process that hold weights."""
+
+    address: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        """The first address behind it."""
+        return self.address + self.num_bytes
+
+
+def stretches_of(tensors: Iterable[Tensor]) -> tuple[Stretch, ...]:
+    """Return where tensors lie, in order; what shares or touches a page is one stretch."""
+    page = mmap.PAGESIZE
+    found = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
+    merged: list[list[int]] = []
+    for begin, end in found:
+        if merged and begin <= -(-merged[-1][1] // page) * page:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([begin, end])
+    return tuple(Stretch(begin, end - begin) for begin, end in merged)
+
+
+def copied_on_write(descriptor: int) -> mmap.mmap:
+    """Map a whole file as memory that can be written, which the file never sees.
+
+    A limit of ours counts what is written of it, ``ulimit -d`` all of it.
+
+    Raises:
+        OSError: if a limit has no room for it.
+    """
+    num_bytes = os.fstat(descriptor).st_size
+    with data_limit.with_untouched(num_bytes):
+        return mmap.mmap(descriptor, num_bytes, mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def bring(stretches: Iterable[Stretch]) -> None:
+    """Have the pages of some stretches in memory; returns when they are there."""
+    for stretch in stretches:
+        begin, end = _outer(stretch)
+        for piece in range(begin, end, _PIECE_BYTES):
+            num_bytes = min(_PIECE_BYTES, end - piece)
+            if _advise(piece, num_bytes, _POPULATE_READ) == errno.EINVAL:
+                _advise(piece, num_bytes, _WILL_NEED)
+
+
+def drop(stretches: Iterable[Stretch]) -> None:
+    """Let the kernel have the whole pages of some stretches back, in this process and in the page cache."""
+    mappings = [mapping for mapping in _mappings() if mapping.is_shared]
+    for stretch in stretches:
+        begin, end = _inner(stretch)
+        number = bisect_right(mappings, begin, key=lambda mapping: mapping.begin) - 1
+        if begin >= end or number < 0 or mappings[number].end < end:
+            continue
+        mapping = mappings[number]
+        if not _drop_of_file(mapping, begin, end):
+            _advise(begin, end - begin, _PAGE_OUT)
+
+
+def cache_room_bytes() -> int:
+    """Return what the page cache may grow to: what the machine and its control groups have left, now."""
+    import psutil
+
+    rooms = [psutil.virtual_memory().available, cgroup.free_bytes()]
+    return min(room for room in rooms if room is not None)
+
+
+def cold_bytes_per_second(files: Sequence[Path]) -> float:
+    """Measure how fast files come from their disk: some MiB here and there that are dropped from the page cache before.
+
+    What another process has mapped stays in the cache, and reads faster than the disk.
+
+    Args:
+        files: the files, of some bytes together.
+
+    Raises:
+        OSError: if one cannot be read.
+    """
+    samples = _samples(files)
+    buffer = bytearray(1 << 20)
+    num_bytes, seconds = 0, 0.0
+    for path, offset in samples:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, offset, _SAMPLE_BYTES, os.POSIX_FADV_DONTNEED)
+            started, begin = time.perf_counter(), num_bytes
+            while (done := num_bytes - begin) < _SAMPLE_BYTES and (
+                got := os.preadv(descriptor, [buffer], offset + done)
+            ):
+                num_bytes += got
+            seconds += time.perf_counter() - started
+        finally:
+            os.close(descriptor)
+    return num_bytes / max(seconds, 1e-9)
+
+
+def _samples(files: Sequence[Path]) -> list[tuple[Path, int]]:
+    """Places in the files, spread over all of their bytes."""
+    places = [(path, offset) for path in files for offset in range(0, max(path.stat().st_size, 1), _SAMPLE_BYTES)]
+    return places[:: -(-len(places) // _MOST_SAMPLES)]
+
+
+class _Mapping(NamedTuple):
+    """A mapping of a file; ``path`` is empty where the file has no name any more."""
+
+    begin: int
+    end: int
+    offset: int
+    path: str
+    is_shared: bool
+
+
+def _mappings() -> list[_Mapping]:
+    """The files that are mapped into this process, in the order of their addresses."""
+    found = []
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        addresses, rights, offset, _, inode, *path = line.split(maxsplit=5)
+        if inode != "0":
+            begin, _, end = addresses.partition("-")
+            name = path[0] if path and not path[0].endswith(" (deleted)") else ""
+            found.append(_Mapping(int(begin, 16), int(end, 16), int(offset, 16), name, rights.endswith("s")))
+    return found
+
+
+class FileMappings:
+    """Which addresses of this process are memory of files, as it was when this was made."""
+
+    def __init__(self) -> None:
+        self._mappings = _mappings()
+
+    def stays_in_file(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in a file and takes no private memory when a training changes what learns."""
+        mapping = self._at(tensor.untyped_storage().data_ptr()) if _has_address(tensor) else None
+        return mapping is not None and (mapping.is_shared or not tensor.requires_grad)
+
+    def private_bytes(self, tensor: Tensor) -> int:
+        """Return what the storage of a tensor on the CPU takes of private memory, in bytes."""
+        storage = tensor.untyped_storage()
+        mapping = self._at(storage.data_ptr()) if _has_address(tensor) else None
+        if mapping is None:
+            return storage.nbytes()
+        return 0 if mapping.is_shared else _written_bytes(Stretch(storage.data_ptr(), storage.nbytes()))
+
+    def _at(self, address: int) -> _Mapping | None:
+        number = bisect_right(self._mappings, address, key=lambda mapping: mapping.begin) - 1
+        return self._mappings[number] if number >= 0 and address < self._mappings[number].end else None
+
+
+def _has_address(tensor: Tensor) -> bool:
+    """Whether there is memory on the CPU behind a tensor: not behind a fake one, nor on ``meta``."""
+    return str(tensor.layout) == "torch.strided" and tensor.untyped_storage().device.type == "cpu"
+
+
+def _written_bytes(stretch: Stretch) -> int:
+    """Bytes of a private mapping whose pages are this process's own: there, or swapped out, and not the file's."""
+    begin, end = (address // mmap.PAGESIZE for address in _outer(stretch))
+    num_pages = 0
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            for first in range(begin, end, _PAGES_AT_ONCE):
+                file.seek(first * _ENTRY_BYTES)
+                entries = memoryview(file.read(_ENTRY_BYTES * min(_PAGES_AT_ONCE, end - first))).cast("Q")
+                num_pages += sum(entry & _IS_FILES == 0 and entry & _IS_THERE != 0 for entry in entries)
+    except OSError:
+        return stretch.num_bytes
+    return min(num_pages * mmap.PAGESIZE, stretch.num_bytes)
+
+
+def _drop_of_file(mapping: _Mapping, begin: int, end: int) -> bool:
+    """Unmap pages and drop them from the cache; ``False`` where the file cannot be opened by its name."""
+    try:
+        descriptor = os.open(mapping.path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        _advise(begin, end - begin, _DO_NOT_NEED)  # the cache keeps what is mapped
+        os.posix_fadvise(descriptor, mapping.offset + begin - mapping.begin, end - begin, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def prefer_large(stretches: Iterable[Stretch]) -> None:
+    """Have memory that is about to be filled come in large pages where the kernel has them: it comes much faster."""
+    for begin, end in map(_inner, stretches):
+        _advise(begin, max(end - begin, 0), _HUGE_PAGE)
+
+
+def _outer(stretch: Stretch) -> tuple[int, int]:
+    page = mmap.PAGESIZE
+    return stretch.address // page * page, -(-stretch.end // page) * page
+
+
+def _inner(stretch: Stretch) -> tuple[int, int]:
+    page = mmap.PAGESIZE
+    return -(-stretch.address // page) * page, stretch.end // page * page
+
+
+@functools.cache
+def _madvise() -> ctypes._NamedFuncPointer | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> int:
+    """Give a hint and return the error's number, 0 for none; other threads run meanwhile."""
+    function = _madvise()
+    return ctypes.get_errno() if function is not None and function(address, num_bytes, advice) else 0

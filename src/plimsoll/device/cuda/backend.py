@@ -1,0 +1,209 @@
+"""A CUDA device (or a ROCm one, which torch calls the same): torch's caching allocator is what counts and what limits.
+
+The limit is torch's per-process memory fraction. It counts what the caching allocator has reserved, not the CUDA
+context nor what NCCL, cuFFT and lazily loaded kernels take from the driver (pytorch#107667): the context's size is
+taken off the budget where the driver tells it (NVML), and is left out where it does not. Not covered: other allocators
+(``cudaMallocAsync``, pluggable ones), pinned host memory, streams' private pools under CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, final
+
+from plimsoll.device import texts
+from plimsoll.device.cpu import heap
+from plimsoll.device.cpu.random import copy_host_state, restore_host_state
+from plimsoll.device.cuda import nvml, segments
+from plimsoll.errors import BudgetError, DeviceError
+from plimsoll.records.device import Device, Limit, MemoryUse
+from plimsoll.records.units import format_bytes
+
+_NEARLY_FULL_BYTES = 1 << 30
+"""A library that fails in disguise wanted driver memory: cuDNN loads some 500 MB of kernels (pytorch#81620)."""
+
+
+@final
+class CudaBackend:
+    """`Backend` for one CUDA device.
+
+    Raises:
+        DeviceError: if this build of torch has no CUDA, no device is visible, or none has this index.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, index: int = 0) -> None:
+        import torch
+
+        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            raise DeviceError(
+                f"cannot use cuda:{index}: this torch ({torch.__version__}) is built without CUDA; install a "
+                "CUDA build (https://pytorch.org/get-started) or give the device as cpu"
+            )
+        num_devices = torch.cuda.device_count()
+        if index >= num_devices:
+            raise DeviceError(
+                f"cannot use cuda:{index}: {num_devices} CUDA devices are visible to this process; check "
+                "nvidia-smi and CUDA_VISIBLE_DEVICES, give a lower number, or give the device as cpu"
+            )
+        self._index = index
+
+    def probe(self) -> Device:
+        """Describe the device; what the driver does not tell is in ``notes``."""
+        import torch
+
+        properties = torch.cuda.get_device_properties(self._index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._index)
+        use, view = self.use(), self._driver_view()
+        limits = (
+            () if use.limit_bytes is None else (Limit(source="per-process memory fraction", bytes=use.limit_bytes),)
+        )
+        return Device(
+            name=properties.name,
+            kind="cuda",
+            index=self._index,
+            capacity_bytes=min([total_bytes, *(limit.bytes for limit in limits)]),
+            free_bytes=free_bytes,
+            hardware_bytes=total_bytes,
+            limits=limits,
+            use=use.model_copy(update={"others_bytes": view.others_bytes}),
+            num_cores=properties.multi_processor_count,
+            architecture=f"sm_{properties.major}{properties.minor}",
+            notes=() if view.note is None else (view.note,),
+        )
+
+    def use(self) -> MemoryUse:
+        """Read the caching allocator's bytes: allocated, their peak, reserved. `probe` adds what others use."""
+        import torch
+
+        fraction = torch.cuda.get_per_process_memory_fraction(self._index)
+        stats = torch.cuda.memory_stats(self._index)  # empty before the first allocation
+        return MemoryUse(
+            used_bytes=stats.get("allocated_bytes.all.current", 0),
+            peak_bytes=stats.get("allocated_bytes.all.peak", 0),
+            reserved_bytes=stats.get("reserved_bytes.all.current", 0),
+            limit_bytes=int(fraction * self._total_bytes()) if fraction < 1 else None,
+        )
+
+    def baseline_bytes(self) -> int:
+        """Count the context and what is reserved already."""
+        import torch
+
+        self.synchronize()  # makes the context, so that its size is known
+        self.release()
+        return int(torch.cuda.memory_reserved(self._index)) + self._context_bytes()
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is allocated now."""
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(self._index)
+
+    @contextmanager
+    def limited(self, budget_bytes: int) -> Iterator[None]:
+        """Make the caching allocator raise before it reserves past ``budget_bytes`` less the context; undone on exit.
+
+        Inside another limit the tighter one holds. See the module for what the fraction does not count.
+
+        Raises:
+            BudgetError: if more than the budget is in use already, or the device has less.
+        """
+        import torch
+
+        in_use_bytes, context_bytes, total_bytes = self.baseline_bytes(), self._context_bytes(), self._total_bytes()
+        if not in_use_bytes <= budget_bytes <= total_bytes:
+            raise BudgetError(
+                f"cannot limit cuda:{self._index} to {format_bytes(budget_bytes)}: this process uses "
+                f"{format_bytes(in_use_bytes)} of it already and the device has {format_bytes(total_bytes)}; "
+                "give a budget between the two"
+            )
+        previous = torch.cuda.get_per_process_memory_fraction(self._index)
+        torch.cuda.set_per_process_memory_fraction(
+            min(previous, (budget_bytes - context_bytes) / total_bytes), self._index
+        )
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(previous, self._index)
+
+    def reserved(self, sizes: list[int]) -> None:
+        """Say that it cannot be kept: what other processes take is not known here."""
+
+    def without_holes(self) -> nullcontext[None]:
+        """Do nothing: what a block leaves has room for one of its size, since all sizes are rounded."""
+        return nullcontext()
+
+    def release(self, last_resort: bool = False) -> None:
+        """Collect garbage and give the allocator's unused segments back to the driver.
+
+        The last resort: segments grow in place from then on, where nothing is against it.
+        """
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
+        heap.trim()  # memory of the host may be what ran out
+        if last_resort and segments.clash() is None:
+            segments.set_up(f"{segments.GROWING}:True")
+
+    def oom_family(self, error: BaseException) -> str | None:
+        """Name the kind of out-of-memory error this is (see `texts`), or return ``None``.
+
+        Call it before the memory is released: a disguise counts only while the device is nearly full.
+        """
+        return texts.oom_family_on(error, self.is_nearly_full)
+
+    def is_nearly_full(self) -> bool:
+        """Whether the driver has less than 1 GiB left to give to a library."""
+        import torch
+
+        free_bytes, _ = torch.cuda.mem_get_info(self._index)
+        return free_bytes < _NEARLY_FULL_BYTES
+
+    def random_state(self) -> dict[str, Any]:
+        """Copy the state of this device's generator, of cuDNN's dropout where it is in use, and of the host's."""
+        import torch
+
+        from plimsoll.device.cuda import cudnn_dropout
+
+        state = copy_host_state() | {"device": torch.cuda.get_rng_state(self._index)}
+        dropout = cudnn_dropout.copied_state(self._index)
+        return state if dropout is None else state | {"cudnn_dropout": dropout}
+
+    def restore_random_state(self, state: dict[str, Any]) -> None:
+        """Put back a state that `random_state` returned."""
+        import torch
+
+        from plimsoll.device.cuda import cudnn_dropout
+
+        restore_host_state(state)
+        if "device" in state:  # a checkpoint written on the CPU has none
+            torch.cuda.set_rng_state(state["device"], self._index)
+        if "cudnn_dropout" in state:
+            cudnn_dropout.put_back(self._index, state["cudnn_dropout"])
+
+    def synchronize(self) -> None:
+        """Wait until every stream of the device is done."""
+        import torch
+
+        torch.cuda.synchronize(self._index)
+
+    def _total_bytes(self) -> int:
+        import torch
+
+        return int(torch.cuda.get_device_properties(self._index).total_memory)
+
+    def _driver_view(self) -> nvml.DriverView:
+        import torch
+
+        return nvml.driver_view(f"GPU-{torch.cuda.get_device_properties(self._index).uuid}")
+
+    def _context_bytes(self) -> int:
+        """Return what this process holds outside the caching allocator, 0 where the driver does not tell."""
+        import torch
+
+        own_bytes = self._driver_view().own_bytes
+        return 0 if own_bytes is None else max(0, own_bytes - torch.cuda.memory_reserved(self._index))

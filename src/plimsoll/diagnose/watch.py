@@ -1,0 +1,224 @@
+"""Look at processes again and again, and say before a limit is reached that it will be.
+
+What is watched: a process and what it started, a run by its directory (its command, with every process of it, also
+through restarts of the training), or the largest processes of this machine.
+
+The rate is the median of the slopes between all pairs of the last 30 samples (Theil-Sen), from 8 on. A warning begins
+where the limit is under 60 s away and at least half used, and ends where it is over 120 s away, so that it does not
+flap. What a plan predicts of a limit may be used without one. Does NOT tell growth that will stop from growth that will
+not.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+from plimsoll.device.cpu.cgroup import KillCounter
+from plimsoll.device.cuda.nvml import GpuUse, gpu_uses
+from plimsoll.device.ending import Watched
+from plimsoll.device.watched import family_of, largest
+from plimsoll.device.watched_limits import lines_of
+from plimsoll.errors import InputError, OutOfMemoryError
+from plimsoll.records.watch import Line, ProcessUse, RunProgress, WatchEnd, WatchRecord, WatchSample
+from plimsoll.training.progress import Follower
+from plimsoll.training.run_directory import RunDirectory
+
+_FEWEST_POINTS, _MOST_POINTS = 8, 30
+_WARN_SECONDS, _CALM_SECONDS = 60.0, 120.0
+_LEAST_USED_SHARE = 0.5
+
+
+class Forecast:
+    """When one limit will be reached; it is told of every sample, in order."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque(maxlen=_MOST_POINTS)
+        self._is_warning = False
+
+    def seconds_left(self, seconds: float, line: Line) -> float | None:
+        """Add what is used now, and return the seconds until the limit; ``None`` where nothing warns."""
+        self._points.append((seconds, line.used_bytes))
+        if len(self._points) < _FEWEST_POINTS:
+            return None
+        if line.used_bytes < _LEAST_USED_SHARE * line.limit_bytes or line.used_bytes <= (line.expected_bytes or 0):
+            self._is_warning = False
+            return None
+        rate = median((later[1] - one[1]) / (later[0] - one[0]) for one, later in combinations(self._points, 2))
+        left = max(0, line.limit_bytes - line.used_bytes) / rate if rate > 0 else float("inf")
+        self._is_warning = left <= (_CALM_SECONDS if self._is_warning else _WARN_SECONDS)
+        return left if self._is_warning else None
+
+
+class Watch:
+    """Looks at a process, a run, or (without either) the machine; close it with ``with``.
+
+    Args:
+        pid: the process; of a run the one of its command.
+        run: the run.
+        num_processes: of the machine, how many are shown.
+
+    Raises:
+        InputError: if there is no such process.
+    """
+
+    def __init__(self, pid: int | None = None, run: RunDirectory | None = None, num_processes: int = 10) -> None:
+        self._pid, self._run, self._num_processes = pid, run, num_processes
+        self._stack = ExitStack()
+        self._follower = None if run is None else Follower(run)
+        self._kills = KillCounter(pid)
+        self._kills_before = self._kills.read()
+        self._forecasts: dict[str, Forecast] = {}
+        self._watched = None if pid is None else Watched(pid)
+        if self._watched is not None and self._watched.has_ended:
+            self._watched.close()
+            raise InputError(f"there is no running process {pid}: give the number of one, as `ps` shows it")
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Watch:
+        """Open the driver of the GPUs."""
+        self._gpus = self._stack.enter_context(gpu_uses())
+        if self._watched is not None:
+            self._stack.callback(self._watched.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it, and forget the process."""
+        self._stack.close()
+
+    def head(self) -> WatchRecord:
+        """Return the record of this watch without samples."""
+        if self._run is not None:
+            subject = f"run {self._run.path.resolve().name}"
+        else:
+            subject = "this machine" if self._pid is None else f"process {self._pid}"
+        return WatchRecord(subject=subject, wall_time=datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def samples(self, every_seconds: float, num_samples: int | None) -> Iterator[WatchSample]:
+        """Look until what is watched has ended, or so many times.
+
+        Raises:
+            InputError: if a process is another user's, and hidden.
+            RecordError: if the metrics of the run are damaged.
+        """
+        number = 0
+        while num_samples is None or number < num_samples:
+            sample = self._look()
+            if self._pid is not None and not sample.processes:
+                return
+            yield sample
+            number += 1
+            if number != num_samples and self._wait(every_seconds):
+                return
+
+    def _wait(self, seconds: float) -> bool:
+        """Return whether what is watched has ended."""
+        if self._watched is not None:
+            return self._watched.wait(seconds)
+        time.sleep(seconds)
+        return False
+
+    def _look(self) -> WatchSample:
+        gpus: tuple[GpuUse, ...] = self._gpus()
+        is_machine = self._pid is None
+        processes = largest(self._num_processes, gpus) if self._pid is None else family_of(self._pid, gpus)
+        seconds = time.monotonic() - self._started
+        run = self._follower.progress() if self._follower is not None else None
+        lines = [*self._budget_lines(processes, run), *lines_of(processes, gpus, is_machine=is_machine)]
+        return WatchSample(
+            seconds=round(seconds, 3),
+            processes=processes,
+            lines=tuple(self._foreseen(seconds, line) for line in lines),
+            run=run,
+            num_kills=self._num_kills(),
+        )
+
+    def end(self) -> WatchEnd:
+        """Say how it ended, at once after the last sample."""
+        seconds = round(time.monotonic() - self._started, 3)
+        if self._watched is None or not self._watched.has_ended:
+            return WatchEnd(seconds=seconds, how="stopped", text="the watch was stopped; what was watched goes on")
+        code = self._watched.exit_code()
+        said = f"; {words}" if (words := self._said()) else ""
+        if code is None:
+            text = f"process {self._pid} has ended, it is not known how{said}"
+            return WatchEnd(seconds=seconds, how="gone", text=text)
+        if code >= 0:
+            text = f"process {self._pid} ended with exit code {code}{said}"
+            is_out = self._run is not None and code == OutOfMemoryError.exit_code
+            return WatchEnd(seconds=seconds, how="out_of_memory" if is_out else "ended", exit_code=code, text=text)
+        text = f"process {self._pid} was killed by {_signal_name(-code)}"
+        if -code == signal.SIGKILL and self._num_kills():
+            text += f"; the kernel has killed for memory meanwhile ({self._counted_by()} counts it){said}"
+            return WatchEnd(seconds=seconds, how="out_of_memory", exit_code=code, text=text)
+        return WatchEnd(seconds=seconds, how="killed", exit_code=code, text=text + said)
+
+    def _said(self) -> str:
+        """What a run says of its own end."""
+        progress = None if self._follower is None else self._follower.progress()
+        if progress is None:
+            return ""
+        message = f": {progress.message}" if progress.message else ""
+        state = progress.status if progress.status != "running" else "not finished"
+        return f"the run is {state} at step {progress.step:,}{message}"
+
+    def _budget_lines(self, processes: tuple[ProcessUse, ...], run: RunProgress | None) -> list[Line]:
+        return [] if self._follower is None or run is None else self._follower.budget_lines(processes, run)
+
+    def _foreseen(self, seconds: float, line: Line) -> Line:
+        forecast = self._forecasts.setdefault(line.name, Forecast())
+        left = forecast.seconds_left(seconds, line)
+        return line if left is None else line.model_copy(update={"seconds_left": left})
+
+    def _num_kills(self) -> int | None:
+        before, now = self._kills_before, self._kills.read()
+        if before is None or now is None or before.is_whole_machine != now.is_whole_machine:
+            return None  # the group went with its last process
+        return now.number - before.number
+
+    def _counted_by(self) -> str:
+        return "the machine" if self._kills_before and self._kills_before.is_whole_machine else "its control group"
+
+
+def _signal_name(number: int) -> str:
+    """Real-time signals have no name."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def watch_of(run: Path | None, pid: int | None) -> Watch:
+    """Return the watch of a run directory, of a process, or of this machine.
+
+    Raises:
+        InputError: if the process has ended, the folder is no run directory, or no process of the run is here.
+    """
+    if run is None:
+        return Watch(pid)
+    if not (run / "metrics.jsonl").is_file():
+        raise InputError(
+            f"{run} is not a run directory (it has no metrics.jsonl): give the --out of `plimsoll train`, or --pid"
+        )
+    directory = RunDirectory(run)
+    found = directory.command_pid() or directory.training_pid()
+    if found is None:
+        raise InputError(_over(run, Follower(directory).progress()))
+    return Watch(found, directory)
+
+
+def _over(run: Path, progress: RunProgress) -> str:
+    """Why there is nothing to watch in a run directory, and what to do."""
+    if progress.status in {"finished", "interrupted", "failed"}:
+        return (
+            f"the run in {run} is over ({progress.status} at step {progress.step:,}), so there is nothing to watch: "
+            f"see `plimsoll report {run}`"
+        )
+    return (
+        f"no process of the run in {run} is on this machine (at step {progress.step:,}): start `plimsoll watch` where "
+        f"it runs; if it was killed, go on with `plimsoll train --resume --out {run}`"
+    )

@@ -1,0 +1,76 @@
+"""Starting the ranks of one machine, with torchrun's own agent, and saying with one exit code how they ended.
+
+`plimsoll train --nproc 4` starts this in a process of its own; who starts torchrun himself does without. A rank that
+was killed counts first, since the others end because of it, and a rank that lost another one last.
+
+Does NOT start anything again: that is the supervisor's, which looks at why they ended (`plimsoll.training.supervise`).
+
+Source: https://docs.pytorch.org/docs/stable/elastic/run.html
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from plimsoll.errors import RankLostError
+from plimsoll.files.orphans import LAUNCHER, begin_supervised
+from plimsoll.files.temporary import own_folder
+
+# A rank that was asked to stop finishes its step and saves.
+_SHUTDOWN_SECONDS = 600
+_THREADS = "OMP_NUM_THREADS"
+
+
+def launch(num_ranks: int, arguments: Iterable[str]) -> int:
+    """Run ``plimsoll`` with these arguments in so many processes, until all have ended.
+
+    Returns:
+        0, or the exit code of the rank that is the cause; 128 + n if signal n ended it.
+    """
+    begin_supervised()
+    with own_folder() as folder:
+        return _launched(num_ranks, arguments, folder)
+
+
+def _launched(num_ranks: int, arguments: Iterable[str], log_folder: Path) -> int:
+    logging.disable(logging.WARNING)  # the ranks say themselves what it is
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ.setdefault(_THREADS, str(max(len(os.sched_getaffinity(0)) // num_ranks, 1)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(log_folder)),
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "plimsoll", *arguments)
+    except ChildFailedError as error:
+        return exit_code_of(failure.exitcode for failure in error.failures.values())
+    except SignalException as asked:
+        return 128 + int(asked.sigval)
+    return 0
+
+
+def exit_code_of(return_codes: Iterable[int]) -> int:
+    """Return the exit code of the rank that is the cause; return codes of killed processes are less than 0."""
+    return min(
+        (128 - code if code < 0 else code for code in return_codes),
+        # Who was only asked to end, by torchrun's agent since another one had ended, is never the cause.
+        key=lambda code: (code == 128 + signal.SIGTERM, code == RankLostError.exit_code, code <= 128),
+    )

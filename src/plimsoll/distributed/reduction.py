@@ -1,0 +1,145 @@
+"""The gradients of all ranks added up, after each has finished its own part of the batch.
+
+One pass over the gradients when they are complete: small ones are put together in a buffer that is there from the
+first step on, large ones are added up where they are. Everything that could run out of memory (a gradient of zeros on
+a rank whose samples have not reached a parameter, what the exchange itself takes) is allocated before the ranks agree
+that all of them go on; so that no rank waits in an exchange that another did not reach.
+
+The sum is the same bits on all ranks, in another order than one process adds in. Does NOT overlap with backward, which
+would need an exchange before it is known that all ranks get through it; and does NOT cover sparse gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.distributed.ranks import Ranks
+from plimsoll.errors import InputError
+from plimsoll.records.run import OomEvent
+
+BUCKET_BYTES = 4 << 20
+_EXCHANGE_BYTES = 8 << 20  # gloo's ring takes up to three segments of 1 MiB, and the sockets' own
+
+
+class Reduction:
+    """Adds up the gradients of some parameters over the ranks.
+
+    Args:
+        ranks: the ranks.
+        parameters: of the model and of the optimizer; those that a technique has sharded add up their own.
+    """
+
+    def __init__(self, ranks: Ranks, parameters: Iterable[nn.Parameter]) -> None:
+        self._ranks = ranks
+        self._parameters = [one for one in dict.fromkeys(parameters) if one.requires_grad and not _is_sharded(one)]
+        self._numbers = torch.zeros(len(self._parameters) + 1, dtype=torch.float64)
+        self._buckets: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._lacking: list[nn.Parameter] = []
+
+    def add_up_all(self, loss: float, together: Callable[[Callable[[], None]], OomEvent | None]) -> float | OomEvent:
+        """Add up the losses and the gradients of all ranks; ``together`` runs what may run out of memory on one."""
+        loss = self.add_up_loss(loss)
+        if self.has_gaps and (event := together(self.fill)) is not None:
+            return event
+        self.add_up()
+        return loss
+
+    def prepare(self) -> None:
+        """Allocate what the exchange takes; memory may run out here, and nothing has been exchanged.
+
+        Raises:
+            InputError: if a gradient is sparse.
+        """
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise InputError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and not added up over "
+                    f"{self._ranks.world_size} ranks: leave out sparse=True, or train with one rank"
+                )
+            self._bucket_for(parameter)
+        torch.empty(_EXCHANGE_BYTES, dtype=torch.uint8)
+
+    def add_up_loss(self, loss: float) -> float:
+        """Return the loss of all ranks together, and learn which parameters have a gradient on some ranks only."""
+        numbers = self._numbers.zero_()
+        numbers[0] = loss
+        for place, parameter in enumerate(self._parameters, start=1):
+            numbers[place] = parameter.grad is not None
+        total: float
+        total, *have = self._ranks.add_up(numbers).tolist()
+        self._lacking = [one for one, number in zip(self._parameters, have, strict=True) if self._is_partial(number)]
+        return total
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether some rank must `fill` in gradients before they can be added up; the same answer on all."""
+        return bool(self._lacking)
+
+    def fill(self) -> None:
+        """Make the gradients of zeros that this rank lacks and another has; memory may run out here."""
+        for parameter in self._lacking:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Add the gradients up, in place."""
+        waiting: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            key, bucket = self._bucket_for(parameter)
+            if gradient.is_contiguous() and gradient.numel() >= len(bucket):
+                self._ranks.reduce(gradient)
+                continue
+            together = waiting.setdefault(key, [])
+            if together and sum(map(Tensor.numel, together)) + gradient.numel() > len(bucket):
+                self._flush(bucket, together)
+            together.append(gradient)
+        for key, together in waiting.items():
+            self._flush(self._buckets[key], together)
+
+    def _flush(self, bucket: Tensor, together: list[Tensor]) -> None:
+        """Add up some gradients in the bucket; one that is larger goes through it in parts."""
+        flat = [gradient.reshape(-1) if gradient.is_contiguous() else gradient for gradient in together]
+        together.clear()
+        if len(flat) == 1 and flat[0].numel() > len(bucket):
+            self._flush_in_parts(bucket, flat[0])
+            return
+        sizes = [gradient.numel() for gradient in flat]
+        parts = torch.split(bucket[: sum(sizes)], sizes)
+        for part, gradient in zip(parts, flat, strict=True):
+            part.view(gradient.shape).copy_(gradient)
+        self._ranks.reduce(bucket[: sum(sizes)])
+        for part, gradient in zip(parts, flat, strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+    def _flush_in_parts(self, bucket: Tensor, gradient: Tensor) -> None:
+        """Add up a large gradient that is not contiguous, by its first dimension where that can be, else by rows."""
+        if gradient.ndim > 1 and gradient[0].numel() > len(bucket):
+            for row in gradient:
+                self._flush_in_parts(bucket, row)
+            return
+        num_rows = max(len(bucket) // max(gradient[0].numel(), 1), 1)
+        for start in range(0, len(gradient), num_rows):
+            self._flush(bucket, [gradient[start : start + num_rows]])
+
+    def _bucket_for(self, parameter: nn.Parameter) -> tuple[tuple[torch.dtype, torch.device], Tensor]:
+        key = parameter.dtype, parameter.device
+        if key not in self._buckets:
+            alike = sum(one.numel() for one in self._parameters if (one.dtype, one.device) == key)
+            num_elements = min(BUCKET_BYTES // parameter.element_size(), alike)
+            self._buckets[key] = torch.empty(num_elements, dtype=key[0], device=key[1])
+        return key, self._buckets[key]
+
+    def _is_partial(self, number: float) -> bool:
+        return 0 < number < self._ranks.world_size
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is this rank's part of a larger one (`torch.distributed.tensor.DTensor`)."""
+    return hasattr(parameter, "is_part") or type(parameter.data).__name__ == "DTensor"

@@ -1,0 +1,1 @@
+"""Code that several formats of word vectors share."""

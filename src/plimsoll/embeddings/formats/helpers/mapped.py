@@ -1,0 +1,112 @@
+"""Vectors that are one array, whose words are a list of their own: rows are read where they are."""
+
+from __future__ import annotations
+
+import tokenize
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.embeddings.formats import Block, Rows, rows_of
+from plimsoll.embeddings.formats.helpers.blocks import MAX_DIMENSION, as_set, block_of
+from plimsoll.errors import EmbeddingError
+
+_WORDS_AT_ONCE = 1 << 16
+_NO_ARRAY = (ValueError, EOFError, SyntaxError, TypeError, OverflowError, tokenize.TokenError)
+
+Build = Callable[[list[bytes]], tuple[NDArray[np.bool_], NDArray[np.float32]]]
+
+
+class Mapped:
+    """Words, and what reads the vectors at some rows; see `Vectors`.
+
+    Args:
+        words: the words in the order of the rows, some at a time.
+        build: what makes vectors of other words; ``None``: nothing does.
+    """
+
+    num_parts = 0
+    counted = "word"
+    first_number = 1
+
+    def __init__(
+        self,
+        words: Callable[[], Iterator[list[bytes]]],
+        num_words: int,
+        dimension: int,
+        vectors: Callable[[NDArray[np.int64]], NDArray[np.float32]],
+        build: Build | None = None,
+    ) -> None:
+        self._words, self._vectors, self._build, self._share = words, vectors, build, 0.0
+        self.num_promised, self.dimension = num_words, dimension
+
+    def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
+        """Yield the words in the pieces in which they come; see `Vectors`."""
+        wanted, first = as_set(wanted), 0
+        for words in self._words():
+            self._share = min((first + len(words)) / max(self.num_promised, 1), 1.0)
+            yield partial(block_of, words, wanted, partial(self._rows, first))
+            first += len(words)
+        self._share = 1.0
+
+    def _rows(self, first: int, places: NDArray[np.int64]) -> Rows:
+        return rows_of(self._vectors(places + first))
+
+    def share_read(self) -> float:
+        """How much of the words has been handed out; see `Vectors`."""
+        return self._share
+
+    def build(self, words: list[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.float32]] | None:
+        """Make vectors of other words, where something can; see `Vectors`."""
+        return self._build(words) if self._build is not None else None
+
+
+def in_pieces(words: list[bytes]) -> Iterator[list[bytes]]:
+    """Cut a list of words into lists."""
+    for begin in range(0, len(words), _WORDS_AT_ONCE):
+        yield words[begin : begin + _WORDS_AT_ONCE]
+
+
+def gathered(matrix: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return some rows; numbers that are too large for float32 become infinite."""
+    with np.errstate(over="ignore"):
+        return np.asarray(matrix[rows], np.float32)
+
+
+def mapped_array(path: Path) -> NDArray[Any]:
+    """Map a file of numpy's, which is never unpickled.
+
+    Raises:
+        EmbeddingError: if it is cut off, or holds objects, or what cannot be word vectors.
+    """
+    try:
+        matrix: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (*_NO_ARRAY, OSError, MemoryError) as error:
+        raise EmbeddingError(
+            f"cannot map {path} as an array ({error}): it may be cut off, or hold objects, which are never unpickled; "
+            "save it anew with numpy.save(path, array.astype('float32'))"
+        ) from None
+    require_vectors(str(path), matrix)
+    return matrix
+
+
+def require_vectors(name: str, matrix: NDArray[Any]) -> None:
+    """Check that an array can hold word vectors.
+
+    Raises:
+        EmbeddingError: if it has not two axes, or holds no floating-point numbers.
+    """
+    if matrix.ndim != 2 or not 0 < matrix.shape[1] <= MAX_DIMENSION:
+        raise EmbeddingError(
+            f"{name} has the shape {matrix.shape}, and word vectors are (words, dimension): save it anew "
+            "with that shape"
+        )
+    if matrix.dtype.kind != "f" or matrix.dtype.itemsize > 8:
+        raise EmbeddingError(
+            f"{name} holds {matrix.dtype}, and vectors are float16, float32 or float64: convert it with "
+            "array.astype('float32') and save it anew"
+        )

@@ -1,0 +1,1 @@
+"""Files and processes: caches, atomic writes, remote files, forking."""

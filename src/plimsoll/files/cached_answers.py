@@ -1,0 +1,139 @@
+"""Entries of the cache: what was computed once, found again by all that it depends on.
+
+    content = read("plans", facts)      # None: there is none, or not a whole one
+    write("plans", facts, content)
+
+An entry is one file, named by the hash of its facts. It begins with a hash of its name and content: a torn,
+damaged or renamed file is ignored. It is written atomically (`write_atomically`). All entries together take at most
+`MOST_BYTES`: those read longest ago are removed. If the folder cannot be written, nothing is kept, which is no error:
+each answer can be made again. Does NOT know what an answer depends on (see `plimsoll.planning.kept_traces`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from plimsoll.errors import OutputError
+from plimsoll.records.base import cache_folder, write_atomically
+from plimsoll.records.cache import CacheContents, CachedKind
+
+Kind = Literal["predictions", "plans", "baselines", "traces"]
+Facts = Mapping[str, Any]
+
+MOST_BYTES = 256 << 20
+"""Of all entries: some hundred plans of large models, and their traces."""
+
+_FOLDER = "answers"
+_HASH_BYTES = hashlib.sha256().digest_size
+_FASTEST = 1  # zlib's level: a plan of 1.8 MB becomes 0.2 MB in 20 ms
+_ABANDONED_SECONDS = 3600  # a temporary file that old is of a process that was killed
+
+# What else lies in the cache folder, as its owners name it.
+_OTHERS = {
+    "speeds": ("speed-*.json", "exchange-*.json"),
+    "calibration": ("calibration.json",),
+    "data": ("data",),
+    "embeddings": ("embeddings",),
+}
+CLEARED_BY_NAME = ("calibration", "data", "embeddings")
+"""Kinds that take long to make again, or that a training may be reading: they are removed only if they are named."""
+
+
+def read(kind: Kind, facts: Facts) -> bytes | None:
+    """Return what was kept under exactly these facts; ``None`` if there is nothing, or the file is damaged."""
+    path = _path_of(kind, facts)
+    try:
+        entry = path.read_bytes()
+    except OSError:
+        return None
+    seal, packed = entry[:_HASH_BYTES], entry[_HASH_BYTES:]
+    if seal != _seal(path, packed):
+        return None
+    with suppress(OSError):
+        os.utime(path)  # it was used
+    return zlib.decompress(packed)
+
+
+def write(kind: Kind, facts: Facts, content: bytes) -> None:
+    """Keep an answer under all that it depends on, in the place of what was least used, where that can be written."""
+    path, packed = _path_of(kind, facts), zlib.compress(content, _FASTEST)
+    with suppress(OSError, OutputError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, _seal(path, packed) + packed)
+        _bound(cache_folder() / _FOLDER)
+
+
+def contents() -> CacheContents:
+    """List what is in the cache folder: of each kind how much it is, and when it was last used."""
+    names = (*Kind.__args__, *_OTHERS)  # type: ignore[attr-defined]
+    return CacheContents(folder=str(cache_folder()), most_bytes=MOST_BYTES, kinds=tuple(map(_kind, names)))
+
+
+def clear(names: tuple[str, ...] = ()) -> CacheContents:
+    """Remove the kinds that are named, or all but those of `CLEARED_BY_NAME`, and return what was removed.
+
+    Raises:
+        OutputError: if something cannot be removed.
+    """
+    before = contents()
+    removed = [one for one in before.kinds if (one.name in names if names else one.name not in CLEARED_BY_NAME)]
+    for kind in removed:
+        for path in _paths_of(kind.name):
+            try:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            except OSError as error:
+                raise OutputError(f"cannot remove {error.filename}: {error.strerror}; allow writing there") from None
+    return before.model_copy(update={"kinds": tuple(removed), "is_removed": True})
+
+
+def _path_of(kind: Kind, facts: Facts) -> Path:
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / _FOLDER / kind / name
+
+
+def _seal(path: Path, packed: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + packed).digest()
+
+
+def _bound(folder: Path) -> None:
+    """Remove what was not used for longest, down to what entries may take, and what killed processes have left."""
+    found = sorted(_files(folder), key=lambda one: one[1].st_mtime)
+    total_bytes, now_seconds = sum(stat.st_size for _, stat in found), time.time()
+    for path, stat in found:
+        is_abandoned = ".tmp-" in path.name and now_seconds - stat.st_mtime > _ABANDONED_SECONDS
+        if total_bytes > MOST_BYTES or is_abandoned:
+            path.unlink(missing_ok=True)
+            total_bytes -= stat.st_size
+
+
+def _files(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """The files in a folder, or the file; what another process removes meanwhile is not there."""
+    for folder, _, names in os.walk(path) if path.is_dir() else [(str(path.parent), [], [path.name])]:
+        for name in names:
+            with suppress(OSError):
+                file = Path(folder, name)
+                yield file, file.stat()
+
+
+def _paths_of(name: str) -> list[Path]:
+    patterns = _OTHERS.get(name, (f"{_FOLDER}/{name}",))
+    return sorted(path for pattern in patterns for path in cache_folder().glob(pattern))
+
+
+def _kind(name: str) -> CachedKind:
+    stats = [stat for path in _paths_of(name) for _, stat in _files(path)]
+    return CachedKind(
+        name=name,
+        num_files=len(stats),
+        num_bytes=sum(stat.st_size for stat in stats),
+        used_seconds=max((stat.st_mtime for stat in stats), default=None),
+    )

@@ -1,0 +1,1 @@
+"""A model applied to every row of a file inside a budget."""

@@ -1,0 +1,119 @@
+"""One pass of a model over rows of text, on fake tensors: what `plimsoll.inference.apply` does, rehearsed.
+
+What is traced is the task's own ``compute``, under the same ``inference_mode``, with the weights where the plan has
+them: those of parts on disk, or beside a GPU on the host, are counted outside the device. A pass that makes new tokens
+is two steps: the prefill, and the last new token with all the keys and values that it sees. A pass without is one.
+
+Does NOT read texts (every row is as long as it may be), and does not know what reading from the disk needs: pages of
+files are not the process's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.memory.lowering.base import Lowering
+from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with_unknown_lengths
+from plimsoll.records.trace import Trace
+from plimsoll.techniques.mechanisms.parts import block_names, parts_of
+from plimsoll.techniques.mechanisms.streamed_layers import streamed
+
+Batch = dict[str, Tensor]
+Compute = Callable[[nn.Module, Batch], Any]
+
+
+def rehearse_inference(
+    model: nn.Module,
+    compute: Compute,
+    lowering: Lowering,
+    *,
+    rows: int,
+    longest_tokens: int,
+    outside: Collection[str] = (),
+    new_tokens: int = 0,
+) -> Trace:
+    """Trace one pass; beside a GPU, blocks that are not on it are copied to it as they are when they compute.
+
+    Args:
+        model: in the type it is applied in; on the meta device, or any other: it is not changed.
+        compute: the task's.
+        lowering: the target.
+        rows: of the pass.
+        longest_tokens: of each row.
+        outside: the names of the parts (`plimsoll.techniques.mechanisms.parts`) that do not lie on the device.
+        new_tokens: that are made of each row; ``compute`` makes the first.
+
+    Raises:
+        InputError: if the model fails, or cannot be traced.
+    """
+
+    def trace_with(keeps_all: bool) -> Trace:
+        with rehearsal(lowering, lambda: "forward", keeps_all) as stage:
+            fake = _arrived(stage, model, outside)
+            copied = block_names(model, outside) if lowering.kind == "cuda" else ()
+            with (
+                failures_explained(f"the model {type(model).__name__}", stage),
+                torch.no_grad(),
+                streamed(fake, copied, device=torch.device("cpu"), is_cyclic=True) if copied else nullcontext(),
+            ):
+                stage.recorder.step = 1
+                compute(fake, stage.fake_batch(_batch(fake, rows, longest_tokens)))
+                if new_tokens > 1:
+                    _last_token(stage, fake, rows, longest_tokens + new_tokens - 1)
+            return stage.trace()
+
+    return with_unknown_lengths(trace_with)
+
+
+def _arrived(stage: Rehearsal, model: nn.Module, outside: Collection[str]) -> nn.Module:
+    """The fake model, whose weights are known to be where they will be."""
+    away = [weight for part in parts_of(model) if part.name in outside for weight in part.weights]
+    fake = stage.fake_model(model, away).eval().requires_grad_(False)
+    stage.recorder.know_model(fake)
+    return fake
+
+
+def _last_token(stage: Rehearsal, model: nn.Module, rows: int, num_seen: int) -> None:
+    """The pass of the last new token, which sees itself and the keys and values of all before it."""
+    stage.recorder.step = 0
+    mask = stage.fake_batch(_batch(model, rows, num_seen))["attention_mask"]
+    one = stage.fake_batch(_batch(model, rows, 1))
+    cache = model(**one, use_cache=True).past_key_values
+    for layer in cache.layers:
+        _fill(layer, num_seen - 1)
+    stage.recorder.step = 2
+    model(input_ids=one["input_ids"], attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def _fill(layer: Any, num_tokens: int) -> None:
+    """Give a layer of transformers' cache the keys and values of so many tokens, or of those that it keeps."""
+    num_kept = min(num_tokens, getattr(layer, "sliding_window", num_tokens + 1) - 1)  # the new token fills the window
+    for name in ("keys", "values"):
+        kept = getattr(layer, name, None)
+        if isinstance(kept, Tensor):
+            setattr(layer, name, kept.new_empty((*kept.shape[:-2], num_kept, kept.shape[-1])))
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = num_tokens
+
+
+def _batch(model: nn.Module, rows: int, longest_tokens: int) -> Batch:
+    """Rows as the reading makes them, all as long as can be."""
+    config: Any = getattr(model, "config", None)
+    vocab_size = int(getattr(config, "vocab_size", 2)) if config is not None else 2
+    generator = torch.Generator().manual_seed(0)  # its own: the caller's random numbers stay as they are
+    with _real_tensors():
+        input_ids = torch.randint(vocab_size, (rows, longest_tokens), generator=generator)
+        return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+
+
+@contextmanager
+def _real_tensors() -> Iterator[None]:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield

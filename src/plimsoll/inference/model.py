@@ -1,0 +1,211 @@
+"""The model that is applied: which folder it is in, the weights, and what of a text it reads.
+
+A run directory of `plimsoll train` stands for the model that it ended with. Does NOT cover models by name: nothing is
+downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from plimsoll.data.text.sources import SourceFile
+from plimsoll.data.tokens.model_tokenizer import ModelTokenizer, load_model_tokenizer
+from plimsoll.device.dtypes import NAMED
+from plimsoll.errors import JobError
+from plimsoll.files.identity import identity_of
+from plimsoll.files.store import Progress, silent
+from plimsoll.models.hugging_face import longest_text
+from plimsoll.models.inference import read_config
+from plimsoll.models.loading import Head, load_model, sketch_checkpoint
+from plimsoll.models.names import RECURRENT
+from plimsoll.models.quantized import Quantize
+from plimsoll.models.recurrent.model import build_recurrent, load_recurrent
+from plimsoll.models.recurrent.tagger import build_tagger
+from plimsoll.records.apply import Dtype
+from plimsoll.records.job import Job
+from plimsoll.weights.loading import open_checkpoint
+
+DTYPES: Mapping[Dtype, torch.dtype | None] = {
+    "stored": None,
+    "fp32": NAMED["fp32"],
+    "bf16": NAMED["bf16"],
+    "fp16": NAMED["fp16"],
+}
+
+_MODEL_FILES = (
+    *("config.json", "generation_config.json", "adapter_config.json"),
+    *("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "adapter_model.bin"),
+    *("tokenizer*.json", "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    *("*.model", "*.tiktoken", "tekken.json"),
+    *("modules.json", "sentence_bert_config.json", "*_*/config.json"),  # of sentence-transformers: 1_Pooling
+)
+"""What results depend on; notes and logs beside them may change."""
+
+_NO_LIMIT_TOKENS = 1 << 24
+"""A tokenizer that knows no longest text says 10^30; none is trained with texts of 16 million tokens."""
+
+
+class ModelFolder(NamedTuple):
+    """A folder with a model, and the job it was trained by where `plimsoll train` did it."""
+
+    path: Path
+    job: Job | None
+
+
+def model_folder(given: Path) -> ModelFolder:
+    """Find the folder of a model: that which is given, or that of a run.
+
+    Raises:
+        JobError: if there is none, or the run has none yet.
+    """
+    if not given.is_dir():
+        raise JobError(
+            f"there is no model folder {given}: give a folder that `save_pretrained` wrote, or the run directory of "
+            "`plimsoll train`"
+        )
+    run = given if (given / "job.yaml").is_file() else given.parent
+    is_model = (given / "config.json").is_file()
+    if (run / "job.yaml").is_file() and (run / ".plimsoll").exists() and (run == given or given.name == "model"):
+        if not is_model and not (run / "model" / "config.json").is_file():
+            raise JobError(f"the run {run} has no model yet: finish it, run `plimsoll train --resume --out {run}`")
+        return ModelFolder(given if is_model else run / "model", Job.from_yaml(run / "job.yaml"))
+    return ModelFolder(given, None)
+
+
+def identity_of_model(folder: Path) -> dict[str, list[Any]]:
+    """What tells one model from another: size and a sample of the content of each file that makes its results."""
+    found = {path for pattern in _MODEL_FILES for path in folder.glob(pattern) if path.is_file()}
+    files = [SourceFile(str(path), path.stat().st_size, 0, True) for path in sorted(found)]
+    return {
+        str(Path(path).relative_to(folder)): [num_bytes, sample.hex()]
+        for path, num_bytes, _, sample in identity_of(files)
+    }
+
+
+def load_for_inference(  # noqa: PLR0917 -- as `load_model` has them
+    folder: Path,
+    head: Head,
+    dtype: torch.dtype | None,
+    device: str,
+    quantize: Quantize | None = None,
+    adapters: Sequence[Path] = (),
+    progress: Progress = silent,
+) -> nn.Module:
+    """Load a model in evaluation mode; arguments are those of `load_model`.
+
+    Raises:
+        JobError: if it lacks weights of this head, or it is recurrent and is none of ours.
+        WeightsError: if its weights cannot be read.
+    """
+    config = read_config(folder)
+    if config.get("architecture") in RECURRENT and quantize is None and not adapters:
+        build = build_tagger if config.get("is_tagger") else build_recurrent
+        return load_recurrent(folder, build, dtype or stored_dtype(folder)).to(device).eval()
+    loaded = load_model(
+        folder, head=head, dtype=dtype, device=device, quantize=quantize, adapters=adapters, progress=progress
+    )
+    require_head(folder, head, loaded.missing)
+    return loaded.model
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Return what most of the weights in a folder are of; float32 where there are none.
+
+    Raises:
+        WeightsError: if they cannot be read.
+    """
+    stored: Counter[torch.dtype] = Counter()
+    for entry in open_checkpoint(folder).entries.values():
+        if entry.dtype.is_floating_point:
+            stored[entry.dtype] += entry.num_bytes
+    return stored.most_common(1)[0][0] if stored else torch.float32
+
+
+def import_first(folder: Path, head: Head) -> None:
+    """Import what a model is made of: inside a limit the address space that libraries ask for would count.
+
+    Raises:
+        WeightsError: if the checkpoint cannot be read.
+    """
+    if read_config(folder).get("architecture") not in RECURRENT:
+        sketch_checkpoint(folder, head=head)
+
+
+def require_head(folder: Path, head: Head, missing: Sequence[str]) -> None:
+    """Refuse a model whose results would be those of weights that were drawn just now.
+
+    Args:
+        folder: of the model.
+        head: that results are read from; without one, what is missing (a pooler) is not computed with.
+        missing: see `plimsoll.models.loading.Loaded`.
+
+    Raises:
+        JobError: if weights are missing.
+    """
+    if head != "none" and missing:
+        names = ", ".join(sorted(missing))
+        raise JobError(f"model: {folder} lacks weights ({names}): give a model that was trained for it")
+
+
+def tokenizer_of(folder: ModelFolder, longest_tokens: int | None, new_tokens: int = 0) -> ModelTokenizer:
+    """Load the tokenizer of a model; texts are truncated to what the model reads, or to ``longest_tokens``.
+
+    Where ``new_tokens`` are made of each text they have positions too, and it is the end of a text that is kept.
+
+    Raises:
+        DataError: if there is none.
+        JobError: if the model cannot read as much as ``longest_tokens``, or has no room for the new ones.
+    """
+    tokenizer = load_model_tokenizer(folder.path)
+    positions = _positions(folder.path)
+    room = None if positions is None else _room(folder.path, positions, longest_tokens, new_tokens)
+    known = [tokenizer.model_max_length, _max_seq_length(folder.path), room]
+    limits = [limit for limit in known if limit is not None and limit < _NO_LIMIT_TOKENS]
+    if longest_tokens is None and folder.job is not None:
+        limits.append(folder.job.sequence_length)
+    longest = longest_tokens if longest_tokens is not None else min(limits, default=None)
+    return ModelTokenizer(tokenizer, longest, with_special=_keeps_template(folder.job), keeps_end=new_tokens > 0)
+
+
+def _keeps_template(job: Job | None) -> bool:
+    """Whether a model reads what its tokenizer puts around a text, as it has since jobs say so: before, none did."""
+    return job is None or "special_tokens" in job.tokenizer.model_fields_set
+
+
+def _room(folder: Path, positions: int, longest_tokens: int | None, new_tokens: int) -> int:
+    """The positions that are left for a text."""
+    room = positions - new_tokens
+    if room < 1:
+        raise JobError(
+            f"--max-new-tokens {new_tokens} leaves nothing of the {positions} tokens that {folder} reads for the "
+            f"prompt: give {positions - 1} or less"
+        )
+    if longest_tokens is not None and longest_tokens > room:
+        more = f" with --max-new-tokens {new_tokens}" if new_tokens else ""
+        raise JobError(
+            f"--max-length {longest_tokens}{more} is more than the {positions} tokens that {folder} reads: give "
+            f"{room} or less"
+        )
+    return room
+
+
+def _max_seq_length(folder: Path) -> int | None:
+    """What sentence-transformers truncates texts to."""
+    try:
+        settings = json.loads((folder / "sentence_bert_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = settings.get("max_seq_length") if isinstance(settings, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def _positions(folder: Path) -> int | None:
+    """How many tokens a model has positions for; recurrent ones have no end."""
+    return None if read_config(folder).get("architecture") in RECURRENT else longest_text(folder)

@@ -1,0 +1,186 @@
+"""Forward passes over texts of unequal length: as many tokens to a pass as fit, results in the order of the texts.
+
+Texts are taken from the longest to the shortest, so that those of equal length come together and little is padding, and
+a pass has as many as keep rows times columns under ``tokens_per_pass``. Where memory runs out the pass is freed and its
+texts are done again in smaller passes, down to single ones; what did not fit is not tried again (`run.recover.Ladder`,
+which counts tokens here). Without an error of memory the passes depend on the texts alone, not on the machine.
+
+It does NOT decide how many tokens fit, and does NOT cut a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from plimsoll.device.base import Backend
+from plimsoll.errors import OutOfMemoryError
+from plimsoll.models.inference import InferenceTask
+from plimsoll.records.run import OomEvent
+from plimsoll.step.failpoints import failpoint
+from plimsoll.step.oom_boundary import Position, attempt
+from plimsoll.step.recovery import Ladder, micro_batch_sizes
+
+Result = TypeVar("Result")
+
+Batch = dict[str, Tensor]
+
+_GROW_AFTER = 50
+"""Clean passes after which larger ones are tried again, as in training."""
+
+
+@dataclass
+class PassCounts:
+    """What was done: passes that held, their tokens with and without padding, and what ran out of memory."""
+
+    num_passes: int = 0
+    num_tokens: int = 0
+    num_padded_tokens: int = 0
+    oom_events: list[OomEvent] = field(default_factory=list)
+
+
+class Passes(Generic[Result]):
+    """Runs passes; it remembers which sizes fit.
+
+    Args:
+        work: computes a batch (``input_ids`` and ``attention_mask``, on the device) and returns a result for each text;
+            it is also given which of the texts they are.
+        backend: the device's backend.
+        device: where batches are moved.
+        padding_id: the token that fills short rows.
+        tokens_per_pass: rows times columns of a pass; a longer text is a pass of its own.
+        rows_per_pass: the most texts of a pass, however short.
+        more_tokens: tokens that each text takes beside its own: those that are generated.
+        side: where padding is.
+    """
+
+    def __init__(  # noqa: PLR0917 -- one call
+        self,
+        work: Callable[[Batch, Sequence[int]], list[Result]],
+        backend: Backend,
+        device: torch.device,
+        padding_id: int,
+        tokens_per_pass: int,
+        rows_per_pass: int,
+        more_tokens: int = 0,
+        side: Literal["left", "right"] = "right",
+    ) -> None:
+        self._work, self._backend, self._device = work, backend, device
+        self._padding_id, self._side, self._more_tokens = padding_id, side, more_tokens
+        self._rows_per_pass = rows_per_pass
+        self._ladder = Ladder(micro_batch_sizes(tokens_per_pass), _GROW_AFTER)
+        self._position = Position(phase="evaluation")
+        self.counts = PassCounts()
+
+    def run(self, texts: Sequence[Sequence[int]], between: Callable[[], None] = lambda: None) -> list[Result]:
+        """Return the result of each text, given its tokens; ``between`` is called before each pass.
+
+        Raises:
+            OutOfMemoryError: if not even one text by itself fits.
+        """
+        results: dict[int, Result] = {}
+        waiting = sorted(range(len(texts)), key=lambda place: -len(texts[place]))  # as they came where equal
+        while waiting:
+            between()
+            rung = self._ladder.choose(1.0)
+            taken = waiting[: self._num_rows(rung, len(texts[waiting[0]]))]
+            found = self._attempted(texts, taken, rung)
+            if found is not None:
+                results.update(zip(taken, found, strict=True))
+                waiting = waiting[len(taken) :]
+        return [results[place] for place in range(len(texts))]
+
+    def _num_rows(self, rung: int, longest_tokens: int) -> int:
+        num_columns = max(longest_tokens + self._more_tokens, 1)
+        return max(1, min(self._ladder.sizes[rung].samples // num_columns, self._rows_per_pass))
+
+    def _attempted(self, texts: Sequence[Sequence[int]], taken: list[int], rung: int) -> list[Result] | None:
+        """The results of one pass; ``None`` if memory ran out, and smaller ones are to be tried."""
+        batch = padded([texts[place] for place in taken], self._padding_id, self._side)
+        num_tokens = len(taken) * (batch["input_ids"].shape[1] + self._more_tokens)
+        self._position.micro_batch = len(taken)
+        self._backend.use()  # which keeps the limit true
+        outcome = attempt(partial(self._pass, batch, taken), self._backend, self._position)
+        if isinstance(outcome, OomEvent) and len(taken) == 1:
+            outcome = self._last_resort(batch, taken, outcome)
+        if not isinstance(outcome, OomEvent):
+            self._ladder.held(rung, num_tokens)
+            self._count(batch)
+            return outcome
+        self._backend.release()
+        following = self._ladder.failed(rung, num_tokens, num_tokens)
+        next_tokens = self._ladder.sizes[rung if following is None else following].samples
+        self._note(outcome, f"tokens of a pass {num_tokens:,} -> {min(next_tokens, num_tokens):,}")
+        return None
+
+    def _last_resort(self, batch: Batch, taken: list[int], event: OomEvent) -> list[Result]:
+        """Try a single text once more, with all memory given back that can be."""
+        self._backend.release(last_resort=True)
+        self._note(event, "the same text again")
+        outcome = attempt(partial(self._pass, batch, taken), self._backend, self._position)
+        if isinstance(outcome, OomEvent):
+            num_columns = batch["input_ids"].shape[1]
+            more = f" and {self._more_tokens:,} more" if self._more_tokens else ""
+            raise OutOfMemoryError(
+                f"memory ran out for one text of {num_columns:,} tokens{more} ({outcome.shortage}); rows before it are "
+                "kept: give the same command with a larger --budget to go on, or begin again with a smaller "
+                "--max-length and --force"
+            )
+        return outcome
+
+    def _pass(self, batch: Batch, taken: list[int]) -> list[Result]:
+        failpoint("evaluation")
+        on_device = {name: tensor.to(self._device) for name, tensor in batch.items()}
+        return self._work(on_device, taken)
+
+    def _count(self, batch: Batch) -> None:
+        self.counts.num_passes += 1
+        self.counts.num_tokens += int(batch["attention_mask"].sum())
+        self.counts.num_padded_tokens += batch["input_ids"].numel()
+
+    def _note(self, event: OomEvent, action: str) -> None:
+        self.counts.oom_events.append(event.model_copy(update={"step": None, "action": action}))
+
+
+def computed_to_the_end(task: InferenceTask, model: Any, batch: Batch, vocab_size: int) -> tuple[Tensor, ...]:
+    """Compute with a model that takes the last token that is no padding, and has no token for padding of its own.
+
+    An end token would do for texts without one; here it is a token that none of these texts has. Where each is used
+    the texts are computed one by one, without padding.
+    """
+    padding_id = free_id(batch, vocab_size)
+    if padding_id is None:
+        alone = [
+            {name: tensor[row : row + 1, : int(batch["attention_mask"][row].sum())] for name, tensor in batch.items()}
+            for row in range(len(batch["input_ids"]))
+        ]
+        model.config.pad_token_id = model.config.get_text_config().pad_token_id = None
+        parts = [task.compute(model, one) for one in alone]
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, padding_id)
+    model.config.pad_token_id = model.config.get_text_config().pad_token_id = padding_id
+    return task.compute(model, {**batch, "input_ids": ids})
+
+
+def free_id(batch: Batch, vocab_size: int) -> int | None:
+    """Return the lowest id that is a token of none of the texts of a batch; ``None`` if all are."""
+    is_used = torch.zeros(vocab_size, dtype=torch.bool, device=batch["input_ids"].device)
+    is_used[batch["input_ids"][batch["attention_mask"].bool()]] = True
+    return None if bool(is_used.all()) else int((~is_used).int().argmax())
+
+
+def padded(texts: Sequence[Sequence[int]], padding_id: int, side: Literal["left", "right"] = "right") -> Batch:
+    """Return texts as a batch of as many columns as the longest has."""
+    num_columns = max(map(len, texts))
+    ids = torch.full((len(texts), num_columns), padding_id, dtype=torch.long)
+    mask = torch.zeros((len(texts), num_columns), dtype=torch.long)
+    for row, tokens in enumerate(texts):
+        place = slice(num_columns - len(tokens), None) if side == "left" else slice(0, len(tokens))
+        ids[row, place] = torch.tensor(tokens, dtype=torch.long)
+        mask[row, place] = 1
+    return {"input_ids": ids, "attention_mask": mask}

@@ -1,0 +1,231 @@
+"""The evaluations of a Trainer inside a budget: batches are cut, what they collect is kept outside the device.
+
+A batch that runs out of memory is predicted again in smaller pieces, if its loss is the sum of those of its parts
+(`plimsoll.step.losses.additive`); where no loss is computed there is nothing to ask. Logits and labels of the batches
+go where the budget does not count them (`plimsoll.integrations.loops.collected_outputs`). What then runs out is code of
+the user's, which can be neither cut nor run twice: its error says which it was, and what to give.
+
+While an evaluation runs, the name by which transformers makes its container is another one, for all trainers of the
+process. Does NOT cover an ``evaluation_loop`` of a subclass that collects in something else.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial, wraps
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.device.base import Backend
+from plimsoll.device.mapped_memory import MappedPool
+from plimsoll.errors import OutOfMemoryError
+from plimsoll.integrations.loops.attributes import attributes
+from plimsoll.integrations.loops.batches import joined
+from plimsoll.integrations.loops.collected_outputs import Collected, off_device, pool_for
+from plimsoll.models.workload import Reason, batch_size_of, split_batch
+from plimsoll.records.run import OomEvent
+from plimsoll.records.units import format_bytes
+from plimsoll.step.fallbacks import after_oom
+from plimsoll.step.losses.additive import LossOf
+from plimsoll.step.micro_batches import Shape, no_way_out, shape_of_any
+from plimsoll.step.oom_boundary import Position, attempt, fitting
+from plimsoll.step.recovery import Ladder, micro_batch_sizes
+
+_FEWER = (
+    ", or preprocess_logits_for_metrics, which keeps less of each batch (such as lambda logits, labels: "
+    "logits.argmax(-1)), or set batch_eval_metrics=True; the training is as it was"
+)
+
+
+class Evaluations:
+    """The wrapped calls of one trainer that predict.
+
+    Args:
+        trainer: the trainer.
+        backend: of its device.
+        units_of: what the mean loss of a batch averages over.
+        refuse_unclear: refuses a batch of which nothing says that.
+        why_whole: says why a batch must stay whole, from the loss of a piece and its share.
+        note: told of each event that was recovered from.
+    """
+
+    def __init__(
+        self,
+        trainer: transformers.Trainer,
+        backend: Backend,
+        *,
+        units_of: Callable[[Any], float],
+        refuse_unclear: Callable[[Any], None],
+        why_whole: Callable[[Any, LossOf], Reason | None],
+        note: Callable[[list[OomEvent]], None],
+    ) -> None:
+        self._trainer, self._backend, self._note = trainer, backend, note
+        self._units_of, self._refuse_unclear, self._why_whole = units_of, refuse_unclear, why_whole
+        self._ladder: Ladder | None = None
+        self._first_elements: float | None = None
+        self._pool: MappedPool | None = None
+        self.items: Any = None
+        """What the loss of the piece that is being predicted is divided by, in place of what the trainer counts."""
+
+    def begin_with(self, num_elements: float) -> None:
+        """Begin with pieces of at most so many elements: those of a pass of the training that was planned."""
+        self._first_elements = num_elements
+
+    def wrapped(self) -> dict[str, Any]:
+        """Return what takes the place of the trainer's attributes."""
+        trainer = self._trainer
+        found: dict[str, Any] = {
+            "prediction_step": self._wrapped_prediction(trainer.prediction_step),
+            "evaluation_loop": self._wrapped_loop(trainer.evaluation_loop),
+        }
+        if trainer.compute_metrics is not None:
+            found["compute_metrics"] = self._wrapped_metrics(trainer.compute_metrics)
+        if trainer.preprocess_logits_for_metrics is not None:
+            found["preprocess_logits_for_metrics"] = self._wrapped_preprocess(trainer.preprocess_logits_for_metrics)
+        return found
+
+    def _wrapped_loop(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def evaluation_loop(*arguments: Any, **options: Any) -> Any:
+            with self._collecting():
+                return fitting(
+                    partial(original, *arguments, **options), self._backend,
+                    "reading the batches of an evaluation and putting their predictions together",
+                    f", a smaller per_device_eval_batch_size{_FEWER}",
+                )  # fmt: skip
+
+        return evaluation_loop
+
+    @contextmanager
+    def _collecting(self) -> Iterator[None]:
+        self._pool = pool_for(self._trainer.args.device)
+        container = partial(Collected, pool=self._pool)
+        try:
+            with attributes(transformers.trainer, {"EvalLoopContainer": container}):
+                yield
+        finally:
+            self._pool = None  # the files stay as long as what is in them
+
+    def _wrapped_metrics(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def compute_metrics(prediction: Any, *arguments: Any, **options: Any) -> Any:
+            what = f"computing metrics of predictions of {_size(prediction.predictions)} (compute_metrics)"
+            work = partial(original, prediction, *arguments, **options)
+            return fitting(work, self._backend, what, _FEWER)
+
+        return compute_metrics
+
+    def _wrapped_preprocess(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def preprocess_logits_for_metrics(logits: Any, *arguments: Any, **options: Any) -> Any:
+            what = f"preprocessing the logits of a batch, {_size(logits)} (preprocess_logits_for_metrics)"
+            work = partial(original, logits, *arguments, **options)
+            otherwise = " or a smaller per_device_eval_batch_size; the training is as it was"
+            return fitting(work, self._backend, what, otherwise)
+
+        return preprocess_logits_for_metrics
+
+    # -- a batch -------------------------------------------------------------------------------------------------------
+
+    def _wrapped_prediction(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def prediction_step(
+            model: nn.Module,
+            inputs: Any,
+            prediction_loss_only: bool,
+            ignore_keys: list[str] | None = None,
+            **options: Any,
+        ) -> Any:
+            def predicted(piece: Any) -> Any:
+                return original(model, piece, prediction_loss_only, ignore_keys, **options)
+
+            return self._predicted(predicted, inputs)
+
+        return prediction_step
+
+    def _predicted(self, predicted: Callable[[Any], Any], inputs: Any) -> Any:
+        """Loss, logits and labels of a batch; where memory runs out, in smaller pieces if that changes no loss."""
+        why_whole = cache(partial(self._why_whole, inputs, partial(self._loss_of, predicted, inputs)))
+        shape = shape_of_any(inputs, "samples")
+        ladder = self._ladder_for(shape)
+        rung = ladder.choose(shape.elements_per_sample)
+        random_state = self._backend.random_state()
+        while True:
+            size = min(ladder.sizes[rung].samples, shape.num_samples)
+            if size < shape.num_samples and why_whole() is not None:
+                size = shape.num_samples
+            position = Position(self._trainer.state.global_step, "evaluation", size)
+            found = attempt(partial(self._in_pieces, predicted, inputs, size, shape), self._backend, position)
+            if not isinstance(found, OomEvent):
+                ladder.held(rung, math.ceil(size * shape.elements_per_sample))
+                return found
+            self._backend.release()
+            self._backend.restore_random_state(random_state)
+            event, following = after_oom(found, rung, shape, ladder, None, self._backend)
+            if following is None or (following != rung and why_whole() is not None):
+                whole = why_whole() if size > 1 else None
+                otherwise = "" if whole is None else ", or a smaller per_device_eval_batch_size"
+                raise OutOfMemoryError(f"{no_way_out(event, size, shape, whole)}{otherwise}")
+            self._note([event])
+            rung = following
+
+    def _ladder_for(self, shape: Shape) -> Ladder:
+        if self._ladder is None or self._ladder.sizes[0].samples < shape.num_samples:
+            self._ladder = Ladder(micro_batch_sizes(shape.num_samples))
+            if self._first_elements is not None:
+                self._ladder.start_at(max(1, int(self._first_elements / shape.elements_per_sample)))
+        return self._ladder
+
+    def _loss_of(self, predicted: Callable[[Any], Any], inputs: Any, piece: Any, share: float) -> Tensor:
+        """The loss of a piece, to which belongs that share of the items of a batch; NaN where no loss is computed."""
+        items = self._num_items(inputs)
+        loss = self._with_items(None if items is None else items * share, predicted, copy.copy(piece))[0]
+        return torch.tensor(torch.nan) if loss is None else loss.mean()
+
+    def _num_items(self, inputs: Any) -> Any:
+        return self._trainer._get_num_items_in_batch([inputs], self._trainer.args.device)
+
+    def _with_items(self, items: Any, predicted: Callable[[Any], Any], piece: Any) -> tuple[Any, Any, Any]:
+        self.items = items
+        try:
+            found: tuple[Any, Any, Any] = predicted(piece)
+            return found
+        finally:
+            self.items = None
+
+    def _in_pieces(
+        self, predicted: Callable[[Any], Any], inputs: Any, num_samples: int, shape: Shape
+    ) -> tuple[Any, Any, Any]:
+        """Predict each piece; the trainer counts the items of a batch, of which a piece has its share."""
+        if num_samples == shape.num_samples:
+            whole: tuple[Any, Any, Any] = predicted(inputs)
+            return whole
+        pieces = split_batch(inputs, num_samples)
+        units = [self._units_of(piece) for piece in pieces]
+        units = units if any(units) else [*map(batch_size_of, pieces)]
+        items, found = self._num_items(inputs), []
+        for piece, count in zip(pieces, units, strict=True):
+            of_piece = items * count / sum(units) if items is not None and count else None
+            loss, logits, labels = self._with_items(of_piece, predicted, piece)
+            if loss is not None:
+                self._refuse_unclear(piece)
+            if self._pool is not None:
+                logits, labels = off_device(logits, self._pool), off_device(labels, self._pool)
+            found.append((loss, logits, labels))
+        return joined(found, units, self._pool)
+
+
+def _size(predictions: Any) -> str:
+    """The shape and bytes of what was predicted, for a message."""
+    arrays = [leaf for leaf in tree_leaves(predictions) if hasattr(leaf, "nbytes")]
+    shapes = ", ".join(
+        f"{str(one.dtype).removeprefix('torch.')}[{', '.join(map(str, one.shape))}]" for one in arrays[:3]
+    )
+    return f"{shapes}, {format_bytes(sum(int(one.nbytes) for one in arrays))}"

@@ -1,0 +1,278 @@
+"""Validation, test and prediction of a Lightning trainer inside a budget: cut where that is exact, or ended by name.
+
+A ``validation_step`` logs what it likes of a batch, so that nothing says whether its pieces log the same. Where a batch
+runs out of memory, a few of its samples, those that differ most, are therefore done whole and in two passes, and what
+came of it is compared, once more for a batch of another kind (`plimsoll.step.losses.probe_samples`):
+what was logged, the states of metrics, what was returned, the lists that the module keeps. Where all of it is equal,
+the batch is done in smaller pieces; where it is not, it is not cut, and the error says what differs. Whatever else
+runs out (a hook, a loader, a checkpoint) has an error of Plimsoll's, too.
+
+Does NOT cover steps that take an iterator, and what a step changes beside logs, metrics and lists of the module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torchmetrics import Metric
+
+from plimsoll.device.base import backend_for
+from plimsoll.errors import OutOfMemoryError
+from plimsoll.integrations.loops.attributes import attributes
+from plimsoll.integrations.loops.lightning_logs import joined_values, remember, state_of
+from plimsoll.models.workload import batch_size_of, pick_samples, split_batch
+from plimsoll.records.run import OomEvent
+from plimsoll.records.units import parse_bytes
+from plimsoll.step.fallbacks import after_oom
+from plimsoll.step.losses.probe_samples import Kinds, first_rows, telling_rows
+from plimsoll.step.micro_batches import Shape, shape_of_any
+from plimsoll.step.oom_boundary import Position, attempt, fitting
+from plimsoll.step.recovery import Ladder, micro_batch_sizes
+
+_STEPS = ("validation_step", "test_step", "predict_step")
+_COMPARED = (8, 4, 2)  # samples; fewer where the first do not fit
+
+
+class Evaluations:
+    """The evaluation steps of one trainer, wrapped from its making until `close`.
+
+    Args:
+        trainer: of one process.
+        module: what it runs.
+        budget: what holds while it runs without training; a training begins its own limit.
+        never_cut: whether the user forbids to cut.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, budget: str | int | None, never_cut: bool) -> None:
+        self._trainer, self._module, self._budget, self._never_cut = trainer, module, budget, never_cut
+        self._backend = backend_for(str(trainer.strategy.root_device))
+        self._metrics = [one for one in module.modules() if isinstance(one, Metric)]
+        self._ladders: dict[str, Ladder] = {}
+        self._reasons: dict[str, str | None] = {}
+        self._kinds: dict[str, Kinds] = {}
+        self.events: list[OomEvent] = []
+        self._stack, self._sanity = ExitStack(), ExitStack()
+        steps = {name: partial(self._step, name, getattr(trainer.strategy, name)) for name in _STEPS}
+        self._stack.enter_context(attributes(trainer.strategy, steps))
+        run_stage = partial(self._run_stage, trainer._run_stage)
+        self._stack.enter_context(attributes(trainer, {"_run_stage": run_stage}))
+
+    def close(self) -> None:
+        """Give the trainer its own calls back."""
+        self._sanity.close()
+        self._stack.close()
+
+    def limit_sanity_check(self) -> None:
+        """Let the budget hold for the sanity check, which comes before there is a plan."""
+        self._sanity.enter_context(self._limited())
+
+    def end_sanity_check(self) -> None:
+        """Let the limit of the sanity check go."""
+        self._sanity.close()
+
+    def _limited(self) -> Any:
+        return nullcontext() if self._budget is None else self._backend.limited(parse_bytes(self._budget))
+
+    def _run_stage(self, original: Callable[[], Any]) -> Any:
+        stage = self._trainer.state.fn
+        with nullcontext() if stage == "fit" else self._limited():
+            outcome = attempt(original, self._backend, Position())
+        if not isinstance(outcome, OomEvent):
+            return outcome
+        name = getattr(self._trainer.state.stage, "value", stage)
+        raise OutOfMemoryError(
+            f"memory ran out while Lightning was in its stage {name!r}, outside of a step ({outcome.shortage}), in a "
+            "hook, a loader or a checkpoint: the parameters are those of the last step; keep less of each batch (a "
+            "metric of torchmetrics in place of a list of outputs), or give a larger budget"
+        )
+
+    # -- a batch -------------------------------------------------------------------------------------------------------
+
+    def _step(self, name: str, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Do a batch; where memory runs out, in smaller pieces if that changes nothing."""
+        if not arguments or isinstance(arguments[0], Iterator):
+            what = f"in {name}, which takes an iterator, so that nothing can be done again"
+            return fitting(partial(original, *arguments, **options), self._backend, what, "")
+        batch, others = arguments[0], arguments[1:]
+
+        def run(piece: Any) -> Any:
+            return original(piece, *others, **options)
+
+        shape = shape_of_any(batch, "samples")
+        may_cut = cache(partial(self._may_cut, name, run, batch))
+        ladder = self._ladder_for(name, shape)
+        rung = ladder.choose(shape.elements_per_sample)
+        while True:
+            size = min(ladder.sizes[rung].samples, shape.num_samples)
+            if size < shape.num_samples and not may_cut():
+                size = shape.num_samples
+            put_back = self._remember()
+            position = Position(self._trainer.global_step, "evaluation", size)
+            found = attempt(partial(self._in_pieces, run, batch, size, shape), self._backend, position)
+            if not isinstance(found, OomEvent):
+                ladder.held(rung, math.ceil(size * shape.elements_per_sample))
+                return found
+            put_back()
+            event, following = after_oom(found, rung, shape, ladder, None, self._backend)
+            self.events.append(event)
+            if following is None or (following != rung and not may_cut()):
+                raise self._error(name, event, size, shape, following)
+            rung = following
+
+    def _ladder_for(self, name: str, shape: Shape) -> Ladder:
+        ladder = self._ladders.get(name)
+        if ladder is None or ladder.sizes[0].samples < shape.num_samples:
+            ladder = self._ladders[name] = Ladder(micro_batch_sizes(shape.num_samples))
+        return ladder
+
+    def _error(
+        self, name: str, event: OomEvent, num_samples: int, shape: Shape, following: int | None
+    ) -> OutOfMemoryError:
+        reason = self._reasons.get(name)
+        smaller = max(1, shape.num_samples // 2)
+        why = f"; it was not cut, because {reason}" if following is not None and reason else ""
+        remedy = (
+            "give its loader shorter texts" if num_samples == 1 else f"give its loader batch_size={smaller} or less"
+        )
+        return OutOfMemoryError(
+            f"memory ran out in {name} with {num_samples} samples of a batch of {shape.num_samples} "
+            f"({event.shortage}){why}: the training is as it was; {remedy}, or give a larger budget"
+        )
+
+    def _remember(self) -> Callable[[], None]:
+        """What puts back all that a step may change and a second try must not see."""
+        results, random_state = self._trainer._results, self._backend.random_state()
+        logs = remember({} if results is None else results, self._metrics)
+        lists = [(owner, name, value, [*value]) for owner, name, value in self._lists()]
+
+        def put_back() -> None:
+            logs()
+            for _, _, value, before in lists:
+                value[:] = before
+            self._backend.release()
+            self._backend.restore_random_state(random_state)
+
+        return put_back
+
+    def _lists(self) -> list[tuple[str, str, list[Any]]]:
+        """The lists that the module and its parts keep, such as outputs of a validation."""
+        return [
+            (prefix, name, value)
+            for prefix, module in self._module.named_modules()
+            if not isinstance(module, Metric)
+            for name, value in vars(module).items()
+            if isinstance(value, list)
+        ]
+
+    def _in_pieces(self, run: Callable[[Any], Any], batch: Any, num_samples: int, shape: Shape) -> Any:
+        if num_samples == shape.num_samples:
+            return run(batch)
+        return self._joined(run, split_batch(batch, num_samples))
+
+    def _joined(self, run: Callable[[Any], Any], pieces: Sequence[Any]) -> Any:
+        sizes, found = [batch_size_of(piece) for piece in pieces], []
+        for piece in pieces:
+            with self._logging(piece):
+                found.append(run(piece))
+        return joined_values(found, [float(size) for size in sizes], sizes)
+
+    @contextmanager
+    def _logging(self, piece: Any) -> Iterator[None]:
+        """Let ``self.log`` read from a piece how many samples there are."""
+        results = self._trainer._results
+        if results is None:
+            yield
+            return
+        before = results.batch, results.batch_size
+        results.batch, results.batch_size = piece, None
+        try:
+            yield
+        finally:
+            results.batch, results.batch_size = before
+
+    # -- whether a cut changes anything --------------------------------------------------------------------------------
+
+    def _may_cut(self, name: str, run: Callable[[Any], Any], batch: Any) -> bool:
+        if self._never_cut:
+            self._reasons[name] = "never_cut=True says so"
+        kinds = self._kinds.setdefault(name, Kinds())
+        new = kinds.new_in(batch)
+        if self._reasons.get(name) is None and (name not in self._reasons or new):
+            self._reasons[name] = self._compared(run, batch, kinds, new)
+        return self._reasons[name] is None
+
+    def _compared(self, run: Callable[[Any], Any], batch: Any, kinds: Kinds, new: frozenset[Any]) -> str | None:
+        """Return the reason not to cut, as so many samples show it as fit."""
+        for num_samples in _COMPARED:
+            few = pick_samples(batch, telling_rows(batch, num_samples, first_rows(batch, new, num_samples // 2)))
+            work = partial(self._reason_against, run, few)
+            reason = attempt(work, self._backend, Position(self._trainer.global_step, "evaluation", num_samples))
+            if not isinstance(reason, OomEvent):
+                kinds.note(new, few)
+                return reason
+        return f"not even {_COMPARED[-1]} samples of it fit, of which to see whether pieces come to the same"
+
+    def _reason_against(self, run: Callable[[Any], Any], few: Any) -> str | None:
+        """Do a few samples whole and in two unequal passes, and say what differs; nothing is left of it."""
+        num_samples = batch_size_of(few)
+        put_back = self._remember()
+        try:
+            whole = self._traces(partial(self._joined, run, [few]))
+            put_back()
+            cut = self._traces(
+                partial(self._joined, run, [pick_samples(few, [0]), pick_samples(few, range(1, num_samples))])
+            )
+        finally:
+            put_back()
+        for what, value in whole.items():
+            if not _is_close(value, cut.get(what)):
+                return f"{what} is not the same when {num_samples} of its samples are done in two passes"
+        return None
+
+    def _traces(self, work: Callable[[], Any]) -> dict[str, Any]:
+        """All that a pass leaves behind, by what to call it."""
+        before = {(owner, name): len(value) for owner, name, value in self._lists()}
+        returned = work()
+        kept = {
+            f"the list {name} of the module, which it fills,": math.nan  # each pass adds to it
+            for owner, name, value in self._lists()
+            if len(value) != before.get((owner, name), 0)
+        }
+        results: dict[str, Any] = self._trainer._results or {}
+        logged = {f"what it logs as {key.split('.')[-1]!r}": _logged(result) for key, result in results.items()}
+        states = {f"the state of the metric {type(one).__name__}": _totals(one) for one in self._metrics}
+        return {"what it returns": returned, **kept, **logged, **states}
+
+
+def _logged(result: Any) -> Any:
+    """What a logged value comes to over an epoch; one that is logged for each batch would be the last piece's."""
+    if not result.is_tensor:
+        return None  # a metric, which is compared by itself
+    return result.compute() if result.meta.on_epoch else math.nan
+
+
+def _totals(metric: Metric) -> dict[str, Any]:
+    state = state_of(metric)
+    names = [name for name in metric._defaults if name in state]
+    return {name: torch.cat([*state[name]]) if _is_tensors(state[name]) else state[name] for name in names}
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, Tensor) and one.ndim for one in value)
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-5, atol=1e-6)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_close(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(_is_close(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other)

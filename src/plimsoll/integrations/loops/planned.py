@@ -1,0 +1,93 @@
+"""The plan for a loop that is someone else's: of the techniques that leave its optimizer, precision and loss alone.
+
+Does NOT enforce the budget: the caller does, for as long as its loop runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.device.base import backend_for
+from plimsoll.errors import InputError
+from plimsoll.models.workload import LossFunction, Precision, Units, move_batch
+from plimsoll.planning.given_plan import require_that_fits
+from plimsoll.planning.plan import plan_step
+from plimsoll.records.loss_check import LossCheck
+from plimsoll.records.plan import Plan
+from plimsoll.techniques import TECHNIQUES
+
+
+def planned(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss: LossFunction,
+    *,
+    budget: str | int,
+    units: Units | None,
+    device: torch.device,
+    offered: Iterable[str],
+    clip_norm: float | None = None,
+    precision: Precision = "fp32",
+    loss_check: LossCheck | None = None,
+) -> Plan:
+    """Find the fastest mix that fits, of the techniques offered; random numbers are as before.
+
+    Args:
+        model: as the loop calls it.
+        optimizer: the ``torch.optim`` optimizer itself.
+        batch: the largest there will be.
+        loss: from the model and a batch to the mean loss.
+        budget: what the process may use of the device.
+        units: what the loss averages over.
+        device: where it trains.
+        offered: the names of the techniques that the loop can have.
+        clip_norm: the global norm that the loop clips to.
+        precision: what autocast computes in, where that is not in the loss already.
+        loss_check: whether the loop's own loss may be computed in parts, where that is another one.
+
+    Raises:
+        BudgetError: if no plan fits; it says which budget would do.
+        InputError: if the model cannot be traced.
+    """
+    backend = backend_for(str(device))
+    random_state = backend.random_state()
+    plan = plan_step(
+        model,
+        optimizer,
+        move_batch(batch, torch.device("cpu")),
+        loss,
+        budget=budget,
+        units=units,
+        clip_norm=clip_norm,
+        precision=precision,
+        loss_check=loss_check,
+        device="cpu" if device.type == "cpu" else "local",
+        forbids=sorted(set(TECHNIQUES) - set(offered)),
+    )
+    backend.restore_random_state(random_state)
+    require_that_fits(plan)
+    return plan
+
+
+def refuse_both(budget: str | int | None, batch: Any, options: dict[str, Any]) -> None:
+    """Refuse a budget together with what it decides, and a batch without a budget.
+
+    Raises:
+        InputError: if they contradict each other.
+    """
+    given = [name for name in ("micro_batch", "rungs") if options.get(name) is not None]
+    if budget is not None and given:
+        raise InputError(
+            f"budget={budget!r} was given with {given[0]}, which the plan for that budget decides: leave one of the "
+            "two out"
+        )
+    if budget is None and batch is not None:
+        raise InputError(
+            f"a batch to plan with, a {type(batch).__name__}, was given without a budget: give budget=, for example "
+            'budget="8GiB"'
+        )

@@ -1,0 +1,488 @@
+"""An optimizer step as a transaction, for a loop that is someone else's.
+
+`plimsoll.step.train_step` owns its loop: it calls backward, clips and updates. Accelerate, Lightning and Hugging Face's
+Trainer do these themselves, with hooks, scalers and logs of their own, and add the gradients of several batches to one
+update. Here is what they need to be undone: the caller says how one piece of a batch goes forward and backward, and how
+a step is finished; where memory runs out in either, everything is put back as it was before the first batch of that
+update, and all its batches run again in smaller pieces.
+
+Each batch has the weight that the caller's loop gives it, and each piece its share of what the batch's loss averages
+over (`plimsoll.step.micro_batches`), so that the sum of the gradients does not depend on the cut.
+
+Does NOT cover: fetching a batch and bringing it to the device where the caller's loop did that before; several
+processes; optimizers that call their closure more than once (LBFGS); what `plimsoll.step.undo.step_state` does not see
+and ``remember`` does not cover. Gradients are released by the update, so that what reads them after it finds none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.device.base import backend_for
+from plimsoll.distributed.ranks import Ranks
+from plimsoll.errors import InputError, OutOfMemoryError
+from plimsoll.models.workload import LossFunction, Units, Workload, model_loss
+from plimsoll.records.plan import Choice, Rung
+from plimsoll.records.run import OomEvent
+from plimsoll.step.checks import device_of, refuse, refuse_no_target, refuse_recut, refuse_unclear_labels
+from plimsoll.step.failpoints import failpoint
+from plimsoll.step.fallbacks import Rungs, after_oom, choices_of, ladder_of, measured
+from plimsoll.step.losses.additive import Additivity, LossOf
+from plimsoll.step.micro_batches import Piece, Shape, equal_pieces, no_way_out, shape_of, shape_of_any, weighted_pieces
+from plimsoll.step.missing_gradients import UnreachedWatch
+from plimsoll.step.oom_boundary import Position, attempt, attempt_twice
+from plimsoll.step.recovery import Ladder, Size
+from plimsoll.step.retry import Retry, first_samples
+from plimsoll.step.undo.saved import Stateful
+from plimsoll.step.update.after_update import AfterUpdate
+from plimsoll.step.update.commit import StepCommit
+from plimsoll.techniques.mechanisms.whole import WholeBatch
+
+OnePass = Callable[[Any, float], Tensor]
+"""Forward and backward of one piece, whose loss is multiplied by a share; returns its mean loss without a graph."""
+
+Finish = Callable[[Callable[[], Tensor]], object]
+"""Ends a step: calls what it is given, which makes the gradients, and then clips and updates."""
+
+PutBack = Callable[[], None]
+
+ON_THE_MODEL = frozenset(
+    {"allocator", "attention", "cache", "checkpointing", "chunked_loss", "evaluation", "gradient_cache", "heap",
+     "micro_batch", "packed_stretches", "time_segments"}
+)  # fmt: skip
+"""Techniques that are at work in whatever loop runs the model: they change neither its loss function, nor its
+precision, nor its optimizer."""
+
+AROUND_THE_LOSS = frozenset({"activation_offload"})
+"""Techniques that are at work where the caller computes its loss by ``workload.loss``."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Batch(NamedTuple):
+    batch: Any
+    shape: Shape
+    one_pass: OnePass
+    loss_of: LossOf
+
+
+class _NotUpdated(MemoryError):
+    """Leaves the caller's code after an update that did not happen for want of memory."""
+
+
+class Transaction:
+    """The steps of one model and one optimizer, each of one batch or of several.
+
+    Args:
+        model: the model, on the device it trains on.
+        optimizer: the ``torch.optim`` optimizer itself, not what a framework wraps it in.
+        units: what the loss averages over, as for `plimsoll.TrainStep`; ``None`` where each sample has one label.
+        micro_batch: samples per pass to begin with; ``None`` begins with whole batches.
+        rungs: in place of ``micro_batch``, those of a plan (``plan.rungs``), or their choices alone.
+        recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
+        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
+        never_cut: keep every batch whole.
+        roots: where the caller's loss keeps something besides the model, by name.
+        extra_state: objects of the user's whose state is put back, too, as for `plimsoll.TrainStep`.
+        allow_hidden_state: retry although state was found that is not put back.
+        grow_after: clean steps after which the next larger micro-batch is tried.
+        remember: called before each update's first batch; what it returns puts back what the caller's loop changes.
+        loss: the caller's loss, if it computes it by ``workload.loss``, so that techniques can be put around it.
+        takes_any: do a batch that cannot be cut as a whole, and one in which nothing is to be learned as well, as the
+            caller's loop would; without it they are refused.
+
+    Raises:
+        InputError: if an argument cannot be used, or a technique cannot be in a loop that is someone else's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        units: Units | None,
+        micro_batch: int | None = None,
+        rungs: Sequence[Rung | Sequence[Choice]] | None = None,
+        recut_batch_norm: bool = False,
+        recut_loss: bool = False,
+        never_cut: bool = False,
+        roots: Mapping[str, Any] | None = None,
+        extra_state: Sequence[Stateful] = (),
+        allow_hidden_state: bool = False,
+        grow_after: int = 50,
+        remember: Callable[[], PutBack] = lambda: _nothing,
+        loss: LossFunction | None = None,
+        takes_any: bool = False,
+    ) -> None:
+        device = device_of(model)
+        refuse(model, optimizer, "fp32", micro_batch, units=units, kind=device.type)
+        _refuse_techniques(rungs or (), micro_batch, ON_THE_MODEL if loss is None else ON_THE_MODEL | AROUND_THE_LOSS)
+        self.workload = Workload(model, optimizer, loss or model_loss, units or "samples", device=device)
+        self.position = Position()
+        self.backend = backend_for(str(device))
+        self.loss = torch.zeros((), device=device)
+        self.micro_batch = 0
+        self.num_ooms = 0
+        self.events: list[OomEvent] = []
+        self._units_are_assumed, self._takes_any = units is None, takes_any
+        told = self.workload, self.backend, self.position
+        self.additivity = Additivity(*told, recut_loss, never_cut, extra_state=extra_state, roots=roots)
+        self._rungs = Rungs(self.workload, rungs or ())
+        self._ladder: Ladder | None = None
+        self._rung = 0
+        self._second_rung: int | None = None  # what the step in hand went on with after its first event
+        self._first_micro_batch, self._grow_after = micro_batch, grow_after
+        self._whole = WholeBatch(self.workload, recut_batch_norm)
+        # Walking the modules anew in every step would cost more.
+        updated = (one for group in optimizer.param_groups for one in group["params"])
+        self._parameters = [*dict.fromkeys([*model.parameters(), *updated])]
+        self._retry = Retry(
+            {"model": model, "loss": self.workload.loss, **(roots or {})}, self.backend, self.position,
+            optimizer=optimizer, extra_state=extra_state,
+            allow_hidden_state=allow_hidden_state,
+        )  # fmt: skip
+        self._unreached = UnreachedWatch(model)
+        self._commit = StepCommit(optimizer, self.backend, self.position)
+        self.following = AfterUpdate(optimizer, self.backend, self.position)
+        self._remember = remember
+        self._put_back_of_caller: PutBack = _nothing
+        self._window: list[_Batch] = []
+        self._num_done = 0
+        self.is_again = False
+        self._is_asked = True  # whether the batches of the window may be cut, if they are
+
+    def run(self, batch: Any, one_pass: OnePass, finish: Finish | None, loss_of: LossOf) -> None:
+        """Add the gradients of one more batch, and with ``finish`` end the step with an update.
+
+        ``loss_of`` is called before a batch is cut, to see whether it may be. Afterwards ``loss`` is the mean of this
+        batch, ``events`` are those of it, ``micro_batch`` the samples of its passes.
+
+        Raises:
+            OutOfMemoryError: if memory ran out and nothing smaller is left; all batches of the step are undone.
+            InputError: if the batch cannot be cut, or must not be.
+            DataError: if nothing is to be learned from it.
+        """
+        shape = self._shape_of(batch)
+        self._come_back(batch)
+        with self._retry.undo.taken_back_on_error():
+            ladder = self._ladder_for(shape.num_samples)
+            self._rung = ladder.choose(shape.elements_per_sample)
+            if ladder.sizes[self._rung].samples < shape.num_samples:
+                # For there to be room to find out whether it may be cut.
+                attempt(partial(self._use, ladder.sizes[self._rung].level), self.backend, self.position)
+                self._is_asked = self._keep_whole(ladder, batch, loss_of, shape)
+                self._rung = ladder.choose(shape.elements_per_sample)
+            refuse_recut(self._whole.reason(), ladder.sizes[self._rung].samples, shape, Ranks())
+        if not self._window:
+            self._begin()
+        self._window.append(_Batch(batch, shape, one_pass, loss_of))
+        self._until_done(ladder, finish)
+        samples = min(ladder.sizes[self._rung].samples, shape.num_samples)
+        memory = measured(ladder, self.backend, Ranks())
+        ladder.held(self._rung, math.ceil(samples * shape.elements_per_sample), memory)
+        if finish is not None:
+            self._end()
+
+    def finish(self, finish: Finish) -> None:
+        """End a step with an update, in a loop that updates elsewhere than where its last batch runs.
+
+        ``finish`` finds the gradients, and makes them again where memory has run out in it; `is_again` then says so.
+
+        Raises:
+            OutOfMemoryError: if memory ran out and nothing is left to try; all batches of the step are undone.
+        """
+        assert self._ladder is not None, "an update without a batch"
+        self._come_back()
+        self._until_done(self._ladder, finish)
+        self._end()
+
+    def _until_done(self, ladder: Ladder, finish: Finish | None) -> None:
+        """Try, and undo and try further rungs until what is waiting is done."""
+        self.events, is_done = [], False
+        known, self._second_rung = ladder.state_dict(), None
+        try:
+            while not is_done:
+                event = self._attempt(ladder.sizes[self._rung], finish)
+                is_done = event is None
+                if event is not None:
+                    self._put_back()
+                    self._retry.refuse(event, Ranks())
+                    asked = [self._keep_whole(ladder, one.batch, one.loss_of, one.shape) for one in self._window]
+                    self._is_asked = all(asked)
+                    self._rung = self._after_oom(event, self._rung, known)
+        finally:
+            if not is_done:
+                self._give_up()
+
+    def metrics(self) -> dict[str, float]:
+        """What a log should have of the memory: bytes at the peak and now, samples of a pass, and errors survived."""
+        use = self.backend.use()
+        return {
+            "plimsoll/peak_bytes": float(use.peak_bytes),
+            "plimsoll/used_bytes": float(use.used_bytes),
+            "plimsoll/micro_batch": float(self.micro_batch),
+            "plimsoll/oom": float(self.num_ooms),
+        }
+
+    def forget(self) -> None:
+        """Give up the batches whose update has not come; a loop that begins anew has none."""
+        if self._window:
+            self._let_go()
+            self._drop_gradients()
+
+    def close(self) -> None:
+        """Take the techniques of the rungs back."""
+        self._commit.forget()
+        self._unreached.close()
+        self._rungs.close()
+
+    # -- one try -------------------------------------------------------------------------------------------------------
+
+    def _attempt(self, size: Size, finish: Finish | None) -> OomEvent | None:
+        self._commit.was_called, self._commit.outcome, self._commit.recovered = False, None, []
+        event = attempt(partial(self._try, size, finish), self.backend, self.position)
+        if event is None:
+            self.events += self._commit.recovered
+            self.num_ooms += len(self._commit.recovered)
+        return self._commit.outcome or event
+
+    def _try(self, size: Size, finish: Finish | None) -> None:
+        self._use(size.level)
+        self._ask_before_cut(size.samples)  # which changes parameters for a moment
+        if not self._retry.undo.remembered:
+            self._remember_window(size.samples)
+        if finish is None:
+            self._gradients(size.samples)
+            self._retry.undo.pause()
+            return
+        with self._updating():
+            finish(partial(self._all_gradients, size.samples))
+
+    def _remember_window(self, samples: int) -> None:
+        first, model = self._window[0], self.workload.model
+        self._retry.remember(
+            [one.batch for one in self._window],
+            lambda: first.loss_of(first_samples(first.batch, samples, model), 1.0),
+            self._parameters,
+            self._put_back_of_caller,
+        )
+
+    def _all_gradients(self, samples: int) -> Tensor:
+        """Run the last batches of an update."""
+        loss = self._gradients(samples)
+        self._retry.observed()
+        return loss
+
+    def _use(self, level: int) -> None:
+        # Not in the middle of a window, for its state could not be gone back to any more.
+        if not self._num_done and not self._rungs.is_in_force(level):
+            self.position.phase = "copy"
+            self._commit.forget()
+            self._retry.undo.forget()
+            self._rungs.use(level)
+
+    def _ask_before_cut(self, samples: int) -> None:
+        """Refuse to cut what must not be, where there was no room to find out before."""
+        waiting = [] if self._is_asked else self._window[self._num_done :]
+        for one in waiting:
+            if samples < one.shape.num_samples and _can_differ(one.shape):
+                with self._retry.undo.as_failed():
+                    reason = self.additivity.before_cut(one.batch, one.loss_of)
+                refuse_recut(reason, samples, one.shape, Ranks())
+        self._is_asked = True
+
+    def _gradients(self, samples: int) -> Tensor:
+        """Run the batches that are not done; returns the mean loss of the last one."""
+        total = self._retry.until_settled(partial(self._passes, samples), self._put_back)
+        self.position.phase = "clip"
+        failpoint("clip")
+        self.loss = total
+        return total
+
+    def _passes(self, samples: int) -> Tensor:
+        total = self.loss
+        self._unreached.begin()
+        with self._retry.observing():
+            for number in range(self._num_done, len(self._window)):
+                total = self._passes_of(self._window[number], samples)
+                self._num_done = number + 1
+                if self.is_again:
+                    self._retry.undo.again(self._num_done)
+            self._retry.undo.passed()
+        return total
+
+    def _passes_of(self, one: _Batch, samples: int) -> Tensor:
+        self.micro_batch = self.position.micro_batch = min(samples, one.shape.num_samples)
+        total = torch.zeros((), device=self.workload.device)
+        for piece, share, _ in self._pieces(one.batch, samples, one.shape):
+            self.position.phase = "forward"
+            failpoint("forward")
+            total = total + one.one_pass(piece, share) * share
+            failpoint("backward")
+        return total
+
+    def _pieces(self, batch: Any, samples: int, shape: Shape) -> Iterator[Piece]:
+        if shape.num_units:
+            return weighted_pieces(batch, samples, shape, self.workload)
+        return equal_pieces(batch, samples, shape.num_samples)  # nothing has more of what is to be learned than another
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Let ``optimizer.step()``, whoever calls it, happen as a whole or not at all."""
+        optimizer = self.workload.optimizer
+        own, of_class = optimizer.__dict__.get("step"), optimizer.step
+        is_inside = False
+
+        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            nonlocal is_inside
+            if is_inside:  # the commit's own calls, of one part of the parameters after the other
+                return of_class()
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            self.position.phase = "optimizer"
+            is_inside = True
+            try:
+                self._commit.step()
+            finally:
+                is_inside = False
+            if self._commit.outcome is not None:
+                raise _NotUpdated("the update does not fit")
+            return result
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del optimizer.__dict__["step"]
+            if own is not None:  # a schedule has put its own there, to count
+                optimizer.__dict__["step"] = own
+
+    # -- before and after ----------------------------------------------------------------------------------------------
+
+    def _come_back(self, batch: Any = None) -> None:
+        """Note what the caller's loop has done since the batch before, and take one more, if there is one.
+
+        Raises:
+            OutOfMemoryError: if there is no memory for that; all batches of the step are undone.
+        """
+        self.is_again = False
+        if not self._window:
+            return
+        event = attempt_twice(partial(self._retry.undo.resume, batch), self.backend, self.position)
+        if isinstance(event, OomEvent):
+            self._give_up()
+            raise OutOfMemoryError(
+                f"memory ran out before a batch of step {event.step} was taken ({event.shortage}), twice; the batches "
+                "before it are undone: give a larger budget"
+            )
+
+    def _give_up(self) -> None:
+        """Put everything back as it was before the window."""
+        self._put_back()
+        self._retry.undo.settle(all_of_it=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._retry.undo.done()
+        self._window, self._num_done = [], 0
+
+    def _begin(self) -> None:
+        self._put_back_of_caller = self._remember()
+        self._drop_gradients()
+
+    def _end(self) -> None:
+        self._let_go()
+        self._put_back_of_caller = _nothing
+        self.position.step += 1
+        self._unreached.look(self.position.step)
+        self.following.do(tidy_ups=self.workload.after_step)
+
+    def _put_back(self) -> None:
+        self._num_done, self.is_again = 0, True
+        self._retry.put_back(self._put_back_own)
+        self.backend.release()
+
+    def _put_back_own(self) -> None:
+        self._drop_gradients()
+        self._commit.forget()
+        self._put_back_of_caller()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _shape_of(self, batch: Any) -> Shape:
+        if self._takes_any:
+            return shape_of_any(batch, self.workload.units)
+        if self._units_are_assumed:
+            refuse_unclear_labels(batch)
+        shape = shape_of(batch, self.workload)
+        refuse_no_target(shape, self.position.step + 1)
+        return shape
+
+    def _ladder_for(self, num_samples: int) -> Ladder:
+        """Made from the rungs or the first batch, and anew for a larger one; what is known of limits is kept."""
+        self._ladder = ladder_of(
+            self._rungs, self._ladder, num_samples, first_micro_batch=self._first_micro_batch,
+            grow_after=self._grow_after, is_whole=self._whole.reason() is not None,
+        )  # fmt: skip
+        return self._ladder
+
+    def _keep_whole(self, ladder: Ladder, batch: Any, loss_of: LossOf, shape: Shape) -> bool:
+        """Use only fallbacks that keep batches whole if this one must not be cut; return whether that is known yet."""
+        reason = partial(self.additivity.before_cut, batch, loss_of)
+        with self._retry.undo.as_failed():
+            return not _can_differ(shape) or self._rungs.keep_whole(ladder, self._whole, reason, shape)
+
+    def _after_oom(self, event: OomEvent, rung: int, known: dict[str, Any]) -> int:
+        """Note the event and return the rung to go on with.
+
+        Raises:
+            OutOfMemoryError: if there is none.
+        """
+        assert self._ladder is not None
+        largest = max((one.shape for one in self._window), key=lambda shape: shape.num_samples)
+        largest = largest._replace(elements_per_sample=max(one.shape.elements_per_sample for one in self._window))
+        event, following = after_oom(event, rung, largest, self._ladder, self._rungs, self.backend)
+        self._second_rung = following if self._second_rung is None else self._second_rung
+        if following is None and self._retry.undo.leave():
+            following = self._ladder.begin_again(known, rung if self._second_rung is None else self._second_rung)
+        self.num_ooms += 1
+        self.events.append(event)
+        if following is None:
+            samples = min(self._ladder.sizes[rung].samples, largest.num_samples)
+            raise OutOfMemoryError(no_way_out(event, samples, largest, self._whole.reason()))
+        return following
+
+
+def _can_differ(shape: Shape) -> bool:
+    """Whether a batch may have another loss in parts; others are done whole, or have nothing to learn."""
+    return shape.num_samples > 1 and bool(shape.num_units)
+
+
+def _refuse_techniques(
+    rungs: Sequence[Rung | Sequence[Choice]], micro_batch: int | None, possible: frozenset[str]
+) -> None:
+    if rungs and micro_batch is not None:
+        raise InputError(
+            f"micro_batch={micro_batch} was given with {len(rungs)} rungs, which have micro-batches of their own: "
+            "leave one of the two out"
+        )
+    others = sorted({choice.technique for one in rungs for choice in choices_of(one)} - possible)
+    if others:
+        raise InputError(
+            f"the plan has {', '.join(others)}, which cannot be put into a loop that has its own loss, precision and "
+            f"optimizer: leave it out with `--forbid {others[0]}`, or use plimsoll.TrainStep, which takes any"
+        )

@@ -1,0 +1,1 @@
+"""Recurrent language models, classifiers and taggers on `torch.nn`."""

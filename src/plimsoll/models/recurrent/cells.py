@@ -1,0 +1,115 @@
+"""A recurrent layer of a cell of one's own: the loop over time that a model would write, as a module.
+
+    self.layer = UnrolledCell(MyCell(width), batch_first=True)
+    outputs_BTH, state = self.layer(inputs_BTE)
+
+A cell is ``nn.LSTMCell``, ``nn.GRUCell``, ``nn.RNNCell``, or any module that is called as ``cell(input, state)`` with
+the input of one step and the state after the step before, ``None`` before the first, and returns ``(output, state)``; a
+state is a tensor or a tuple of tensors. As a module the loop can be found: the technique `time_segments` trains it over
+sequences of any length.
+
+A cell must keep nothing of a sequence but in its state, and must not change that in place; a change through ``.data``
+is seen by nothing, and makes wrong gradients with `time_segments`. Does NOT cover padding (the state after the last
+step is that of the padding too), packed sequences and a reverse direction.
+
+Shapes: B samples, T steps, S steps of a stretch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import InputError
+from plimsoll.models.recurrent.segments import Passed, State
+
+
+class UnrolledCell(nn.Module):
+    """Calls a cell for each step of a sequence.
+
+    Args:
+        cell: see the module's docstring.
+        batch_first: whether inputs and outputs are (B, T, ...), or (T, B, ...).
+    """
+
+    def __init__(self, cell: nn.Module, batch_first: bool = False) -> None:
+        super().__init__()
+        self.cell, self.batch_first = cell, batch_first
+
+    @property
+    def step_dim(self) -> int:
+        """The dimension of the steps."""
+        return 1 if self.batch_first else 0
+
+    def forward(self, input: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """Return the outputs of all steps, in the dimension that the input has them in, and the last state.
+
+        Raises:
+            InputError: if there are no steps, or the cell returns something else than it should.
+        """
+        form = StateForm.of(state)
+        passed = self.stretch(form, state_of_cell(state), input)
+        return passed.outputs[0], form.given(passed.state)
+
+    def stretch(self, form: StateForm, state: State, input: Tensor) -> Passed:
+        """Go through some steps from a state, which is empty before the first; its form is that of the sequence."""
+        if input.dim() < 2 or input.shape[self.step_dim] == 0:
+            raise InputError(
+                f"cannot unroll {type(self.cell).__name__} over an input of shape {list(input.shape)}, which has no "
+                f"steps in dimension {self.step_dim}: give at least 1, and set batch_first if the batch comes first"
+            )
+        outputs = []
+        for step_input in input.unbind(self.step_dim):
+            output, given = self._step(step_input, form.given(state))
+            form.is_bare, state = isinstance(given, Tensor), state_of_cell(given)
+            outputs.append(output)
+        return Passed((torch.stack(outputs, self.step_dim),), state=state)
+
+    def _step(self, input: Tensor, state: Any) -> tuple[Tensor, Any]:
+        result = self.cell(input, state)
+        if isinstance(self.cell, nn.RNNCellBase):
+            return (result if isinstance(result, Tensor) else result[0]), result
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
+            raise InputError(
+                f"{type(self.cell).__name__} returned a {type(result).__name__} from one step, where an output and a "
+                "state are needed: return (output, state)"
+            )
+        return result
+
+
+@dataclass
+class StateForm:
+    """How a cell has its state: as one tensor, or in a tuple."""
+
+    is_bare: bool
+
+    @classmethod
+    def of(cls, given: Any) -> StateForm:
+        """Return the form of a first state; ``None`` has that of what the cell returns."""
+        return cls(isinstance(given, Tensor))
+
+    def given(self, state: State) -> Any:
+        """Return a state as the cell has it, ``None`` before the first step."""
+        if not state:
+            return None
+        return state[0] if self.is_bare else state
+
+
+def state_of_cell(given: Any) -> State:
+    """Return a state as a tuple; an empty one for ``None``.
+
+    Raises:
+        InputError: if it has something else than tensors.
+    """
+    if given is None:
+        return ()
+    parts = (given,) if isinstance(given, Tensor) else tuple(given)
+    wrong = [type(part).__name__ for part in parts if not isinstance(part, Tensor)]
+    if wrong:
+        raise InputError(
+            f"the state of a cell has a {wrong[0]} among its {len(parts)} parts: use a tensor, or a flat tuple of them"
+        )
+    return parts

@@ -1,1 +1,0 @@
-"""The fastest mix of techniques that stays under a budget."""

@@ -1,0 +1,1 @@
+"""Predict what a training needs, and choose the fastest techniques that fit a budget."""

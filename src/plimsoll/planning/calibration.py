@@ -1,0 +1,98 @@
+"""What a planned run, and a trial before it, teach the next plan: peaks and step times, measured over predicted.
+
+A finished run adds to one file in the cache folder (`plimsoll.records.base.cache_folder`), which the next plan reads.
+Only steps that ran as the plan says count, from the third on: the first ones import, allocate and make states. A ratio
+of more than 3 either way is not learned: another program was at work, or the plan was made for another machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from plimsoll.errors import OutputError, RecordError
+from plimsoll.records.base import cache_folder
+from plimsoll.records.comparison import Calibration
+from plimsoll.records.plan import Plan
+from plimsoll.records.run import StepLine
+
+_FIRST_STEP = 3
+_MOST_RATIO = 3.0
+
+
+def calibration_file() -> Path:
+    """Return where plans read, and runs write, what was learned."""
+    return cache_folder() / "calibration.json"
+
+
+def known_calibration() -> Calibration:
+    """Read what was learned; nothing, where there is no file or it is torn."""
+    try:
+        return Calibration.load(calibration_file())
+    except RecordError:
+        return Calibration()
+
+
+def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine], begun_at: int = 0) -> Calibration:
+    """Return what is known after one more run.
+
+    Args:
+        calibration: what was known.
+        plan: the plan that was in force.
+        steps: the steps of the run.
+        begun_at: the steps that were done when its last process began. They may have had another plan, and what they
+            teach was learned.
+    """
+    from plimsoll.planning.search.cost import learn_peak, learn_time
+
+    rung, target = plan.rungs[0], plan.made_for.get("target")
+    counted = [step for step in steps if step.rung == 0 and step.step >= begun_at + _FIRST_STEP]
+    if not counted or target is None or rung.peak is None or rung.step_time is None:
+        return calibration
+    names = [choice.technique for choice in rung.choices]
+    seconds = median(step.step_seconds for step in counted)
+    predicted_seconds = rung.step_time.likely_seconds / plan.time_factor
+    if 1 / _MOST_RATIO < seconds / predicted_seconds < _MOST_RATIO:
+        calibration = learn_time(calibration, target, names, predicted_seconds, seconds)
+    peaks = [step.peak_bytes for step in counted if step.peak_bytes is not None]
+    if peaks and 1 / _MOST_RATIO < max(peaks) / rung.peak.likely_bytes < _MOST_RATIO:
+        calibration = learn_peak(calibration, target, names, rung.peak.likely_bytes, max(peaks))
+    return calibration
+
+
+def learned_from_trial(calibration: Calibration, plan: Plan) -> Calibration:
+    """Return what is known after a trial: the time of each candidate that was measured."""
+    from plimsoll.planning.search.cost import learn_time
+
+    target = plan.made_for.get("target")
+    for one in plan.trial.tried if plan.trial is not None and target is not None else ():
+        if one.measured_seconds is None or one.predicted_seconds is None or target is None:
+            continue
+        if 1 / _MOST_RATIO < one.measured_seconds / one.predicted_seconds < _MOST_RATIO:
+            names = [choice.technique for choice in one.choices]
+            calibration = learn_time(calibration, target, names, one.predicted_seconds, one.measured_seconds)
+    return calibration
+
+
+def learn_from_trial(plan: Plan) -> None:
+    """Add a trial to the file, where that can be written."""
+    before = known_calibration()
+    _save(before, learned_from_trial(before, plan))
+
+
+def learn(plan: Plan, steps: Sequence[StepLine], begun_at: int = 0) -> None:
+    """Add a run to the file (see `learned_from`); where that cannot be written, nothing is learned."""
+    before = known_calibration()
+    _save(before, learned_from(before, plan, steps, begun_at))
+
+
+def _save(before: Calibration, after: Calibration) -> None:
+    if after == before:
+        return
+    file = calibration_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        after.save(file)
+    except (OSError, OutputError):
+        pass

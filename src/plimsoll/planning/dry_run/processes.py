@@ -1,0 +1,184 @@
+"""Traces made ahead in forked processes, while this one makes others.
+
+    with Tracers.started(job, texts) as tracers:
+        tracers.expect(asked)       # will be taken, in this order: processes begin with the last
+        tracers.suppose(asked)      # may be taken, the likeliest first: begun by processes with nothing to do
+        tracers.take(one)           # one that was begun is waited for; one that was not has to be made here
+
+There is a process for each core but this one's in a command, and none in a program of one's own. They are forked before
+this process computes, or there are none: a fork has none of the threads that torch has started, and would wait for them
+for ever. What goes wrong in one of them, its death too, is no fault: the trace is made here, which says what is wrong.
+At the end of the block they are killed: nobody waits for a trace that was only supposed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from itertools import islice
+from multiprocessing import current_process, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from threading import Condition, Thread
+from typing import NamedTuple
+
+from plimsoll.data.sketch import TextSketch
+from plimsoll.files.fork_server import can_fork
+from plimsoll.files.forking import end_with, uninterrupted
+from plimsoll.memory.lowering.base import Lowering
+from plimsoll.planning.kept_traces import trace_of
+from plimsoll.planning.lean_imports import is_a_command
+from plimsoll.records.job import Job
+from plimsoll.records.trace import Trace
+from plimsoll.step.oom_boundary import without_fail
+from plimsoll.techniques import Choices
+
+_MOST_PROCESSES = 7  # beside this one: a search asks for no more at once
+
+_Key = tuple[str, Choices, bool]
+
+
+class Asked(NamedTuple):
+    """What is traced: arguments of `plimsoll.planning.kept_traces.trace_of`."""
+
+    lowering: Lowering
+    choices: Choices
+    is_short: bool
+
+    @property
+    def key(self) -> _Key:
+        """What tells it from others."""
+        return self.lowering.name, self.choices, self.is_short
+
+
+class _Worker(NamedTuple):
+    process: ForkProcess
+    connection: Connection
+
+
+class Tracers:
+    """Processes that trace a job; where there are none, nothing is begun and nothing can be taken."""
+
+    def __init__(self, workers: Sequence[_Worker] = ()) -> None:
+        self._workers, self._is_over, self._changed = workers, False, Condition()
+        self._expected: list[Asked] = []
+        self._supposed: list[Asked] = []
+        self._begun: dict[_Key, Future[bytes | None]] = {}
+        self._threads = [Thread(target=self._feed, args=(one.connection,), daemon=True) for one in workers]
+
+    @property
+    def number(self) -> int:
+        """How many processes have a core for what is supposed: other programs leave it to them."""
+        num_working = sum(not future.done() for future in tuple(self._begun.values()))
+        num_others = max(_num_running() - 1 - num_working, 0)
+        return min(len(self._workers), max(len(os.sched_getaffinity(0)) - 1 - num_others, 0))
+
+    @classmethod
+    @contextmanager
+    def started(cls, job: Job, texts: TextSketch) -> Iterator[Tracers]:
+        """Fork the processes, which end with the block."""
+        number = min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES)
+        with ExitStack() as stack:
+            with uninterrupted():
+                # A program of one's own may have threads, and what does not survive a fork.
+                may_fork = number > 0 and is_a_command() and not current_process().daemon and can_fork()
+                tracers = cls(tuple(_forked(number, job, texts)) if may_fork else ())
+                stack.callback(tracers._end)
+                for thread in tracers._threads:
+                    thread.start()
+            yield tracers
+
+    def expect(self, asked: Sequence[Asked]) -> None:
+        """Have traces made that will be taken in this order."""
+        self._ask(self._expected, asked)
+
+    def suppose(self, asked: Iterable[Asked]) -> None:
+        """Have traces made that may be taken, where nothing that is expected waits and cores are idle."""
+        self._ask(self._supposed, list(islice(asked, self.number)))
+
+    def take(self, asked: Asked) -> tuple[Trace, bool] | None:
+        """Wait for a trace that was begun; returns it, and whether it was known before. ``None``: make it here."""
+        with self._changed:
+            for waiting in (self._expected, self._supposed):
+                waiting[:] = [one for one in waiting if one.key != asked.key]
+            future = self._begun.pop(asked.key, None)
+        content = None if future is None else future.result()
+        return None if content is None else pickle.loads(content)
+
+    def _ask(self, waiting: list[Asked], asked: Sequence[Asked]) -> None:
+        with self._changed:
+            self._supposed.clear()  # what was supposed before and is not begun is out of date
+            known = {*self._begun, *(one.key for one in self._expected)}
+            new = {one.key: one for one in asked if one.key not in known}
+            waiting += new.values() if self._workers else ()
+            self._changed.notify_all()
+
+    def _feed(self, connection: Connection) -> None:
+        """Give a process, as long as there is one, what it is to do."""
+        while (begun := self._begin()) is not None:
+            asked, future = begun
+            content = None
+            try:
+                connection.send(asked)
+                content = connection.recv_bytes() or None
+            except (EOFError, OSError):  # it was killed
+                return
+            finally:
+                future.set_result(content)
+
+    def _begin(self) -> tuple[Asked, Future[bytes | None]] | None:
+        """Wait for what is to be traced next; ``None`` at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._expected or self._supposed)
+            if self._is_over:
+                return None
+            asked = self._expected.pop() if self._expected else self._supposed.pop(0)
+            future = self._begun[asked.key] = Future()
+            return asked, future
+
+    def _end(self) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.process.kill()
+            worker.process.join()
+        for thread in self._threads:
+            thread.join()
+        for worker in self._workers:
+            worker.connection.close()
+
+
+def _num_running() -> int:
+    """How many threads of this machine run or wait for a core, this one among them, see proc_loadavg(5)."""
+    with suppress(OSError):
+        return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    return 1
+
+
+def _forked(number: int, job: Job, texts: TextSketch) -> Iterator[_Worker]:
+    """Fork processes, as many as can be."""
+    context = get_context("fork")
+    for _ in range(number):
+        here, there = context.Pipe()
+        process = context.Process(target=_trace_as_asked, args=(there, job, texts, os.getpid()), daemon=True)
+        with there, suppress(OSError):  # no more processes are allowed
+            process.start()
+            yield _Worker(process, here)
+
+
+def _trace_as_asked(connection: Connection, job: Job, texts: TextSketch, parent: int) -> None:
+    """Trace what is asked for; nothing is sent back for what fails."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
+    end_with(parent)
+    with suppress(EOFError):
+        while True:
+            lowering, choices, is_short = connection.recv()
+            made = without_fail(partial(trace_of, job, texts, lowering, choices, is_short=is_short))
+            connection.send_bytes(b"" if isinstance(made, str) else pickle.dumps(made))

@@ -1,0 +1,124 @@
+"""What a plan is made for: a plan is good only where all of these facts are as they were.
+
+Covers the versions of what decides how memory is used, the target, the job but for its budget and its length, what
+tensors a batch of its data has, when it evaluates, and the source of a model that is the user's function. Does NOT
+cover what that function imports, and how long samples really are: a plan is made for the longest there can be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from plimsoll.data.sketch import TextSketch
+from plimsoll.device.probe import versions
+from plimsoll.errors import InputError
+from plimsoll.models.imported import find_imported
+from plimsoll.models.names import is_own_function
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Plan
+
+_VERSIONS = ("plimsoll", "torch", "transformers")
+_AT_MOST = ("tokens of the longest row", "samples of an evaluation batch", "tokens of its longest row")
+"""Facts of which a plan holds for less, too; one that does not say them is for the most there can be."""
+_NOT_OF_A_PLAN = {
+    "budget", "checkpoint", "steps", "device", "data", "tokenizer", "seed", "evaluate_every", "distill", "pin",
+}  # fmt: skip
+
+
+def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
+    """Return what a plan depends on, each fact by its name."""
+    found = versions()
+    facts = {name: found[name] for name in _VERSIONS if name in found}
+    fields = job.model_dump(mode="json", exclude=_NOT_OF_A_PLAN)
+    facts |= {
+        name: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for name, value in fields.items()
+    }
+    facts |= facts_of_texts(texts) | {"target": target}
+    facts |= _facts_of_data(job)
+    if job.distill is not None:  # wherever its folder is
+        facts["distill"] = json.dumps(job.distill.model_dump(mode="json", exclude={"teacher"}), sort_keys=True)
+        facts["configuration of the teacher"] = _hash_of((Path(job.distill.teacher) / "config.json").read_bytes())
+    if is_own_function(job.model):
+        facts["code of the model"] = _source_of(job.model, texts)
+    if isinstance(job.model, str) and Path(job.model).is_dir():
+        facts["configuration of the model"] = _hash_of((Path(job.model) / "config.json").read_bytes())
+    return facts
+
+
+def facts_of_texts(texts: TextSketch) -> dict[str, str]:
+    """Return what a plan depends on in the texts, as far as it is known."""
+    most = (texts.longest, *(texts.held_out or (None, None)))
+    facts = {name: str(number) for name, number in zip(_AT_MOST, most, strict=True) if number is not None}
+    return {"vocabulary": str(texts.vocab_size), "labels": str(texts.num_labels)} | facts
+
+
+def _facts_of_data(job: Job) -> dict[str, str]:
+    """What of the data, and of when they are judged, changes what a step allocates; what is usual has no entry."""
+    data, facts = job.data, {}
+    # After the last step an optimizer's states are gone, between two steps they are beside the evaluation.
+    facts["evaluates"] = "between steps" if data.validation and job.evaluate_every else str(bool(data.validation))
+    if data.order == "streams":
+        facts["streams"] = f"reset at {data.reset or 'no borders'}"
+    if data.pack:
+        facts["samples"] = "packed rows, with positions"
+    elif data.has_padding and not job.is_labelled:
+        facts["samples"] = "padded texts, with a mask"
+    return facts
+
+
+def facts_of_model(model: nn.Module, optimizer: torch.optim.Optimizer, target: str) -> dict[str, str]:
+    """Return what a plan of a model in a program of one's own depends on."""
+    found = versions()
+    shapes = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in model.named_parameters()]
+    return {name: found[name] for name in _VERSIONS if name in found} | {
+        "model": f"{type(model).__name__} {_hash_of(repr(shapes).encode())}",
+        "optimizer": type(optimizer).__name__,
+        "target": target,
+    }
+
+
+def differences(made_for: dict[str, str], now: dict[str, str], guessed: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Yield a sentence for each fact for which a plan does not hold; a guess that may be right is let through."""
+    for name in dict.fromkeys((*made_for, *now)):
+        before, after = made_for.get(name, "not known"), now.get(name, "not known")
+        if name in _AT_MOST:
+            differs = name in made_for and name in now and int(after) > int(before)
+        elif name in guessed:  # of a vocabulary, the most that there can be
+            differs = name == "vocabulary" and before.isdecimal() and int(before) > int(after)
+        else:
+            differs = before != after
+        if differs:
+            yield f"{name} was {before}, is {after}"
+
+
+def require_prepared_for(plan: Plan, texts: TextSketch) -> None:
+    """Check that a plan is of the texts as they came out: before they were prepared, part of that was a guess.
+
+    Raises:
+        InputError: if not; it says what differs.
+    """
+    now = facts_of_texts(texts)
+    different = list(differences({name: fact for name, fact in plan.made_for.items() if name in now}, now))
+    if plan.made_for and different:
+        raise InputError(
+            f"the plan of this run is of other data than were prepared for it: {'; '.join(different)}; leave --plan "
+            "out, and the run plans with the data it has prepared"
+        )
+
+
+def _source_of(name: str, texts: TextSketch) -> str:
+    find_imported(name, vocab_size=texts.vocab_size, num_labels=texts.num_labels, end_id=texts.end_id)
+    source = inspect.getsource(sys.modules[name.partition(":")[0]])
+    return _hash_of(source.encode())
+
+
+def _hash_of(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()[:12]}"

@@ -1,0 +1,87 @@
+"""Whether a run can have a plan that was made before: it fits, is of the same training, and within the budget."""
+
+from __future__ import annotations
+
+from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.device.base import backend_for
+from plimsoll.device.cuda.gpus import spec_of
+from plimsoll.errors import BudgetError, InputError
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.models.assemble import choose_device
+from plimsoll.planning.facts import differences, facts_of
+from plimsoll.planning.targets import Target, gpu_target
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Plan, Trial
+from plimsoll.records.units import format_bytes
+
+
+def require_that_fits(plan: Plan) -> None:
+    """Refuse a plan that no budget holds.
+
+    Raises:
+        BudgetError: if it does not fit; it says which budget would, and which lossy techniques.
+    """
+    if plan.fits:
+        return
+    assert plan.smallest_budget_bytes is not None
+    leanest = " ".join(map(str, plan.choices))
+    budget = f"{-(-plan.smallest_budget_bytes >> 20)}MiB"
+    openings = "".join(f"; {' '.join(map(str, one.choices))} {one.reason}" for one in plan.openings)
+    check = plan.loss_check
+    uncut = f"; the batch is not cut, because {check.why}: {check.remedy}" if check and not check.may_cut else ""
+    raise BudgetError(
+        f"a budget of {format_bytes(plan.budget.device_bytes or 0)} cannot hold this training: what needs least, "
+        f"{leanest}, needs {format_bytes(plan.smallest_budget_bytes)}: give --budget "
+        f'{budget} or more (in Python budget="{budget}"){openings}{uncut}'
+    )
+
+
+def require_same(plan: Plan, job: Job, source: str) -> Job:
+    """Check that a plan is of a job, and return the job with the plan's budget where it has none of its own.
+
+    Its texts need not be prepared yet: `plimsoll.planning.facts.require_prepared_for` follows.
+
+    Raises:
+        InputError: if the plan is of other code, data, another device or a larger budget; it says what differs.
+    """
+    different = _differences(plan, job, sketch_texts(job))
+    if different:
+        raise InputError(
+            f"the plan {source} is of another training: {'; '.join(different)}; make it again with `plimsoll plan`"
+        )
+    has_bytes, needs_bytes = job.budget.device_bytes, plan.budget.device_bytes
+    if has_bytes is not None and needs_bytes is not None and has_bytes < needs_bytes:
+        raise InputError(
+            f"the plan {source} is for a budget of {format_bytes(needs_bytes)}, and this run has "
+            f"{format_bytes(has_bytes)}: give that budget, or make the plan again with `plimsoll plan`"
+        )
+    require_that_fits(plan)
+    return job if has_bytes is not None else job.model_copy(update={"budget": plan.budget})
+
+
+def without_trial(plan: Plan) -> Plan:
+    """Return a plan from a file as a new run has it: what another run has measured is not said of this one."""
+    if plan.trial is None:
+        return plan
+    left_out = Trial(left_out="it is the plan of another run, taken as it is")
+    return plan.model_copy(update={"trial": left_out, "candidates": ()})
+
+
+def reasons_against(plan: Plan, job: Job, texts: TextSketch) -> list[str]:
+    """What a run that goes on has otherwise than its plan says; a plan for less than its budget is still good.
+
+    Its texts may be gone: ``texts`` is what was prepared of them.
+    """
+    needs_bytes, has_bytes = plan.budget.device_bytes, job.budget.device_bytes
+    if needs_bytes is not None and has_bytes is not None and has_bytes < needs_bytes:
+        return [f"the budget was {format_bytes(needs_bytes)}, is {format_bytes(has_bytes)}"]
+    return _differences(plan, job, texts)
+
+
+def _differences(plan: Plan, job: Job, texts: TextSketch) -> list[str]:
+    target = CpuLowering().name if choose_device(job) == "cpu" else _cuda_here().lowering().name
+    return list(differences(plan.made_for, facts_of(job, texts, target), texts.guessed))
+
+
+def _cuda_here() -> Target:
+    return gpu_target(spec_of(backend_for("cuda").probe()), None)

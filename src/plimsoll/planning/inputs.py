@@ -1,0 +1,259 @@
+"""What a plan can be made for: a job, or a model with its optimizer and a batch in a program of one's own.
+
+Each says the same things of itself to the planner (`plimsoll.planning.plan`): how it is rehearsed, what its techniques
+look at, what its process takes without it, and the facts a plan of it depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.device.base import backend_for
+from plimsoll.memory.lowering.base import Lowering
+from plimsoll.models.assemble import require_vectors
+from plimsoll.models.build import build_model, loss_of
+from plimsoll.models.optimizers import build_optimizer
+from plimsoll.models.workload import LossFunction, Precision, Units, Workload, batch_size_of
+from plimsoll.planning.dry_run.processes import Asked, Tracers
+from plimsoll.planning.dry_run.step import rehearse_step, uneven_batch
+from plimsoll.planning.facts import facts_of, facts_of_model
+from plimsoll.planning.kept_baseline import Baseline
+from plimsoll.planning.kept_traces import trace_of
+from plimsoll.planning.predict_step import model_bytes
+from plimsoll.planning.targets import own_baseline
+from plimsoll.planning.teacher_loss import loss_for, sketched_loss
+from plimsoll.records.job import Job
+from plimsoll.records.loss_check import LossCheck
+from plimsoll.records.prediction import Estimate
+from plimsoll.records.trace import Trace
+from plimsoll.records.units import format_bytes
+from plimsoll.step.job_step import subject_of
+from plimsoll.step.losses.additive import loss_check_of
+from plimsoll.step.losses.sliced import why_not_in_slices
+from plimsoll.step.oom_boundary import without_fail
+from plimsoll.step.recovery import samples_of_rank
+from plimsoll.techniques import Choices
+
+_MOST_BUILT_BYTES = 1 << 30  # of a model that is built in planning to see what its loss does
+
+
+class Subject(Protocol):
+    """A training to plan. ``precision`` may be ``auto``; ``workload`` is only looked at.
+
+    ``evaluates_between_steps``: a step that comes after an evaluation may need more than one that does not.
+    ``tokenizer_bytes``: what training its tokenizer takes at most; ``None``: it has none, or one that is there.
+    ``num_traces``: how many were made, and not known before.
+    """
+
+    batch_size: int
+    num_ranks: int
+    sequence_length: int | None
+    precision: str
+    allow: frozenset[str]
+    lengths_vary: bool
+    evaluates_between_steps: bool
+    tokenizer_bytes: int | None
+    num_traces: int
+    workload: Workload
+
+    @property
+    def tracers(self) -> Tracers:
+        """What begins traces beside other work that `rehearse` will or may be asked for."""
+        ...
+
+    def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
+        """Trace the training with techniques installed."""
+        ...
+
+    def loss_check(self) -> LossCheck:
+        """Find out whether its batches may be cut."""
+        ...
+
+    def baseline(self) -> Estimate:
+        """Return what a process on the CPU takes without it."""
+        ...
+
+    def facts(self, target: str) -> dict[str, str]:
+        """Return what a plan depends on."""
+        ...
+
+    def described(self, precision: str) -> str:
+        """Say in a line what is trained."""
+        ...
+
+
+class JobSubject:
+    """`Subject`: the training of a job.
+
+    Args:
+        job: the job.
+        started: what reads the baseline of a plan for the CPU.
+        texts: what is known of its data, as they are prepared; by default they are sketched.
+
+    Raises:
+        JobError: if the model or the optimizer cannot be built.
+        DataError: if the tokenizer cannot be loaded, or there are no labels.
+    """
+
+    def __init__(self, job: Job, started: Baseline | None = None, texts: TextSketch | None = None) -> None:
+        self._job, self._started, self.num_traces = job, started, 0
+        self.tracers = Tracers()
+        require_vectors(job)
+        texts = sketch_texts(job) if texts is None else texts
+        self._texts = texts
+        self.batch_size, self.num_ranks = samples_of_rank(job), job.ranks
+        self.sequence_length: int | None = texts.longest or job.sequence_length
+        self.precision: str = job.precision
+        self.allow = frozenset[str](job.allow)
+        self.lengths_vary = job.is_labelled or job.data.has_padding
+        self.tokenizer_bytes = texts.tokenizer_bytes
+        self.evaluates_between_steps = bool(job.data.validation and job.evaluate_every)
+        model = build_model(job, *texts.of_model, device="meta").train()
+        self.workload = Workload(
+            model,
+            build_optimizer(job.optimizer, model.parameters()),
+            sketched_loss(job, texts, model),
+            loss_of(job.task)[1],
+            clip_norm=job.optimizer.clip_norm,
+            precision=job.own_precision,
+            device=torch.device("meta"),
+        )
+
+    @contextmanager
+    def traced_apart(self) -> Iterator[None]:
+        """Have processes for `tracers`, while the block runs."""
+        with Tracers.started(self._job, self._texts) as self.tracers:
+            yield
+        self.tracers = Tracers()
+
+    def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
+        """Trace the training with techniques installed."""
+        ahead = self.tracers.take(Asked(lowering, choices, is_short))
+        trace, is_kept = ahead or trace_of(self._job, self._texts, lowering, choices, is_short=is_short)
+        self.num_traces += not is_kept
+        return trace
+
+    def loss_check(self) -> LossCheck:
+        """Find out whether its batches may be cut, of a model that is built for it where that is not known."""
+        job, workload = self._job, self.workload
+        found = loss_check_of(workload, None, backend_for("cpu"), "recut_loss" in job.allow, never_cut=False)
+        if found.verdict != "not computed":
+            return found
+        num_bytes = sum(one.nbytes for one in workload.model.parameters())
+        if num_bytes > _MOST_BUILT_BYTES:
+            return LossCheck.not_computed(f"the model of {format_bytes(num_bytes)} is not built to plan")
+        checked = without_fail(self._checked)
+        return (
+            LossCheck.not_computed(f"it fails on made-up samples ({checked})") if isinstance(checked, str) else checked
+        )
+
+    def _checked(self) -> LossCheck:
+        job, texts = self._job, self._texts
+        backend = backend_for("cpu")
+        random_state = backend.random_state()
+        model = build_model(job, *texts.of_model).train()
+        optimizer = build_optimizer(job.optimizer, model.parameters())
+        workload = replace(
+            self.workload,
+            model=model,
+            optimizer=optimizer,
+            loss=loss_for(job, texts, "cpu"),
+            device=torch.device("cpu"),
+        )
+        try:
+            return loss_check_of(workload, uneven_batch(job, texts), backend, recut_loss=False, never_cut=False)
+        finally:
+            backend.restore_random_state(random_state)
+
+    def baseline(self) -> Estimate:
+        """Wait for a training process without a model."""
+        assert self._started is not None
+        return self._started.wait()
+
+    def facts(self, target: str) -> dict[str, str]:
+        """Return what a plan depends on."""
+        return facts_of(self._job, self._texts, target)
+
+    def described(self, precision: str) -> str:
+        """Say in a line what is trained."""
+        return subject_of(self._job, precision)
+
+
+@dataclass
+class StepSubject:
+    """`Subject`: a model, an optimizer and a batch that exist; fields are arguments of `TrainStep`.
+
+    ``checked`` is what is known already of whether the batch may be cut.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Any
+    loss: LossFunction
+    units: Units | None
+    clip_norm: float | None
+    precision: str
+    allow: frozenset[str]
+    never_cut: bool = False
+    checked: LossCheck | None = None
+    evaluates_between_steps: bool = field(init=False, default=False)
+    tokenizer_bytes: int | None = field(init=False, default=None)
+    num_ranks: int = field(init=False, default=1)
+    num_traces: int = field(init=False, default=0)
+    batch_size: int = field(init=False)
+    sequence_length: int | None = field(init=False)
+    lengths_vary: bool = field(init=False)
+    workload: Workload = field(init=False)
+    tracers: Tracers = field(init=False, default_factory=Tracers)  # a program may have threads, and is not forked
+
+    def __post_init__(self) -> None:
+        self.batch_size = batch_size_of(self.batch)
+        tokens = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor) and leaf.dim() == 2]
+        self.sequence_length = max((leaf.shape[1] for leaf in tokens), default=None)
+        self.lengths_vary = isinstance(self.batch, dict) and "attention_mask" in self.batch
+        self.workload = Workload(
+            self.model, self.optimizer, self.loss, self.units or "samples", clip_norm=self.clip_norm,
+            precision=self._own_precision,
+            device=next((one.device for one in self.model.parameters()), torch.device("cpu")),
+        )  # fmt: skip
+        self.workload.try_slices = cache(partial(why_not_in_slices, self.workload, self.batch))
+
+    @property
+    def _own_precision(self) -> Precision:
+        return "fp32" if self.precision == "auto" else self.precision  # type: ignore[return-value]
+
+    def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
+        """Trace the training with techniques installed."""
+        self.num_traces += 1
+        return rehearse_step(
+            self.model, self.optimizer, self.batch, self.loss, lowering, units=self.units, choices=choices,
+            clip_norm=self.clip_norm, precision=self._own_precision, is_short=is_short,
+        )  # fmt: skip
+
+    def loss_check(self) -> LossCheck:
+        """Find out whether its batches may be cut, by some samples of the batch."""
+        if self.checked is not None:
+            return self.checked
+        backend = backend_for("cpu" if self.workload.device.type == "meta" else str(self.workload.device))
+        return loss_check_of(self.workload, self.batch, backend, "recut_loss" in self.allow, self.never_cut)
+
+    def baseline(self) -> Estimate:
+        """Read what this process takes without the model and its states."""
+        return own_baseline(model_bytes(self.model, self.optimizer))
+
+    def facts(self, target: str) -> dict[str, str]:
+        """Return what a plan depends on."""
+        return facts_of_model(self.model, self.optimizer, target)
+
+    def described(self, precision: str) -> str:
+        """Say in a line what is trained."""
+        return f"{type(self.model).__name__}, {self.batch_size} samples a step, {precision}"

@@ -1,0 +1,132 @@
+"""What is wrong with a job, all of it at once, before torch is imported: seconds that a typo should not cost.
+
+Covers names (of the model, the optimizer, techniques and the device), files and folders, labels of the data, and a
+budget that not even an empty process fits. Each check is the one that would refuse it later, so that it says the same.
+Does NOT cover what takes a model to tell: values that a class refuses, and whether anything fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from plimsoll.data.sketch import labels_seen, require_files
+from plimsoll.data.tokens.given_tokenizer import load_tokenizer
+from plimsoll.device.cpu.data_limit import MARGIN_BYTES
+from plimsoll.device.cuda import nvml
+from plimsoll.device.cuda.gpus import find_gpu
+from plimsoll.embeddings.opening import dimension_of
+from plimsoll.errors import BudgetError, InputError, JobError
+from plimsoll.models.names import (
+    require_labels,
+    require_model_fields,
+    require_model_name,
+    require_optimizer,
+    require_technique,
+)
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Pin, parse_pin
+from plimsoll.records.units import format_bytes
+
+LEAST_PROCESS_BYTES = 100 << 20
+"""Private memory that every process with torch has and more: 154 MiB with Python 3.11 and torch 2.13 for processors."""
+
+
+def require_sound(
+    job: Job,
+    device: str | None = None,
+    limit_bytes: int | None = None,
+    pins: Iterable[Pin] = (),
+    forbids: Sequence[str] = (),
+    *,
+    has_data: bool = True,
+) -> None:
+    """Refuse a job with all that is wrong with it, as far as that can be told without torch.
+
+    Args:
+        job: what is to be trained.
+        device: where, see `plimsoll.planning.predict_job.predict_job`, as is ``limit_bytes``.
+        limit_bytes: see `device`.
+        pins: of the plan, beside those of the job.
+        forbids: names of techniques.
+        has_data: whether its texts, tokenizer and vectors are to be there; not of a job that a program makes up, nor
+            where they have been prepared.
+
+    Raises:
+        InputError: of the kind of the only fault, or with a line for each of several.
+    """
+    names = [*(pin.technique for pin in (*pins, *map(parse_pin, job.pin))), *forbids]
+    checks = [
+        lambda: require_model_name(job.model, job.task),
+        lambda: require_model_fields(job.model),
+        *(_checks_of_data(job) if has_data else ()),
+        lambda: require_optimizer(job.optimizer, job.steps),
+        lambda: require_teacher_folder(job),
+        *(lambda name=name: require_technique(name) for name in dict.fromkeys(names)),
+        lambda: _require_device(device, job.device),
+        lambda: _require_more_than_a_process(job, device, limit_bytes),
+    ]
+    faults = list(_raised(checks))
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        lines = "\n".join(f"  {fault}" for fault in faults)
+        raise JobError(f"the job cannot be used, for {len(faults)} reasons: change what each says\n{lines}")
+
+
+def require_teacher_folder(job: Job) -> None:
+    """Check that the teacher of a job is there, if it has one.
+
+    Raises:
+        JobError: if there is no such folder.
+    """
+    if job.distill is not None and not (Path(job.distill.teacher) / "config.json").is_file():
+        raise JobError(
+            f"distill.teacher: there is no model in {job.distill.teacher}: give the folder of one that was trained, or "
+            "download it first"
+        )
+
+
+def _raised(checks: Iterable[Callable[[], object]]) -> Iterator[InputError]:
+    for check in checks:
+        try:
+            check()
+        except InputError as fault:
+            yield fault
+
+
+def _checks_of_data(job: Job) -> Iterator[Callable[[], object]]:
+    tokenizer, vectors = job.tokenizer.path, job.embeddings
+    yield lambda: _require_texts(job)
+    if tokenizer is not None:
+        yield lambda: load_tokenizer(Path(tokenizer))
+    if vectors is not None:
+        yield lambda: dimension_of(vectors)
+
+
+def _require_texts(job: Job) -> None:
+    require_files(job)
+    num_labels = labels_seen(job, by_heads=True)
+    if job.is_labelled and job.data.label is None and job.task == "classification":  # all folders have been seen
+        require_labels(job.task, num_labels)
+
+
+def _require_device(given: str | None, own: str) -> None:
+    name = (given or own).lower()
+    if name not in {"auto", "local", "cpu", "cuda"} and not name.startswith("cuda:"):
+        find_gpu(name)
+
+
+def _require_more_than_a_process(job: Job, device: str | None, limit_bytes: int | None) -> None:
+    """Refuse a budget of private memory that torch alone takes more than."""
+    name = (device or job.device).lower()
+    is_cpu = name == "cpu" or (name in {"auto", "local"} and nvml.driver_version() is None)
+    own_bytes = job.budget.device_bytes if is_cpu else job.budget.host_bytes
+    budget_bytes = limit_bytes if is_cpu and limit_bytes is not None else own_bytes
+    if budget_bytes is not None and budget_bytes < LEAST_PROCESS_BYTES + MARGIN_BYTES:
+        raise BudgetError(
+            f"a budget of {format_bytes(budget_bytes)} cannot hold any training: a process takes more than "
+            f"{format_bytes(LEAST_PROCESS_BYTES)} when it has imported torch and nothing else, and "
+            f"{format_bytes(MARGIN_BYTES)} are kept back: give a budget well above that, or leave it out to be told "
+            "what is needed"
+        )

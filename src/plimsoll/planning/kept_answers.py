@@ -1,0 +1,93 @@
+"""Predictions and plans of jobs, given again as long as nothing has changed that they depend on.
+
+    plan, is_kept = plan_of(job, limit_bytes=1 << 30)
+
+They depend on the facts of `plimsoll.planning.kept_traces`, on measured speeds and on what runs have taught. Looking an
+answer up imports torch only if this machine may have a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.errors import PlimsollError
+from plimsoll.planning.baseline import baseline_for, load_model_code
+from plimsoll.planning.kept_traces import facts_of, kept_or_made
+from plimsoll.planning.lean_imports import uncollected
+from plimsoll.records.base import cache_folder
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Plan
+from plimsoll.records.prediction import Prediction
+
+if TYPE_CHECKING:
+    from plimsoll.records.comparison import Calibration
+
+Progress = Callable[[str], None]
+
+KEPT_SENTENCE = "Kept from an earlier command: nothing that it depends on has changed (see `plimsoll cache`)."
+
+_MEASURED = ("speed-*.json", "exchange-*.json")
+
+
+def prediction_of(
+    job: Job, *, calibration: Calibration | None = None, progress: Progress | None = None, **asked: Any
+) -> tuple[Prediction, bool]:
+    """Return `plimsoll.planning.predict_job.predict_job` of the same arguments, and whether that was known before."""
+    texts = _sketched(job)
+
+    def make() -> Prediction:
+        with baseline_for(job, asked.get("device")) as started:
+            with uncollected():
+                from plimsoll.planning.predict_job import predict_job
+
+                load_model_code(job)
+                gc.freeze()  # modules stay: no collection looks through them again
+            return predict_job(job, calibration=calibration, progress=progress, texts=texts, started=started, **asked)
+
+    return kept_or_made("predictions", Prediction, _facts_of_answer(job, texts, calibration, asked), make, _measured)
+
+
+def plan_of(
+    job: Job, *, calibration: Calibration | None = None, progress: Progress | None = None,
+    texts: TextSketch | None = None, **asked: Any,
+) -> tuple[Plan, bool]:  # fmt: skip
+    """Return `plimsoll.planning.plan.plan_job` of the same arguments, and whether that was known before."""
+    texts = texts or _sketched(job)
+
+    def make() -> Plan:
+        with baseline_for(job, asked.get("device")) as started:
+            with uncollected():
+                from plimsoll.planning.plan import plan_job
+
+                load_model_code(job)
+                gc.freeze()  # modules stay: no collection looks through them again
+            return plan_job(job, calibration=calibration, progress=progress, texts=texts, started=started, **asked)
+
+    return kept_or_made("plans", Plan, _facts_of_answer(job, texts, calibration, asked), make, _measured)
+
+
+def _sketched(job: Job) -> TextSketch | None:
+    """What is known of the texts; ``None`` if something is wrong, which is said when the answer is made."""
+    with suppress(PlimsollError):
+        return sketch_texts(job)
+    return None
+
+
+def _facts_of_answer(
+    job: Job, texts: TextSketch | None, calibration: Calibration | None, asked: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    named = job.model if isinstance(job.model, str) else None  # which the answer says
+    return facts_of(job, texts, {"device": None, **asked, "calibration": calibration, "model": named})
+
+
+def _measured() -> dict[str, Any]:
+    """What was measured of this machine's speed, perhaps for this very answer."""
+    found = []
+    for path in (path for name in _MEASURED for path in cache_folder().glob(name)):
+        with suppress(OSError):  # who needs it measures again
+            found.append([path.name, path.read_text("utf-8", "replace")])
+    return {"measured": sorted(found)}

@@ -1,0 +1,507 @@
+"""The plan of a training: which mix of techniques is fastest under its budget, on a device that need not be here.
+
+    plan = plan_job(job, device="rtx3060", limit_bytes=6 << 30)
+    plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
+
+Every mix that is looked at is the real training step, rehearsed with the techniques installed (`run.rehearse`); the
+target's allocators count it, and the model of time takes its ops. Looks are short rehearsals, of two steps; what is
+chosen for a training that evaluates between its steps is rehearsed once more with that.
+
+Does NOT look at the texts, and does not train.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from plimsoll.data.sketch import TextSketch
+from plimsoll.device.disk import disk_bytes_per_second
+from plimsoll.device.exchange import exchange_of, measured_exchange
+from plimsoll.device.mapped_memory import scratch_folder
+from plimsoll.device.speed import measured_speed, speed_of
+from plimsoll.errors import InputError, OutputError
+from plimsoll.memory.live import live_bytes
+from plimsoll.memory.lowering.base import Lowering
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.predict import Counted
+from plimsoll.models.assemble import choose_device
+from plimsoll.models.workload import LossFunction, Reason, Units, model_loss
+from plimsoll.planning.baseline import StartedBaseline
+from plimsoll.planning.constraints import decided_of, setting_of, wished
+from plimsoll.planning.dry_run.processes import Asked
+from plimsoll.planning.dry_run.ranks import threads_of_rank
+from plimsoll.planning.dry_run.step import rehearsed_samples
+from plimsoll.planning.inputs import JobSubject, StepSubject, Subject
+from plimsoll.planning.job_checks import require_sound
+from plimsoll.planning.kept_baseline import Baseline, kept_baseline
+from plimsoll.planning.search.ahead import Likely
+from plimsoll.planning.search.cost import (
+    learned_peak,
+    learned_ratio,
+    moved_outside,
+    step_duration,
+    update_seconds,
+    with_disk,
+)
+from plimsoll.planning.search.evaluation import Found, Look, phase_peaks, without_micro_batch
+from plimsoll.planning.search.options import Problem
+from plimsoll.planning.search.reasons import told_of
+from plimsoll.planning.search.search import search
+from plimsoll.planning.targets import Target, find_target
+from plimsoll.records.comparison import Calibration, Learned
+from plimsoll.records.device import Budget
+from plimsoll.records.job import Allowed, Job
+from plimsoll.records.loss_check import LossCheck
+from plimsoll.records.plan import (
+    Candidate,
+    OffDevice,
+    Pin,
+    Plan,
+    Rejected,
+    Rung,
+    micro_batch_choice,
+    parse_pin,
+)
+from plimsoll.records.prediction import Estimate, Prediction
+from plimsoll.records.trace import Trace
+from plimsoll.records.units import parse_bytes
+from plimsoll.step.fallbacks import samples_of
+from plimsoll.techniques import TECHNIQUES, UNTRACED, Choices, in_order
+
+Progress = Callable[[str], None]
+
+# On the CPU. Where freed blocks lie differs from step to step: in six steps of small GPT-2, BERT and LSTM models, in
+# pieces of 1 to 11 samples, the highest peak was up to 17 % above that of a short rehearsal, see docs/LOG.md.
+_LONG_RUN_SPREAD = 0.15
+_LOOKS_OFF_SHARE = 0.005  # by which a short rehearsal may say too little
+_LEAST_OFF_BYTES = 64 << 20
+_MOST_ROUNDS = 3  # of searching again, where a plan at full length needs more than at the length it was found with
+
+
+def plan_job(
+    job: Job,
+    *,
+    device: str | None = None,
+    limit_bytes: int | None = None,
+    pins: Sequence[Pin] = (),
+    forbids: Iterable[str] = (),
+    calibration: Calibration | None = None,
+    progress: Progress | None = None,
+    started: Baseline | None = None,
+    texts: TextSketch | None = None,
+) -> Plan:
+    """Find the fastest mix of techniques that trains a job within its budget.
+
+    Args:
+        job: what is to be trained.
+        device: ``"cpu"``, ``"local"`` or ``"cuda"`` for what is here, or the name of a GPU; ``None`` is the job's.
+        limit_bytes: what the training may use; ``None`` is the job's budget, or else all that the device has.
+        pins: what the plan must use.
+        forbids: names of techniques that the plan must not use.
+        calibration: what measured runs have taught (`plimsoll.planning.calibration`).
+        progress: told what is being done.
+        started: what reads the baseline, for several plans for this processor; ``None`` starts one.
+        texts: what is known of its data, where they are prepared (`plimsoll.data.sketch.texts_of`): the plan is then of
+            the training that is built. ``None`` sketches them.
+
+    Returns:
+        a plan; where nothing fits, one whose ``fits`` is False and that says what would.
+
+    Raises:
+        JobError: if the model or the optimizer cannot be built.
+        DeviceError: if there is no such device.
+        BudgetError: if the device has less than the budget.
+        InputError: if a technique does not exist, pins contradict each other, or the model cannot be traced.
+    """
+    wishes = (wished(job, pins, forbids), tuple(forbids))
+    with planner_of(job, device, limit_bytes, wishes, calibration, progress, started, texts) as planner:
+        return planner.plan()
+
+
+@contextmanager
+def planner_of(  # noqa: PLR0917 -- called twice
+    job: Job, device: str | None, limit_bytes: int | None, wishes: tuple[Sequence[Pin], Sequence[str]],
+    calibration: Calibration | None, progress: Progress | None, started: Baseline | None = None,
+    texts: TextSketch | None = None,
+) -> Iterator[Planner]:  # fmt: skip
+    """Be ready to look at mixes of a job; arguments and what is raised are those of `plan_job`."""
+    budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
+    budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
+    pins, forbids = wishes
+    require_sound(job, device, limit_bytes, pins, forbids, has_data=False)
+    name = device_of_job(job, device)
+    with ExitStack() as stack:
+        stack.enter_context(threads_of_rank(job.ranks))
+        if name == "cpu" and started is None:
+            started = stack.enter_context(kept_baseline(job, lambda: StartedBaseline(job)))  # it takes seconds
+        subject = JobSubject(job, started, texts)
+        stack.enter_context(subject.traced_apart())
+        yield Planner(subject, name, budget, pins, forbids, calibration, progress or (lambda text: None))
+
+
+def device_of_job(job: Job, device: str | None) -> str:
+    """Return the name of the device that a job is planned for; see `plan_job`."""
+    return choose_device(job) if device is None else _here(device)
+
+
+def plan_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss: LossFunction = model_loss,
+    *,
+    budget: str | int,
+    units: Units | None = None,
+    clip_norm: float | None = None,
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32",
+    allow: Iterable[str] = (),
+    never_cut: bool = False,
+    loss_check: LossCheck | None = None,
+    device: str = "local",
+    pins: Sequence[str] = (),
+    forbids: Sequence[str] = (),
+    calibration: Calibration | None = None,
+) -> Plan:
+    """Find the fastest mix of techniques for a training with `TrainStep`, in a program of one's own.
+
+        plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
+        step = TrainStep(model, optimizer, units="next-tokens", rungs=plan.rungs)
+
+    Args:
+        model: the model; it is not changed, and its parameters need no memory (they may be on the meta device).
+        optimizer: its optimizer.
+        batch: one batch of the largest size there will be, on the CPU.
+        loss: see `TrainStep`, as are the next three; ``precision`` may also be left to the plan (``"auto"``).
+        budget: what the process may use of the device, such as ``"2GiB"``.
+        units: see `loss`.
+        clip_norm: see `loss`.
+        precision: see `loss`.
+        allow: lossy techniques that the plan may use, by name; ``"recut_loss"`` lets it cut a batch whose loss is not
+            shown to be the sum of those of its parts.
+        never_cut: keep the batch whole.
+        loss_check: what is known already of whether it may be cut (``step.additivity.found``).
+        device: ``"cpu"``; ``"local"``, the GPU that is here, or else the processor; ``"cuda"``; or a GPU's name.
+        pins: what the plan must use, such as ``"checkpointing=all"``.
+        forbids: names of techniques that the plan must not use.
+        calibration: what measured runs have taught (`plimsoll.planning.calibration`).
+
+    Returns:
+        a plan; where nothing fits, one whose ``fits`` is False and that says what would.
+
+    Raises:
+        InputError: if the model fails or cannot be traced, a technique does not exist, or pins contradict each other.
+        DeviceError: if there is no such device.
+        BudgetError: if the device has less than the budget.
+    """
+    subject = StepSubject(
+        model, optimizer, batch, loss, units, clip_norm, precision, _allowed(allow), never_cut, loss_check
+    )
+    pinned = [parse_pin(pin) for pin in pins]
+    limit = Budget(device_bytes=parse_bytes(budget))
+    return Planner(subject, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()
+
+
+def _allowed(names: Iterable[str]) -> frozenset[str]:
+    """What is allowed by name; a technique that there is not, or one name in the place of several, is refused."""
+    known = get_args(Allowed)
+    given = [names] if isinstance(names, str) else list(names)
+    unknown = [name for name in given if name not in known]
+    if unknown or isinstance(names, str):
+        raise InputError(f"allow={names!r}: give a list of names, of {', '.join(known)}")
+    return frozenset(given)
+
+
+def _here(device: str) -> str:
+    """A device as it is called here, and what ``local`` stands for."""
+    name = device.lower()
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "local" else name
+
+
+class Planner:
+    """Looks at mixes of one training on one target; each is traced once.
+
+    ``subject`` is the training and ``setting`` what techniques are told of it.
+    """
+
+    def __init__(  # noqa: PLR0917 -- called here only
+        self, subject: Subject, device: str, budget: Budget, pins: Sequence[Pin], forbids: Sequence[str],
+        calibration: Calibration | None, progress: Progress,
+    ) -> None:  # fmt: skip
+        self._started_seconds = time.perf_counter()
+        self.subject, self._budget, self._calibration, self._progress = subject, budget, calibration, progress
+        self._traced: dict[tuple[Choices, bool], Trace] = {}
+        self.loss_check = subject.loss_check()
+        if not self.loss_check.may_cut:
+            subject.workload.kept_whole = Reason(self.loss_check.why, self.loss_check.remedy)
+        self.setting = setting_of(subject, device)
+        self._is_short = not subject.evaluates_between_steps
+        self._decided = decided_of(subject, self.setting, pins, forbids)
+        self._target: Target = find_target(device, budget.device_bytes, self._baseline)
+        self._target.calibration = calibration
+        spec, num_ranks = self._target.spec, subject.num_ranks
+        self._speed = measured_speed(progress) if spec is None else speed_of(spec)
+        self._exchange = None
+        if num_ranks > 1:
+            self._exchange = measured_exchange(num_ranks, progress) if spec is None else exchange_of(spec, num_ranks)
+
+    def _baseline(self) -> Estimate:
+        self._trace_plainly(CpuLowering())  # meanwhile
+        return self.subject.baseline()
+
+    def plan(self) -> Plan:
+        """Find what fits, or what needs least and the budget in which something is found."""
+        found, chosen = self._found()
+        if self._has_grown():
+            found, chosen = self._found()
+        smallest_bytes = None if found.fits else self._smallest_bytes(chosen.need_bytes)
+        return self._record(found, (chosen, *found.fallbacks), smallest_bytes)
+
+    def _has_grown(self) -> bool:
+        """Whether this process, if it is the one that will train, takes more now: what planning imports and leaves."""
+        if self._target.baseline is None:
+            return False
+        now = self.subject.baseline()
+        grown_bytes = now.likely_bytes - self._target.baseline.likely_bytes
+        self._target = replace(self._target, baseline=now)
+        return grown_bytes > 0
+
+    def _trace_plainly(self, lowering: Lowering) -> Trace:
+        """Trace the whole batch; what is looked at next where memory is tight is the smallest micro-batch."""
+        whole = self.plain_choices
+        if (_seen_in_trace(whole), True) not in self._traced:
+            smallest = in_order((micro_batch_choice(1), *without_micro_batch(whole)))
+            self.subject.tracers.suppose([Asked(lowering, _seen_in_trace(smallest), is_short=True)])
+        return self._trace(lowering, whole, is_short=True)
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a mix may need."""
+        return self._target.limit_bytes
+
+    def problem(self, limit_bytes: int) -> Problem:
+        """Return what is to be solved where a mix may need ``limit_bytes``."""
+        trace = self._trace_plainly(self._target.lowering())
+        setting, margin_bytes = replace(self.setting, trace=trace), self.limit_bytes - limit_bytes
+        once_seconds = update_seconds(self._count(self.plain_choices, True, False), self._speed, self._exchange)
+        return Problem(self.subject.workload, setting, limit_bytes, self._decided, margin_bytes, once_seconds)
+
+    def _found(self) -> tuple[Found, Look]:
+        """Search, check at full length, search again with less room where that does not hold, or take a fallback."""
+        limit_bytes = int(self._target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
+        for _ in range(_MOST_ROUNDS):
+            problem = self.problem(limit_bytes)
+            found = search(problem, self._look_shortly, self._expect, self.look_at_length, self._suppose)
+            chosen = self.look_at_length(found.chosen.choices)
+            over_bytes = chosen.need_bytes - self._target.limit_bytes
+            if not found.fits or over_bytes <= 0:
+                break
+            limit_bytes -= over_bytes
+        else:  # each time another mix was over by a little; the fallbacks need less
+            for number, look in enumerate(found.fallbacks, 1):
+                smaller = self.look_at_length(look.choices)
+                if smaller.fits and smaller.need_bytes <= self._target.limit_bytes:
+                    return replace(found, fallbacks=found.fallbacks[number:]), smaller
+        return replace(found, fits=chosen.fits and over_bytes <= 0), chosen
+
+    def _smallest_bytes(self, need_bytes: int) -> int:
+        """The least limit from ``need_bytes`` on that is known to do: with another limit a search looks elsewhere."""
+        target = self._target
+        try:
+            for _ in range(_MOST_ROUNDS):
+                self._target = replace(target, limit_bytes=need_bytes)
+                found, chosen = self._found()
+                if found.fits:
+                    break
+                need_bytes = max(chosen.need_bytes, int(need_bytes * (1 + _LOOKS_OFF_SHARE)))
+        finally:
+            self._target = target
+        return need_bytes
+
+    def _look_shortly(self, choices: Choices) -> Look:
+        return self.look(choices, is_short=True)
+
+    def look_at_length(self, choices: Choices) -> Look:
+        """Look at a mix in as many steps as show all that the training does."""
+        return self.look(choices, self._is_short, is_long=True)
+
+    def look(self, choices: Choices, is_short: bool, is_long: bool = False) -> Look:
+        """Trace a mix and say what it needs and takes."""
+        counted = self._count(choices, is_short, is_long)
+        micro_batch = samples_of(choices)
+        duration = step_duration(
+            counted,
+            self._speed,
+            batch_size=self.subject.batch_size,
+            micro_batch=micro_batch,
+            rehearsed_samples=rehearsed_samples(self.subject.batch_size, micro_batch),
+            learned=self._learned(choices),
+            exchange=self._exchange,
+        )
+        off = self._off_device(counted, micro_batch)
+        if off is not None and off.disk_bytes_per_second is not None:
+            duration = with_disk(duration, off.moved_bytes, off.disk_bytes_per_second)
+        return Look(
+            choices, micro_batch, counted.peak, counted.oom_row is None, duration, phase_peaks(counted), counted.parts()
+        )
+
+    def _off_device(self, counted: Counted, micro_batch: int) -> OffDevice | None:
+        """What a mix keeps outside of its budget, where that is worth a word; on a CPU perhaps more than memory has."""
+        kept_bytes = live_bytes(counted.trace, on_host=True).peak_bytes
+        if kept_bytes < _LEAST_OFF_BYTES:
+            return None
+        batch_size = self.subject.batch_size
+        moved_bytes = moved_outside(
+            counted, batch_size=batch_size, micro_batch=micro_batch,
+            rehearsed_samples=rehearsed_samples(batch_size, micro_batch),
+        )  # fmt: skip
+        is_too_large = kept_bytes > self._target.capacity_bytes - counted.peak.likely_bytes
+        rate = self._disk_rate if self._target.spec is None and is_too_large else None
+        return OffDevice(kept_bytes=kept_bytes, moved_bytes=moved_bytes, disk_bytes_per_second=rate)
+
+    @cached_property
+    def _disk_rate(self) -> float | None:
+        self._progress("measuring the disk, as not all that goes to files can stay in memory")
+        with suppress(OSError, OutputError):  # the training will say what is wrong with it
+            return disk_bytes_per_second(scratch_folder())
+        return None
+
+    @property
+    def plain_choices(self) -> Choices:
+        """The whole batch, with what is pinned: without it a training may be impossible, as one too long for cuDNN."""
+        pinned = (choice for choice in self._decided.pinned if choice.technique != "micro_batch")
+        return in_order((*pinned, micro_batch_choice(self.subject.batch_size)))
+
+    def _learned(self, choices: Choices) -> Learned | None:
+        if self._calibration is None:
+            return None
+        names = [choice.technique for choice in choices]
+        return learned_ratio(self._calibration, self._target.lowering().name, names)
+
+    def _expect(self, mixes: Iterable[Choices]) -> None:
+        """Begin short traces that will be looked at, but for the first, which is made here meanwhile."""
+        self.subject.tracers.expect(list(self._untraced((choices, False) for choices in mixes))[1:])
+
+    def _suppose(self, mixes: Iterable[Likely]) -> None:
+        """Begin traces that may be looked at, one for each process that there is."""
+        self.subject.tracers.suppose(self._untraced(mixes))
+
+    def _untraced(self, mixes: Iterable[Likely]) -> Iterator[Asked]:
+        for choices, at_length in mixes:
+            asked = Asked(self._target.lowering(), _seen_in_trace(choices), is_short=not at_length)
+            is_shown = at_length and self._is_short  # by the short trace
+            if not is_shown and (asked.choices, asked.is_short) not in self._traced:
+                yield asked
+
+    def _trace(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
+        seen = _seen_in_trace(choices)
+        if (seen, is_short) not in self._traced:
+            self._progress(f"tracing: {' '.join(map(str, choices))}")
+            self._traced[seen, is_short] = self.subject.rehearse(lowering, seen, is_short)
+            self._progress("searching")
+        return self._traced[seen, is_short]
+
+    def _at_length(self, choices: Choices) -> Counted:
+        return self._count(choices, self._is_short, is_long=True)
+
+    def _count(self, choices: Choices, is_short: bool, is_long: bool) -> Counted:
+        lowering, names = self._target.lowering(), [choice.technique for choice in choices]
+        counted = self._target.count(self._trace(lowering, choices, is_short), choices, is_long)
+        learned = learned_peak(self._calibration, lowering.name, names) if self._calibration else None
+        counted = replace(counted, learned=learned) if learned else counted
+        return counted if self._target.spec is not None else replace(counted, spread=_LONG_RUN_SPREAD)
+
+    def _record(self, found: Found, rungs: Sequence[Look], smallest_bytes: int | None) -> Plan:
+        looks = (*rungs, *found.openings, *found.candidates)
+        names = {choice.technique for look in looks for choice in look.choices}
+        names |= {choice.technique for one in found.rejected for choice in one.choices}
+        chosen = self._candidate(rungs[0], self._is_short)
+        near = self._near(found, rungs[0]) if smallest_bytes is None else ()
+        about, numerics = told_of(names, is_whole=rungs[0].micro_batch == self.subject.batch_size)
+        return Plan(
+            budget=self._budget,
+            rungs=_ladder(rungs),
+            limit_bytes=self._target.limit_bytes,
+            plain=found.plain.rung(),
+            rejected=found.rejected,
+            openings=() if found.fits else tuple(map(self._opening, found.openings)),
+            smallest_budget_bytes=None if smallest_bytes is None else smallest_bytes + self._target.kept_back_bytes,
+            prediction=chosen.prediction,
+            pinned=self._decided.pinned,
+            required=tuple(sorted(self._decided.required)),
+            forbidden=tuple(sorted(self._decided.forbidden)),
+            left_out=dict(self._decided.left_out),
+            about=about,
+            numerics=numerics,
+            time_factor=chosen.time_factor,
+            off_device=chosen.off_device,
+            candidates=tuple(self._candidate(look, is_short=True) for look in near),
+            loss_check=self.loss_check,
+            tokenizer_bytes=self.subject.tokenizer_bytes,
+            made_for=self.subject.facts(self._target.lowering().name),
+            num_traces=self.subject.num_traces,
+            plan_seconds=time.perf_counter() - self._started_seconds,
+        )
+
+    def _near(self, found: Found, chosen: Look) -> Iterator[Look]:
+        """Look at the candidates beside the plan as long as the plan was; those of them that probably fit."""
+        for one in found.candidates:
+            look = self.look(one.choices, is_short=True, is_long=True)
+            if look.choices != chosen.choices and look.fits and look.peak.likely_bytes <= self._target.limit_bytes:
+                yield look
+
+    def _candidate(self, look: Look, is_short: bool) -> Candidate:
+        learned, counted = self._learned(look.choices), self._count(look.choices, is_short, is_long=True)
+        return Candidate(
+            rung=look.rung(),
+            prediction=self._prediction(look.choices, counted),
+            time_factor=learned.low if learned else 1.0,
+            off_device=self._off_device(counted, look.micro_batch),
+        )
+
+    def _opening(self, look: Look) -> Rejected:
+        """Say what was looked at, which is one mix: what needs least, as far as it goes with what is not allowed."""
+        names = [choice.technique for choice in look.choices if TECHNIQUES[choice.technique].numerics == "lossy"]
+        closed = ", ".join(name for name in names if name not in self.subject.allow)
+        budget_mib = -(-(look.need_bytes + self._target.kept_back_bytes) >> 20)
+        reason = (
+            f"would do with {budget_mib}MiB if the job had `allow: [{closed}]`; it is the only mix with {closed} "
+            "that was looked at"
+        )
+        return Rejected(choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time)
+
+    def prediction(self, choices: Choices) -> Prediction:
+        """Make the record of what a mix needs."""
+        return self._prediction(choices, self._at_length(choices))
+
+    def _prediction(self, choices: Choices, counted: Counted) -> Prediction:
+        subject = self.subject
+        named = [str(choice.options["dtype"]) for choice in choices if choice.technique == "autocast"]
+        precision = named[0] if named else str(subject.workload.precision)
+        return self._target.predict(
+            counted,
+            subject.described(precision),
+            precision,
+            samples_of(choices),
+            subject.sequence_length,
+            subject.batch_size,
+            subject.num_ranks,
+        )
+
+
+def _seen_in_trace(choices: Choices) -> Choices:
+    return tuple(choice for choice in choices if choice.technique not in UNTRACED)
+
+
+def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:
+    """The rungs whose needs fall."""
+    kept = [rungs[0], *(look for before, look in pairwise(rungs) if look.need_bytes < before.need_bytes)]
+    return tuple(look.rung() for look in kept)

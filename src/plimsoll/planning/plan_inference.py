@@ -1,0 +1,254 @@
+"""The plan of applying a model: how many rows go at once and where its parts lie, on a device that need not be here.
+
+    plan = plan_inference(folder, "score", longest_tokens=256, limit_bytes=1 << 30)
+    with placed_model(folder, plan) as model: ...
+
+A pass is the task's own, rehearsed on fake tensors (`plimsoll.inference.dry_run`); the target's allocators count
+it, the model of time takes its ops, and `plimsoll.planning.search.placement` searches. How fast weights come from the
+disk is measured when the plan is made, on the files of the checkpoint themselves; beside a GPU that is here, what the
+host's memory has room for is looked at too.
+
+Does NOT plan quantized weights, several devices, and texts of different lengths: every row is as long as it may be.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from plimsoll.device.cpu.pages import cache_room_bytes, cold_bytes_per_second
+from plimsoll.device.probe import versions
+from plimsoll.device.process import private_bytes
+from plimsoll.device.speed import measured_speed, speed_of
+from plimsoll.errors import InputError
+from plimsoll.inference.meta_model import Applied
+from plimsoll.memory.predict import Counted
+from plimsoll.planning.baseline import StartedBaseline
+from plimsoll.planning.kept_baseline import Baseline
+from plimsoll.planning.search.cost import step_duration
+from plimsoll.planning.search.placement import Guess, Look, Placer, Reading, rejected_of
+from plimsoll.planning.targets import CUDA_HOST_BYTES, Target, find_target
+from plimsoll.records.placement import InferencePlan, Part, Place
+from plimsoll.records.plan import Duration
+from plimsoll.records.prediction import Estimate
+from plimsoll.records.speed import Speed, rate_at
+from plimsoll.records.trace import Assumption
+from plimsoll.records.units import format_bytes
+from plimsoll.techniques.mechanisms.parts import ModelPart
+
+Progress = Callable[[str], None]
+
+_LARGE_BYTES = 1 << 30  # beyond every cache: the rate of memory itself
+
+
+def plan_inference(
+    folder: Path,
+    task: str,
+    *,
+    longest_tokens: int,
+    new_tokens: int = 0,
+    limit_bytes: int | None = None,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    most_rows: int = 256,
+    progress: Progress | None = None,
+) -> InferencePlan:
+    """Find how a model gives the most rows a second inside a budget.
+
+    Args:
+        folder: a checkpoint.
+        task: one of `plimsoll.models.inference`.
+        longest_tokens: of a row, from 1.
+        new_tokens: that ``generate`` makes of each row.
+        limit_bytes: what the process may use of the device; ``None`` is all there is.
+        device: ``"cpu"``, ``"local"`` or ``"cuda"`` for what is here, or the name of a GPU; ``None`` is what is here.
+        dtype: of the weights; ``None`` as they are stored.
+        most_rows: of a pass, from 1.
+        progress: told what is being done.
+
+    Returns:
+        a plan; where nothing fits, one whose ``fits`` is False and that says what would.
+
+    Raises:
+        InputError: if the folder is no checkpoint or not one for the task, a number is below 1, or the model cannot be
+            traced.
+        DeviceError: if there is no such device.
+        BudgetError: if the device has less than the budget.
+    """
+    _check_numbers(longest_tokens, new_tokens, most_rows)
+    tell = progress or (lambda text: None)
+    applied = Applied.open(Path(folder), task, dtype, new_tokens)
+    applied.require_length(longest_tokens)
+    with ExitStack() as stack:
+        name = _here(device)
+        started = stack.enter_context(StartedBaseline.of_inference(Path(folder), task)) if name == "cpu" else None
+        return _Planner(applied, longest_tokens, most_rows, name, limit_bytes, started, tell).plan()
+
+
+def _check_numbers(longest_tokens: int, new_tokens: int, most_rows: int) -> None:
+    if longest_tokens < 1 or most_rows < 1 or new_tokens < 0:
+        raise InputError(
+            f"cannot plan rows of {longest_tokens} tokens with {new_tokens} new ones, at most {most_rows} at once: "
+            "give 1 token and 1 row or more, and 0 new tokens or more"
+        )
+
+
+def _here(device: str | None) -> str:
+    name = (device or "local").lower()
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "local" else name
+
+
+class _Planner:
+    """Looks at placements of one model on one target."""
+
+    def __init__(  # noqa: PLR0917 -- called here only
+        self, applied: Applied, longest_tokens: int, most_rows: int, device: str, limit_bytes: int | None,
+        started: Baseline | None, progress: Progress,
+    ) -> None:  # fmt: skip
+        self._started_seconds = time.perf_counter()
+        self._applied, self._longest_tokens, self._progress = applied, longest_tokens, progress
+        self._budget_bytes, self._most_rows = limit_bytes, most_rows
+        self._looks: dict[tuple[int, frozenset[str]], Look] = {}
+        self._assumed: dict[str, Assumption] = {}
+        self._target: Target = find_target(device, limit_bytes, lambda: _waited(started))
+        self._is_cpu = self._target.spec is None
+        speed = measured_speed(progress) if self._target.spec is None else speed_of(self._target.spec)
+        self._speed = speed.model_copy(update={"link_bytes_per_second": _memory_bytes_per_second(speed)})
+        if self._is_cpu:
+            progress("measuring how fast the checkpoint is read")
+            rate = cold_bytes_per_second(applied.files)
+            self._reading = Reading(_free_bytes(), files_bytes_per_second=rate)
+        else:
+            rate = speed.link_bytes_per_second
+            self._reading = Reading(_host_room_bytes(device), link_bytes_per_second=rate)
+
+    def plan(self) -> InferencePlan:
+        """Find what fits, or say what needs least."""
+        applied, limit_bytes = self._applied, self._target.limit_bytes
+        placer = Placer(
+            applied.parts, self._always(), limit_bytes, self._most_rows, applied.num_passes, self._reading, self.look
+        )
+        guesses = placer.guesses()
+        best = placer.best(guesses)
+        if best is not None:
+            chosen, look = placer.verified(best)
+            if look.fits and placer.holds(chosen):
+                return self._record(chosen, guesses, None)
+        resident = placer.least()
+        least = self.look(1, resident)
+        chosen = placer.measured(1, resident, least)
+        fits = least.fits and placer.holds(chosen)  # a guess may need more than its trace
+        return self._record(chosen, guesses, None if fits else self._smallest_bytes(least))
+
+    def _always(self) -> frozenset[str]:
+        """What is on the device in any case: beside a GPU all but the blocks, which are copied as they compute."""
+        kinds = ("rest",) if self._is_cpu else ("rest", "tables", "output")
+        return frozenset(part.name for part in self._applied.parts if part.kind in kinds)
+
+    def look(self, rows: int, resident: frozenset[str]) -> Look:
+        """Trace a pass with the parts where they would be."""
+        key = rows, resident
+        if key not in self._looks:
+            self._progress(f"tracing: {rows} rows with {len(resident)} of {len(self._applied.parts)} parts resident")
+            self._looks[key] = self._look(rows, resident)
+        return self._looks[key]
+
+    def _look(self, rows: int, resident: frozenset[str]) -> Look:
+        outside = [part.name for part in self._applied.parts if part.name not in resident]
+        trace = self._applied.rehearse(self._target.lowering(), rows, self._longest_tokens, outside)
+        self._assumed |= {one.text: one for one in trace.assumptions}
+        counted = self._target.count(trace)
+        steps = sorted({step for step in trace.ops.step if step > 0})
+        seconds = tuple(self._seconds(counted, rows, step) for step in steps)
+        return Look(counted.peak, counted.oom_row is None, seconds, counted.spread)
+
+    def _seconds(self, counted: Counted, rows: int, step: int) -> float:
+        return step_duration(
+            counted, self._speed, batch_size=rows, micro_batch=rows, rehearsed_samples=rows, step=step
+        ).likely_seconds
+
+    def _smallest_bytes(self, least: Look) -> int:
+        return least.peak.high_bytes + self._target.kept_back_bytes
+
+    def _record(self, chosen: Guess, guesses: Sequence[Guess], smallest_bytes: int | None) -> InferencePlan:
+        target, applied, reading = self._target, self._applied, self._reading
+        parts = tuple(self._placed(part, chosen.resident) for part in applied.parts)
+        streamed_bytes = sum(part.num_bytes for part in parts if part.is_streamed)
+        spread = 1 + self._speed.spread
+        return InferencePlan(
+            model=applied.described,
+            task=applied.name,
+            device=target.name,
+            device_kind="cpu" if self._is_cpu else "cuda",
+            dtype=applied.dtype,
+            is_converted=applied.is_converted,
+            budget_bytes=self._budget_bytes,
+            limit_bytes=target.limit_bytes,
+            limit_source=target.limit_source,
+            kept_back_bytes=target.kept_back_bytes,
+            host_room_bytes=None if self._is_cpu else reading.room_bytes,
+            parts=parts,
+            longest_tokens=self._longest_tokens,
+            new_tokens=applied.new_tokens,
+            micro_batch=chosen.rows,
+            peak=chosen.need,
+            pass_time=Duration(
+                likely_seconds=chosen.seconds,
+                low_seconds=chosen.seconds / spread,
+                high_seconds=chosen.seconds * spread,
+            ),
+            compute_seconds=chosen.compute_seconds,
+            read_seconds=chosen.read_seconds,
+            read_bytes=chosen.read_bytes,
+            cached_bytes=max(streamed_bytes - chosen.read_bytes // applied.num_passes, 0) if self._is_cpu else 0,
+            read_bytes_per_second=reading.bytes_per_second,
+            rate_source="measured" if self._is_cpu else "table",
+            rejected=rejected_of(guesses, chosen, target.limit_bytes, self._resident_bytes),
+            smallest_budget_bytes=smallest_bytes,
+            assumptions=(*self._assumed.values(), *self._unchecked(parts)),
+            num_traces=len(self._looks),
+            plan_seconds=time.perf_counter() - self._started_seconds,
+            versions=versions(),
+        )
+
+    def _unchecked(self, parts: Sequence[Part]) -> tuple[Assumption, ...]:
+        """What must be taken for granted of a host that is not here."""
+        host_bytes = sum(part.num_bytes for part in parts if part.place == "host")
+        if not host_bytes or self._reading.room_bytes is not None:
+            return ()
+        return (Assumption(text=f"needs {format_bytes(host_bytes)} of the host's memory, which was not checked"),)
+
+    def _placed(self, part: ModelPart, resident: frozenset[str]) -> Part:
+        is_resident = part.name in resident
+        place: Place = "device" if is_resident else "disk" if self._is_cpu else "host"
+        return Part(
+            name=part.name, num_bytes=part.num_bytes, place=place, is_streamed=part.is_streamable and not is_resident
+        )
+
+    def _resident_bytes(self, guess: Guess) -> int:
+        return sum(part.num_bytes for part in self._applied.parts if part.name in guess.resident)
+
+
+def _free_bytes() -> int:
+    """What the machine has for the process that applies the model, and for pages of files beside it."""
+    return cache_room_bytes() + private_bytes()
+
+
+def _host_room_bytes(device: str) -> int | None:
+    """What the host of a GPU has for weights; ``None`` for a GPU by name, whose host is not here."""
+    is_here = device == "cuda" or device.startswith("cuda:")
+    return max(_free_bytes() - CUDA_HOST_BYTES[1], 0) if is_here else None
+
+
+def _memory_bytes_per_second(speed: Speed) -> float:
+    """Weights that lie in the page cache are read as memory is."""
+    return rate_at(speed.bytes_per_second["plain"], _LARGE_BYTES)
+
+
+def _waited(started: Baseline | None) -> Estimate:
+    assert started is not None  # there is one for the CPU, and only the CPU asks
+    return started.wait()

@@ -1,0 +1,293 @@
+"""What a job will need, and what would fit: rehearses it and asks the target's allocators.
+
+    prediction = predict_job(job, device="rtx3060")
+
+Does NOT look at the texts (see `plimsoll.data.sketch`). What is predicted is the process that `plimsoll train` runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+
+from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.device.cuda.gpus import all_gpus
+from plimsoll.errors import InputError, JobError
+from plimsoll.memory.inverse import Found, largest_that_fits
+from plimsoll.memory.lowering.base import Lowering
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.predict import Counted
+from plimsoll.models.assemble import choose_device, require_vectors
+from plimsoll.planning.baseline import job_baseline, load_model_code
+from plimsoll.planning.constraints import pinned_choices
+from plimsoll.planning.dry_run.processes import Asked, Tracers
+from plimsoll.planning.dry_run.ranks import threads_of_rank
+from plimsoll.planning.job_checks import require_sound
+from plimsoll.planning.kept_baseline import Baseline
+from plimsoll.planning.kept_traces import trace_of
+from plimsoll.planning.targets import Target, find_target, gpu_target
+from plimsoll.planning.teacher_loss import require_teacher
+from plimsoll.records.comparison import Calibration
+from plimsoll.records.job import Job
+from plimsoll.records.plan import micro_batch_choice
+from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
+from plimsoll.records.trace import Category, Trace
+from plimsoll.step.job_step import subject_of
+from plimsoll.step.recovery import samples_of_rank
+from plimsoll.techniques import Choices, in_order
+
+Progress = Callable[[str], None]
+
+_LONGEST_SEQUENCE = 1 << 17
+_LARGEST_BATCH = 1 << 14
+_FACTORS = (0.5, 1, 2)
+_GROWING: tuple[Category, ...] = ("activations", "temporaries", "inputs")
+
+
+def predict_job(
+    job: Job,
+    *,
+    device: str | None = None,
+    limit_bytes: int | None = None,
+    micro_batch: int | None = None,
+    search: bool = False,
+    what_if: bool = False,
+    lengths: Sequence[int] | None = None,
+    calibration: Calibration | None = None,
+    progress: Progress | None = None,
+    started: Baseline | None = None,
+    texts: TextSketch | None = None,
+) -> Prediction:
+    """Predict the peak memory of a job.
+
+    Args:
+        job: what is to be trained.
+        device: ``"cpu"``, ``"local"`` or ``"cuda"`` for what is here, or the name of a GPU; ``None`` is the job's.
+        limit_bytes: what the training may use; ``None`` is the job's budget, or else all that the device has.
+        micro_batch: samples of one forward and backward pass; ``None`` is the whole batch.
+        search: find the largest micro-batch, the longest sequence and the smallest GPU that fit.
+        what_if: predict other micro-batches and lengths too.
+        lengths: tokens of the texts, for texts with labels, whose batches are padded to their longest: the peak is that
+            of the longest batch there can be, among others that leave the allocator's memory in other pieces.
+        calibration: what measured runs have taught, which widens the range (`plimsoll.memory.compare.calibrate`).
+        progress: told what is being done.
+        started: what reads the baseline, where this processor is predicted; ``None`` starts it.
+        texts: what is known of its texts; ``None`` sketches them.
+
+    Raises:
+        JobError: if the model or the optimizer cannot be built.
+        DeviceError: if there is no such device.
+        InputError: if the model cannot be traced.
+    """
+    require_sound(job, device, limit_bytes, has_data=False)
+    with threads_of_rank(job.ranks), ExitStack() as stack:
+        most, said = samples_of_rank(job), progress or (lambda text: None)
+        size = micro_batch or most
+        if not 1 <= size <= most:
+            raise InputError(f"a micro-batch of {size} is not a part of a batch of {most}: give 1 to that many")
+        forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), said, size, stack, started, texts)
+        forecast.target.calibration = calibration
+        return _predicted(forecast, size, search, what_if)
+
+
+def _predicted(forecast: _Forecast, micro_batch: int, search: bool, what_if: bool) -> Prediction:
+    started_seconds = time.perf_counter()
+    prediction = forecast.predict(micro_batch)
+    questions: list[Callable[[], Answer]] = []
+    if search or not prediction.fits:
+        questions.append(lambda: forecast.largest_micro_batch(micro_batch))
+    if search:
+        questions += [lambda: forecast.longest_sequence(micro_batch), lambda: forecast.smallest_device(micro_batch)]
+    answers = tuple(question() for question in questions)
+    what_ifs = forecast.what_ifs(micro_batch) if what_if else ()
+    return prediction.model_copy(
+        update={"answers": answers, "what_ifs": what_ifs, "predict_seconds": time.perf_counter() - started_seconds}
+    )
+
+
+@dataclass
+class _Forecast:
+    """Predictions of one job and its variants on one target; each is traced once. The first is of ``micro_batch``."""
+
+    job: Job
+    device: str | None
+    limit_bytes: int | None
+    lengths: Sequence[int]
+    progress: Progress
+    micro_batch: int
+    stack: ExitStack
+    started: Baseline | None = None
+    known_texts: TextSketch | None = None
+    _traced: dict[tuple[int, int, str], Trace] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_vectors(self.job)
+        load_model_code(self.job)  # before the rehearsal, in which transformers must not be imported
+        self.texts = self.known_texts or sketch_texts(self.job)
+        if self.job.distill is not None:
+            require_teacher(self.job, self.texts)
+        # Batches of other lengths, of jobs that differ, are not traced apart.
+        self.tracers = Tracers() if self.lengths else self.stack.enter_context(Tracers.started(self.job, self.texts))
+        budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes
+        self.target = find_target(
+            choose_device(self.job) if self.device is None else self.device, budget_bytes, self._baseline
+        )
+        if self.target.spec is not None:
+            self.pinned = self._pinned_on("cuda")
+
+    def _pinned_on(self, device: str) -> Choices:
+        return in_order(pinned_choices(self.job, device))
+
+    def _baseline(self) -> Estimate:
+        self.pinned = self._pinned_on("cpu")
+        if self.started is None:
+            self.progress("starting a process to see what it takes without a model")
+            return job_baseline(self.job)
+        self._trace(self.micro_batch, self.job.sequence_length, CpuLowering())  # meanwhile
+        return self.started.wait()
+
+    def predict(self, micro_batch: int) -> Prediction:
+        """Predict the job as it is."""
+        job = self.job
+        counted = self._count(micro_batch, job.sequence_length, self.target)
+        return self.target.predict(
+            counted,
+            subject_of(job, job.own_precision),
+            job.own_precision,
+            micro_batch,
+            job.sequence_length,
+            samples_of_rank(job),
+            job.ranks,
+        )
+
+    def largest_micro_batch(self, start: int) -> Answer:
+        """Find the largest micro-batch that fits; beyond the batch of the job, the batch is as large."""
+        try_size = partial(self._at, sequence_length=self.job.sequence_length)
+        found = self._largest(try_size, start, _LARGEST_BATCH, self._suppose)
+        peak = found.said.peak if found.said else None
+        return Answer(question="largest micro-batch", value=found.value, peak=peak, is_bound=found.is_bound)
+
+    def longest_sequence(self, micro_batch: int) -> Answer:
+        """Find the longest sequence that fits, as far as the model can be built for it."""
+        most = self._longest_that_can_be_built()
+        found = self._largest(lambda length: self._at(micro_batch, length), self.job.sequence_length, most)
+        peak = found.said.peak if found.said else None
+        return Answer(question="longest sequence", value=found.value, peak=peak, is_bound=found.is_bound)
+
+    def smallest_device(self, micro_batch: int) -> Answer:
+        """Find the GPU of the table with the least memory on which the job fits."""
+        for gpu in sorted(all_gpus(), key=lambda gpu: (gpu.capacity_bytes, gpu.name)):
+            target = gpu_target(gpu, None)
+            counted = self._count(micro_batch, self.job.sequence_length, target)
+            if target.fits(counted):
+                return Answer(question="smallest device", value=target.name, peak=counted.peak)
+        return Answer(question="smallest device", value=None, peak=None)
+
+    def what_ifs(self, micro_batch: int) -> tuple[WhatIf, ...]:
+        """Predict half and double the micro-batch and the length."""
+        lengths = sorted({max(2, int(self.job.sequence_length * factor)) for factor in _FACTORS})
+        sizes = sorted({max(1, int(micro_batch * factor)) for factor in _FACTORS})
+        found = []
+        for length in lengths:
+            for size in sizes:
+                with suppress(JobError):  # the model cannot be that long
+                    counted = self._count(size, length, self.target)
+                    found.append(
+                        WhatIf(
+                            micro_batch=size,
+                            sequence_length=length,
+                            peak=counted.peak,
+                            fits=self.target.fits(counted),
+                        )
+                    )
+        return tuple(found)
+
+    def _largest(
+        self, try_size: Callable[[int], Counted], start: int, most: int,
+        suppose: Callable[[int], None] = lambda size: None,
+    ) -> Found[Counted]:  # fmt: skip
+        def asked(value: int) -> tuple[int, bool, Counted]:
+            counted = try_size(value)
+            return counted.peak.likely_bytes - self.target.limit_bytes, self.target.fits(counted), counted
+
+        return largest_that_fits(asked, start, most, growing_bytes=_growing_bytes, suppose=suppose)
+
+    def _suppose(self, micro_batch: int) -> None:
+        """Begin the trace of a micro-batch of the job as it is, which may be asked for next."""
+        lowering, job = self.target.lowering(), self._varied(micro_batch, self.job.sequence_length)
+        if job == self.job and (micro_batch, job.sequence_length, lowering.name) not in self._traced:
+            self.tracers.suppose([self._asked(micro_batch, lowering)])
+
+    def _asked(self, micro_batch: int, lowering: Lowering) -> Asked:
+        return Asked(lowering, (*self.pinned, micro_batch_choice(micro_batch)), is_short=False)
+
+    def _varied(self, micro_batch: int, sequence_length: int) -> Job:
+        """The job with another length and, for a larger micro-batch than its batch, a larger batch."""
+        batch_size = max(micro_batch * self.job.ranks, self.job.batch_size)
+        return self.job.model_copy(update={"sequence_length": sequence_length, "batch_size": batch_size})
+
+    def _at(self, micro_batch: int, sequence_length: int) -> Counted:
+        return self._count(micro_batch, sequence_length, self.target)
+
+    def _count(self, micro_batch: int, sequence_length: int, target: Target) -> Counted:
+        lowering = target.lowering()
+        trace = self._trace(micro_batch, sequence_length, lowering)
+        return target.count(trace, self.pinned, is_long=True)
+
+    def _trace(self, micro_batch: int, sequence_length: int, lowering: Lowering) -> Trace:
+        key = (micro_batch, sequence_length, lowering.name)
+        if key not in self._traced:
+            self.progress(f"tracing: micro-batch {micro_batch} of {sequence_length} tokens for {lowering.name}")
+            job, asked = self._varied(micro_batch, sequence_length), self._asked(micro_batch, lowering)
+            lengths = batch_lengths(self.lengths, job) if self.lengths else ()
+            ahead = self.tracers.take(asked) if job == self.job else None
+            self._traced[key], _ = ahead or trace_of(job, self.texts, lowering, asked.choices, lengths)
+            self.progress("counting")
+        return self._traced[key]
+
+    def _longest_that_can_be_built(self) -> int:
+        """The longest sequence, a power of two times the job's, that the model takes."""
+        from plimsoll.models.build import build_model
+
+        length = self.job.sequence_length
+        with suppress(JobError):
+            while length < _LONGEST_SEQUENCE:
+                longer = self.job.model_copy(update={"sequence_length": 2 * length})
+                build_model(longer, *self.texts.of_model, device="meta")
+                if longer.distill is not None:
+                    require_teacher(longer, self.texts)
+                length *= 2
+        return length
+
+
+def _growing_bytes(counted: Counted) -> int:
+    """What of the peak is the more the larger the batch, or the longer the sequence, with the holes between it."""
+    live = counted.live.by_category.items()
+    standing_bytes = sum(int(column[counted.peak_row]) for name, column in live if name not in _GROWING)
+    return counted.peak.likely_bytes - counted.fixed_part.likely_bytes - standing_bytes
+
+
+def batch_lengths(lengths: Sequence[int], job: Job) -> tuple[int, ...]:
+    """The tokens that four batches are padded to: two drawn as a loader does, each before the longest there can be."""
+    random = Random(job.seed)
+    usual = [min(max(random.choices(lengths, k=samples_of_rank(job))), job.sequence_length) for _ in range(2)]
+    longest = min(max(lengths), job.sequence_length)
+    return usual[0], longest, usual[1], longest
+
+
+def _checked(lengths: Sequence[int] | None, job: Job) -> Sequence[int]:
+    if lengths is None:
+        return ()
+    if not job.is_labelled:
+        raise InputError(
+            f"lengths of texts do not matter for {job.task}: it cuts windows of sequence_length={job.sequence_length}; "
+            "leave them out"
+        )
+    if not lengths or min(lengths) < 1:
+        shortest = min(lengths, default=0)
+        raise InputError(f"cannot use {len(lengths)} lengths, the shortest {shortest} tokens: give 1 or more")
+    return lengths

@@ -1,0 +1,122 @@
+"""The peak memory of a training in a program of one's own, before it runs.
+
+    plimsoll.predict(model, optimizer, batch, units="next-tokens", device="rtx3060")     # TrainStep's
+    plimsoll.predict_function(train, device="rtx3060")                                   # whatever it does
+
+The model may be on any device, the meta device too: what is traced are copies of its shapes. A function is run as it
+is, on tensors without memory: let it do three steps. See `plimsoll.memory.trace` for what cannot be traced. A job is
+predicted by `plimsoll.planning.predict_job`. While a prediction is made, torch's kernels are others: let no other
+thread compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.device.cpu.pages import FileMappings
+from plimsoll.errors import InputError
+from plimsoll.memory.trace import trace_training
+from plimsoll.models.workload import LossFunction, Precision, Units, batch_size_of, model_loss
+from plimsoll.planning.dry_run.step import rehearse_step
+from plimsoll.planning.targets import find_target, own_baseline
+from plimsoll.records.plan import micro_batch_choice
+from plimsoll.records.prediction import Prediction
+from plimsoll.records.units import parse_bytes
+
+
+def predict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss: LossFunction = model_loss,
+    *,
+    units: Units | None = None,
+    micro_batch: int | None = None,
+    clip_norm: float | None = None,
+    precision: Precision = "fp32",
+    device: str = "local",
+    budget: str | int | None = None,
+) -> Prediction:
+    """Predict the peak memory of training with `TrainStep`.
+
+    Args:
+        model: the model; it is not changed, and its parameters need no memory (they may be on the meta device).
+        optimizer: its optimizer.
+        batch: one batch of the largest size there will be, on the CPU.
+        loss: see `TrainStep`, as are the next four.
+        units: see `loss`.
+        micro_batch: see `loss`.
+        clip_norm: see `loss`.
+        precision: see `loss`.
+        device: ``"cpu"``; ``"local"``, the GPU that is here, or else the processor; ``"cuda"``; or a GPU's name.
+        budget: what the training may use, such as ``"8GiB"``; ``None`` is all there is.
+
+    Raises:
+        InputError: if the model fails, cannot be traced, or the batch cannot be cut so; with the place in its code.
+        DeviceError: if there is no such device.
+    """
+    num_samples = batch_size_of(batch)
+    if micro_batch is not None and not (isinstance(micro_batch, int) and 1 <= micro_batch <= num_samples):
+        raise InputError(
+            f"micro_batch={micro_batch!r} is not a part of the batch of {num_samples} samples: give 1 to {num_samples}"
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise InputError(f"clip_norm={clip_norm!r} is no norm to clip to: give a number above 0, or leave it out")
+    target = find_target(
+        device,
+        None if budget is None else parse_bytes(budget),
+        lambda: own_baseline(model_bytes(model, optimizer)),
+    )
+    trace = rehearse_step(
+        model, optimizer, batch, loss, target.lowering(),
+        units=units, choices=(micro_batch_choice(micro_batch or num_samples),), clip_norm=clip_norm,
+        precision=precision,
+    )  # fmt: skip
+    tokens = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64]
+    lengths = [leaf.shape[1] for leaf in tokens if leaf.dim() == 2]
+    return target.predict(
+        target.count(trace),
+        type(model).__name__,
+        precision,
+        micro_batch or num_samples,
+        max(lengths, default=None),
+        num_samples,
+    )
+
+
+def predict_function(train: Callable[[], Any], *, device: str = "local", budget: str | int | None = None) -> Prediction:
+    """Predict the peak memory of a function that builds a model and trains it for three steps.
+
+    Args:
+        train: plain PyTorch; it may say ``.to("cuda")`` and ``torch.autocast("cuda")`` on a machine without a GPU.
+        device: see `predict`.
+        budget: see `predict`.
+
+    Raises:
+        InputError: if the function fails, cannot be traced, or makes no ``optimizer.step()``.
+        DeviceError: if there is no such device.
+    """
+    target = find_target(device, None if budget is None else parse_bytes(budget), lambda: own_baseline(0))
+    name = getattr(train, "__name__", "the function")
+    trace = trace_training(lambda _: train(), target.lowering(), name)
+    if "optimizer" not in trace.ops.phase:
+        raise InputError(f"{name} made {len(trace.ops.name)} ops but no optimizer.step(): train three steps in it")
+    return target.predict(target.count(trace), name, "as the function says")
+
+
+def model_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Count what a model and its optimizer's states take of the host's memory, but for what stays in files."""
+    in_memory = {t.untyped_storage()._cdata: t for t in _tensors_of(model, optimizer) if t.device.type == "cpu"}
+    files = FileMappings()
+    return sum(files.private_bytes(one) for one in in_memory.values() if not files.stays_in_file(one))
+
+
+def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = chain.from_iterable(state.values() for state in optimizer.state.values())
+    return [*model.parameters(), *model.buffers(), *(value for value in states if isinstance(value, Tensor))]

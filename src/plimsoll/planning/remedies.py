@@ -1,0 +1,273 @@
+"""What would free memory in a training, each change rehearsed: what the peak falls by, what it costs, whether it fits.
+
+    found = find_remedies(job, limit_bytes=2 << 30)
+
+Every technique that the registry offers for the job is installed by itself on top of what is in force, and the whole
+training is traced again, as the planner does (`plimsoll.planning.plan`), whose traces and whose plan are used. Of its
+options the weakest that fits is offered, or else the strongest. The planner's own plan is the combined remedy.
+
+Where the training fits as it is, nothing is tried. Does NOT try changes of the batch, of the length of samples or of
+the model, nor pairs of techniques beyond those of the plan; and it says nothing of what a lossy technique costs in
+quality.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.errors import InputError
+from plimsoll.planning.constraints import wished
+from plimsoll.planning.plan import Planner, Progress, planner_of
+from plimsoll.planning.search.evaluation import Look
+from plimsoll.planning.search.options import menu_of
+from plimsoll.records.comparison import Calibration
+from plimsoll.records.diagnosis import Remedy
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice, Plan, micro_batch_choice
+from plimsoll.records.prediction import Estimate, Prediction
+from plimsoll.records.units import format_bytes
+from plimsoll.step.fallbacks import samples_of
+from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, technique_of
+
+_MOST_SECONDS = 180.0  # for techniques one by one; the plan is made in any case
+_MIB = 1 << 20
+_WORTH_SAYING = 0.01  # of the peak
+_LEAST_PART = 0.02  # of a peak that a technique must be able to reach, as in the planner's search
+
+
+class Remedies(NamedTuple):
+    """What a training needs as it is, and what it would need otherwise; ``notes`` are sentences about the search.
+
+    ``vocab_size`` is the model's own, which can be larger than the tokenizer's.
+    """
+
+    prediction: Prediction
+    vocab_size: int
+    remedies: tuple[Remedy, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def find_remedies(
+    job: Job,
+    *,
+    device: str | None = None,
+    limit_bytes: int | None = None,
+    in_force: Choices | None = None,
+    calibration: Calibration | None = None,
+    progress: Progress | None = None,
+    most_seconds: float = _MOST_SECONDS,
+    texts: TextSketch | None = None,
+) -> Remedies:
+    """Predict a job and, where it does not fit, what each change to it would do.
+
+    Args:
+        job: what is to be trained.
+        device: see `plimsoll.planning.plan.plan_job`, as is ``limit_bytes``.
+        limit_bytes: see `device`.
+        in_force: the techniques it runs with; by default the whole batch, and what the job pins.
+        calibration: what measured runs have taught.
+        progress: told what is being done.
+        most_seconds: after which no further technique is tried.
+        texts: see `plimsoll.planning.plan.plan_job`.
+
+    Returns:
+        remedies that fit first; among those that change no training before those that do, the fastest first.
+
+    Raises:
+        JobError: as `plan_job`.
+        DeviceError: as `plan_job`.
+        BudgetError: as `plan_job`.
+        InputError: as `plan_job`.
+    """
+    wishes = (wished(job, (), ()), ())
+    with planner_of(job, device, limit_bytes, wishes, calibration, progress, texts=texts) as planner:
+        base = planner.plain_choices if in_force is None else in_force
+        before, prediction = planner.look_at_length(base), planner.prediction(base)
+        if before.fits and before.need_bytes <= planner.limit_bytes:
+            return Remedies(prediction, _vocab_size(planner, job, texts))
+        plan, search = planner.plan(), _Search(planner, job, limit_bytes, before)
+        found = [*search.of_plan(plan), *search.of_techniques(time.monotonic() + most_seconds)]
+        notes = (*search.notes, *([] if plan.fits else [_least(plan)]))
+        return Remedies(prediction, _vocab_size(planner, job, texts), tuple(sorted(_distinct(found), key=_rank)), notes)
+
+
+def _vocab_size(planner: Planner, job: Job, texts: TextSketch | None) -> int:
+    config = getattr(planner.subject.workload.model, "config", None)
+    return int(getattr(config, "vocab_size", None) or (texts or sketch_texts(job)).vocab_size)
+
+
+def _least(plan: Plan) -> str:
+    least_bytes = -(-(plan.smallest_budget_bytes or 0) >> 20) << 20
+    return (
+        "Nothing that leaves the training as it is fits: the smallest budget for which a plan was found is "
+        f"{format_bytes(least_bytes)} (`--budget {least_bytes >> 20}MiB`)."
+    )
+
+
+def _rank(remedy: Remedy) -> tuple[bool, bool, float, int]:
+    slower = float("inf") if remedy.step_time_factor is None else remedy.step_time_factor
+    return not remedy.fits, remedy.changes_training, slower, -(remedy.saving_bytes or 0)
+
+
+def _distinct(remedies: Sequence[Remedy]) -> Iterator[Remedy]:
+    """The first of those with the same choices."""
+    seen: set[frozenset[Choice]] = set()
+    for remedy in remedies:
+        if (choices := frozenset(remedy.choices)) not in seen:
+            seen.add(choices)
+            yield remedy
+
+
+@dataclass
+class _Search:
+    """Looks at one change after another."""
+
+    planner: Planner
+    job: Job
+    limit_bytes: int | None
+    before: Look
+    notes: list[str] = field(default_factory=list)
+
+    def of_plan(self, plan: Plan) -> Iterator[Remedy]:
+        """The planner's own mix, and where nothing fits those with what the job does not allow."""
+        budget = self._budget()
+        look = self.planner.look_at_length(plan.choices)
+        if plan.fits:
+            text = "the fastest mix that the planner found; `plimsoll train` finds it by itself inside this budget"
+            yield from self._remedy(look, plan.choices, text, budget)
+            return
+        yield from self._remedy(look, plan.choices, "what needs least of all mixes that were looked at", budget)
+        for opening in plan.openings:
+            look = self.planner.look_at_length(opening.choices)
+            yield from self._remedy(
+                look, opening.choices, "with what changes the training", self._settings(look.choices)
+            )
+
+    def of_techniques(self, deadline_seconds: float) -> Iterator[Remedy]:
+        """Every technique by itself, on top of what is in force."""
+        left_out = []
+        for options in self._offered():
+            if time.monotonic() > deadline_seconds:
+                left_out.append(options[0].technique)
+                continue
+            found = self._weakest_that_fits(options)
+            if found is not None:
+                look, choice = found
+                text = TECHNIQUES[choice.technique].summary
+                yield from self._remedy(look, (choice,), text, self._settings((choice,)))
+        if left_out:
+            self.notes.append(f"There was no time left to try {', '.join(left_out)}.")
+
+    def _offered(self) -> Iterator[Choices]:
+        """The options of each technique that can reach what the peak is made of, weakest first."""
+        problem = self.planner.problem(self.planner.limit_bytes)
+        menu, setting = menu_of(problem), self._open_setting(problem.setting)
+        in_force = {choice.technique for choice in self.before.choices}
+        sizes = [size for size in menu.sizes if size < self.before.micro_batch]
+        if sizes:
+            yield tuple(map(micro_batch_choice, sizes))
+        autocast = technique_of("autocast").menu(problem.workload, setting)
+        options = dict(menu.options) | ({} if isinstance(autocast, str) else {"autocast": autocast})
+        for choices in (*options.values(), *((choice,) for choice in menu.closed)):
+            technique = technique_of(choices[0].technique)
+            reached_bytes = sum(self.before.parts.get(part, 0) for part in technique.reaches)
+            if technique.name not in in_force and reached_bytes >= _LEAST_PART * self.before.need_bytes:
+                yield choices
+
+    def _open_setting(self, setting: Setting) -> Setting:
+        """The setting in which all is allowed that a job could say, beside half precision where it says one."""
+        precision = "auto" if self.job.precision == "fp32" else setting.precision
+        return replace(setting, precision=precision, allow=frozenset(TECHNIQUES))
+
+    def _weakest_that_fits(self, options: Choices) -> tuple[Look, Choice] | None:
+        """Halve the options until the weakest is found that fits; without one that does, the strongest."""
+        tried = self._look_with(options[-1])
+        if tried is None or not self._fits(tried):
+            return None if tried is None else (tried, options[-1])
+        low, high, best = 0, len(options) - 1, tried
+        while low < high:
+            middle = (low + high) // 2
+            look = self._look_with(options[middle])
+            if look is not None and self._fits(look):
+                high, best = middle, look
+            else:
+                low = middle + 1
+        return best, options[high]
+
+    def _look_with(self, choice: Choice) -> Look | None:
+        """Look at what is in force and one choice more, or instead; ``None`` where that is impossible."""
+        rest = tuple(one for one in self.before.choices if one.technique != choice.technique)
+        choices = in_order((*rest, choice))
+        planner = self.planner
+        if conflict_among(choices, planner.subject.workload, self._open_setting(planner.setting)) is not None:
+            return None
+        try:
+            return planner.look_at_length(choices)
+        except InputError as error:
+            self.notes.append(f"{choice} could not be tried: {error}")
+            return None
+
+    def _fits(self, look: Look) -> bool:
+        return look.fits and look.need_bytes <= self.planner.limit_bytes
+
+    def _budget(self) -> dict[str, Any]:
+        """What a job must say of a budget that is not its own."""
+        num_bytes = self.limit_bytes
+        if num_bytes is None:
+            return {}
+        return {"budget.device": num_bytes if num_bytes % _MIB else f"{num_bytes // _MIB}MiB"}
+
+    def _settings(self, choices: Choices) -> dict[str, Any]:
+        """What a job must say so that a plan has these choices: pins, and what it must allow."""
+        lossy = [one.technique for one in choices if TECHNIQUES[one.technique].numerics == "lossy"]
+        closed = [name for name in lossy if name not in self.job.allow]
+        settings = self._budget()
+        if closed:
+            settings["allow"] = [*self.job.allow, *closed]
+        if any(choice.technique == "autocast" for choice in choices) and self.job.precision != "auto":
+            settings["precision"] = "auto"
+        names = {choice.technique for choice in choices}
+        kept = [text for text in self.job.pin if text.partition("=")[0].partition("(")[0].strip() not in names]
+        settings["pin"] = [*kept, *map(str, choices)]
+        return settings
+
+    def _remedy(self, look: Look, choices: Choices, text: str, settings: dict[str, Any]) -> Iterator[Remedy]:
+        """What a look saves, if that is worth a word."""
+        before, after = self.before.peak, look.peak
+        saving = _differences(before, after)
+        if saving[0] < _WORTH_SAYING * before.likely_bytes:
+            return
+        seconds = self.before.step_time.likely_seconds
+        yield Remedy(
+            choices=choices,
+            text=text,
+            settings=settings,
+            saving_bytes=saving[0],
+            saving_low_bytes=min(saving),
+            saving_high_bytes=max(saving),
+            step_time_factor=look.seconds / seconds if seconds else None,
+            known="predicted",
+            fits=self._fits(look),
+        )
+
+
+def _differences(before: Estimate, after: Estimate) -> tuple[int, int, int]:
+    """What is saved as is likely, and at both ends of the ranges, whose errors are alike as they are of one model."""
+    return (
+        before.likely_bytes - after.likely_bytes,
+        before.low_bytes - after.low_bytes,
+        before.high_bytes - after.high_bytes,
+    )
+
+
+def choices_in_force(plan: Plan, rung: int | None, micro_batch: int | None) -> Choices:
+    """What a run had in force when it ended, with the smallest micro-batch (samples) it came to."""
+    choices = plan.rungs[min(rung or 0, len(plan.rungs) - 1)].choices
+    if micro_batch is None or micro_batch >= samples_of(choices):
+        return choices
+    others = (choice for choice in choices if choice.technique != "micro_batch")
+    return in_order((*others, micro_batch_choice(micro_batch)))

@@ -1,0 +1,305 @@
+"""The seconds of one optimizer step, from its trace and what the device can do.
+
+    duration = step_duration(counted, speed, batch_size=64, micro_batch=8, rehearsed_samples=16)
+
+Each op takes what its products take at the device's rate for such products, or what its bytes take, whichever is more
+(a roofline); on a processor also the clearing of memory that the process grows by, since what its heap has given back
+is taken anew each time; and its call. On a GPU a call puts a kernel into a queue: a kernel begins when it has been
+called and the one before it has ended, so that small micro-batches take the time of their calls and large ones that of
+their kernels. A call from Python (a forward, a recomputation) costs more than one by autograd, and that more than one
+of an optimizer; the ops of a captured graph are launched together, for a few calls in all. Copies over the link run
+beside both as far as nobody waits for them (`plimsoll.planning.search.stream_slots`). Exchanges between ranks take what
+`ExchangeSpeed` says: gradients that are added up after the passes are waited for, and on a GPU what passes gather and
+scatter is fetched beside their kernels. A rehearsal has at most two micro-batches, from which those of the real step
+follow; recomputation, copies and the work of any technique are ops of the trace like others.
+
+What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` holds that against
+measured steps of a processor, `benchmarks/plan_time_gpu.py` against recorded ones of a GPU. It does NOT cover reading
+the data, evaluation, and waiting for ranks that are slower than this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+from plimsoll.device.launches import VIEW_SHARE
+from plimsoll.memory.captures import captured_rows
+from plimsoll.memory.predict import Counted
+from plimsoll.planning.search.stream_slots import Lanes
+from plimsoll.records.comparison import Calibration, Learned, Target
+from plimsoll.records.plan import Duration
+from plimsoll.records.speed import ExchangeKind, ExchangeSpeed, MovingKind, Speed, rate_at
+from plimsoll.records.trace import Phase, Trace
+
+_OF_A_PIECE: frozenset[Phase] = frozenset({"copy", "forward", "loss", "backward"})
+_NOT_COUNTED: frozenset[Phase] = frozenset({"setup", "evaluation"})
+_CALLED_BARE: frozenset[Phase] = frozenset({"copy", "clip", "optimizer"})
+_REPLAY_CALLS = 20  # inputs, what backward begins with, and the launch of the graph itself
+_CAST_BELOW = frozenset({"_to_copy"})  # most are autocast's, which no Python calls
+
+# Of ops with products in them their bytes hardly ever count; any other op that is not named here is plain.
+_KIND_NAMES: dict[MovingKind, str] = {
+    "strided": "clone copy_ _to_copy tril triu sum mean constant_pad_nd",
+    "transcendental": (
+        "tanh tanh_ gelu gelu_backward exp exp_ erf log silu silu_backward sigmoid sigmoid_ mish mish_backward "
+        "softplus sin cos logsumexp"
+    ),
+    "normalize": (
+        "_softmax _safe_softmax _log_softmax native_layer_norm native_layer_norm_backward cumsum _fused_rms_norm "
+        "_fused_rms_norm_backward native_batch_norm native_batch_norm_backward"
+    ),
+    "random": "bernoulli_ bernoulli native_dropout normal_ uniform_ rand randn rand_like",
+    "gather": (
+        "embedding embedding_dense_backward index_select gather index index_put_ index_add_ index_add scatter_ "
+        "scatter_add_ _index_put_impl_"
+    ),
+}
+_KINDS: dict[str, MovingKind] = {name: kind for kind, names in _KIND_NAMES.items() for name in names.split()}
+_EXCHANGES: dict[str, ExchangeKind] = {
+    "allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
+}  # fmt: skip
+
+
+def step_duration(
+    counted: Counted,
+    speed: Speed,
+    *,
+    batch_size: int,
+    micro_batch: int,
+    rehearsed_samples: int,
+    learned: Learned | None = None,
+    step: int | None = None,
+    exchange: ExchangeSpeed | None = None,
+) -> Duration:
+    """Compute the seconds of one optimizer step, or of one pass of a model that is applied.
+
+    Args:
+        counted: a rehearsal of one or two micro-batches a step and a smaller last one, as its target counts it.
+        speed: of the device it was lowered to.
+        batch_size: samples of a real step.
+        micro_batch: samples of one pass.
+        rehearsed_samples: samples of a step of the trace.
+        learned: measured over predicted seconds, from runs like this one (`learned_ratio`).
+        step: which of the trace; by default the last one.
+        exchange: what exchanges take, where the trace is of one of several ranks.
+    """
+    pieces, once = _stretches(counted, speed, step, exchange)
+    seconds = once + sum(pieces)
+    if rehearsed_samples < batch_size:
+        seconds = once + _of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0)
+    # The fastest run counts: other programs on the machine only slow a run down.
+    likely, high = (learned.low, learned.high) if learned else (1.0, 1.0)
+    return Duration(
+        likely_seconds=seconds * likely,
+        low_seconds=seconds * likely / (1 + speed.spread),
+        high_seconds=seconds * high * (1 + speed.spread),
+    )
+
+
+def update_seconds(counted: Counted, speed: Speed, exchange: ExchangeSpeed | None = None) -> float:
+    """Compute the seconds of what one optimizer step does once; arguments as `step_duration`."""
+    return _stretches(counted, speed, None, exchange)[1]
+
+
+def moved_outside(counted: Counted, *, batch_size: int, micro_batch: int, rehearsed_samples: int) -> int:
+    """Count the bytes outside the device that one optimizer step reads and writes; arguments as `step_duration`."""
+    ops = counted.trace.ops
+    last_step = max(ops.step, default=0)
+    pieces: list[int] = []
+    once, last_phase = 0, None
+    for phase, step, num_bytes in zip(ops.phase, ops.step, ops.outside_bytes, strict=True):
+        if phase in _NOT_COUNTED or step != last_step:
+            continue
+        if phase not in _OF_A_PIECE:
+            once += num_bytes
+            continue
+        if not pieces or (last_phase == "backward" and phase != "backward"):
+            pieces.append(0)
+        pieces[-1] += num_bytes
+        last_phase = phase
+    if rehearsed_samples >= batch_size:
+        return once + sum(pieces)
+    return once + int(_of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0))
+
+
+def with_disk(duration: Duration, moved_bytes: int, disk_bytes_per_second: float) -> Duration:
+    """Add what a step waits for a disk, where the machine's memory cannot keep what is in files.
+
+    Passes go over all of it in order, so what is needed next was written out longest ago: each byte that is moved comes
+    from the disk or goes there. At the least half of it is kept after all.
+    """
+    seconds = moved_bytes / disk_bytes_per_second
+    return Duration(
+        likely_seconds=duration.likely_seconds + seconds,
+        low_seconds=duration.low_seconds + seconds / 2,
+        high_seconds=duration.high_seconds + 2 * seconds,
+    )
+
+
+def learned_ratio(calibration: Calibration, lowered_to: str, techniques: Iterable[str]) -> Learned | None:
+    """Return what runs have taught of the time of a set of techniques; of an unknown set, what the others have.
+
+    Sets that no run has tried must not look faster for it than those that were slower than predicted.
+    """
+    target = calibration.targets.get(lowered_to)
+    if target is None or not target.step_ratios:
+        return None
+    known = list(target.step_ratios.values())
+    return target.step_ratios.get(_set_name(techniques)) or Learned(
+        num_runs=sum(one.num_runs for one in known),
+        mean=sum(one.mean for one in known) / len(known),
+        low=sum(one.low for one in known) / len(known),
+        high=max(one.high for one in known),
+    )
+
+
+def learned_peak(calibration: Calibration, lowered_to: str, techniques: Iterable[str]) -> Learned | None:
+    """Return what runs have taught of the peak with a set of techniques; nothing of a set that no run has tried."""
+    target = calibration.targets.get(lowered_to)
+    return target.peak_ratios.get(_set_name(techniques)) if target else None
+
+
+def learn_time(
+    calibration: Calibration, lowered_to: str, techniques: Iterable[str], predicted_seconds: float,
+    measured_seconds: float,
+) -> Calibration:  # fmt: skip
+    """Return what is known of step times after one more run.
+
+    Args:
+        calibration: what was known.
+        lowered_to: the target, as its traces call it.
+        techniques: the names of those that were in force.
+        predicted_seconds: of a step, without what had been learned.
+        measured_seconds: of a step, the median of the run.
+    """
+    target = calibration.targets.get(lowered_to, Target())
+    ratios = _with_run(target.step_ratios, _set_name(techniques), measured_seconds / predicted_seconds)
+    return _with_target(calibration, lowered_to, target.model_copy(update={"step_ratios": ratios}))
+
+
+def learn_peak(
+    calibration: Calibration, lowered_to: str, techniques: Iterable[str], predicted_bytes: int, measured_bytes: int
+) -> Calibration:
+    """Return what is known of a process's peaks after one more run; see `learn_time`."""
+    target = calibration.targets.get(lowered_to, Target())
+    ratios = _with_run(target.peak_ratios, _set_name(techniques), measured_bytes / predicted_bytes)
+    return _with_target(calibration, lowered_to, target.model_copy(update={"peak_ratios": ratios}))
+
+
+def _with_run(ratios: dict[str, Learned], name: str, ratio: float) -> dict[str, Learned]:
+    old = ratios.get(name)
+    return {**ratios, name: old.with_run(ratio) if old else Learned(num_runs=1, mean=ratio, low=ratio, high=ratio)}
+
+
+def _with_target(calibration: Calibration, lowered_to: str, target: Target) -> Calibration:
+    return calibration.model_copy(update={"targets": {**calibration.targets, lowered_to: target}})
+
+
+def _set_name(techniques: Iterable[str]) -> str:
+    """A micro-batch is in every plan; its size is what the trace tells."""
+    return "+".join(sorted(set(techniques) - {"micro_batch"}))
+
+
+def _of_all(pieces: Sequence[float], num_pieces: int, ends_smaller: bool) -> float:
+    """The first piece meets no gradients to add to, all others do; only a last one of another size is unlike those."""
+    if not pieces:
+        return 0.0
+    first, last = pieces[0], pieces[-1]
+    if not ends_smaller:
+        return first + last * (num_pieces - 1)
+    whole = pieces[1] if len(pieces) > 2 else first
+    return first + whole * (num_pieces - 2) + last
+
+
+def _stretches(
+    counted: Counted, speed: Speed, step: int | None, exchange: ExchangeSpeed | None
+) -> tuple[list[float], float]:
+    """Seconds of each micro-batch of a step, by default the last one, and of what a step does once."""
+    trace, fresh_bytes = counted.trace, counted.fresh_bytes
+    ops = trace.ops
+    names = [_plain_name(text) for text in trace.texts]
+    pieces: list[Lanes] = []
+    once, last_phase = Lanes(speed.overlaps), None
+    beside, waits = dict(trace.copies) if speed.overlaps else {}, _waits_by_row(trace)
+    is_captured = captured_rows(trace)
+    kernels: dict[Hashable, float] = {}  # ops of one kind and size come again and again
+    rows = [row for row, phase in enumerate(ops.phase) if phase not in _NOT_COUNTED]
+    wanted = max((ops.step[row] for row in rows), default=0) if step is None else step
+    for row in rows:
+        if ops.step[row] != wanted:
+            continue
+        stretch, phase = once, ops.phase[row]
+        if phase in _OF_A_PIECE:
+            if not pieces or (last_phase == "backward" and phase != "backward"):
+                pieces.append(Lanes(speed.overlaps))
+            stretch, last_phase = pieces[-1], phase
+        for copy, by_processor in waits.get(row, ()):
+            stretch.wait(copy, by_processor=by_processor, in_backward=phase == "backward")
+        name = names[ops.name[row]]
+        if exchange is not None and name in _EXCHANGES:
+            kind = _EXCHANGES[name]
+            seconds = exchange.seconds_of(kind, ops.moved_bytes[row])
+            if kind == "all_reduce":  # of gradients, after the last piece
+                once.waited += seconds
+            else:
+                stretch.fetched += seconds
+            continue
+        asked = name, ops.flops[row], ops.moved_bytes[row], ops.outside_bytes[row], ops.dtype[row]
+        if asked not in kernels:
+            kernels[asked] = _kernel_seconds(trace, row, name, speed)
+        kernel_seconds = kernels[asked] + fresh_bytes.get(row, 0) * speed.fresh_seconds_per_byte
+        if row in beside:
+            seconds = speed.kernel_seconds + ops.outside_bytes[row] / speed.link_bytes_per_second
+            stretch.copy(row, speed.op_seconds, seconds, to_device=beside[row])
+            continue
+        call_seconds, copy_seconds, work_seconds = _host_seconds(trace, row, name, speed)
+        if is_captured[row]:
+            call_seconds = 0.0 if row and is_captured[row - 1] else _REPLAY_CALLS * speed.op_seconds
+        stretch.run(call_seconds, kernel_seconds + copy_seconds)
+        stretch.work(work_seconds, adds_up=phase == "backward" and ops.by_autograd[row])
+    return [piece.seconds for piece in pieces], once.seconds
+
+
+def _waits_by_row(trace: Trace) -> dict[int, list[tuple[int, bool]]]:
+    found: dict[int, list[tuple[int, bool]]] = {}
+    for row, copy, by_processor in trace.waits:
+        found.setdefault(row, []).append((copy, by_processor))
+    return found
+
+
+def _host_seconds(trace: Trace, row: int, name: str, speed: Speed) -> tuple[float, float, float]:
+    """The call of an op, what it copies over the link, and what the processor works itself in memory outside a GPU."""
+    ops = trace.ops
+    moved_bytes, outside_bytes = ops.moved_bytes[row], ops.outside_bytes[row]
+    call_seconds = _call_seconds(ops.phase[row], ops.by_autograd[row] or name in _CAST_BELOW, speed)
+    if not (moved_bytes or ops.flops[row] or outside_bytes):
+        return call_seconds * VIEW_SHARE, 0.0, 0.0
+    if speed.overlaps and not moved_bytes:
+        return call_seconds, 0.0, outside_bytes / speed.host_bytes_per_second
+    return call_seconds, outside_bytes / speed.link_bytes_per_second, 0.0
+
+
+def _call_seconds(phase: Phase, is_below: bool, speed: Speed) -> float:
+    if phase in _CALLED_BARE:
+        return speed.op_seconds
+    return speed.backward_op_seconds if is_below else speed.module_op_seconds
+
+
+def _kernel_seconds(trace: Trace, row: int, name: str, speed: Speed) -> float:
+    ops = trace.ops
+    flops, moved_bytes = ops.flops[row], ops.moved_bytes[row]
+    if not (moved_bytes or flops) or (speed.overlaps and ops.outside_bytes[row]):  # a view, or a copy over the link
+        return 0.0
+    curves = speed.bytes_per_second
+    seconds = moved_bytes / rate_at(curves.get(_KINDS.get(name, "plain")) or curves["plain"], moved_bytes or 1)
+    if flops:
+        products = speed.flops_per_second
+        curve = products.get(trace.texts[ops.dtype[row]]) or products["float32"]
+        seconds = max(seconds, flops / rate_at(curve, flops / (moved_bytes or 1)))
+    return max(seconds, speed.kernel_seconds)
+
+
+def _plain_name(op: str) -> str:
+    """``aten.add.Tensor`` as ``add``."""
+    parts = op.split(".")
+    return parts[1] if len(parts) == 3 else op

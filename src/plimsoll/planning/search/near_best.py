@@ -1,0 +1,101 @@
+"""Which plans are about as fast as the chosen one, and what can follow which when memory runs out.
+
+The model of time has a spread. Plans within it of the fastest are its candidates: where the device is here they are
+run (`plimsoll.planning.trial`), and the fastest is taken. A few that are unlike each other in what decides the time
+(micro-batch, checkpointing, heap) are worth more than many that are nearly alike. The range of a predicted peak is wide
+where a heap keeps what is freed: what probably fits is a candidate, too, and taken only if it was measured to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plimsoll.planning.search.evaluation import Look
+from plimsoll.records.plan import Rung
+from plimsoll.techniques import UNTRACED, Choices, technique_of
+
+MOST_CANDIDATES = 4
+"""The chosen plan among them: a trial of each takes a few steps."""
+
+FALLS_SHARE = 0.95
+"""Of what is before it: what needs more is no fallback."""
+
+_DECISIVE = ("micro_batch", "checkpointing", *UNTRACED)
+# Taking one back needs room in the crisis.
+_MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload", "layer_streaming")
+
+
+def can_follow(before: Choices, mix: Choices) -> bool:
+    """Whether a mix can come after another in a run: what changes the training and what has moved states stays."""
+    moved = [tuple(one for one in both if one.technique in _MOVES) for both in (before, mix)]
+    return _for_the_run(before) == _for_the_run(mix) and moved[1][: len(moved[0])] == moved[0]
+
+
+def candidates_beside(
+    chosen: Look, fallbacks: Sequence[Look], looks: Sequence[Look], limit_bytes: int
+) -> tuple[Look, ...]:
+    """Return the other candidates, the fastest first by what the model says.
+
+    Args:
+        chosen: the plan.
+        fallbacks: those of the plan. They have to do for a candidate as well: one of them must be able to follow it.
+        looks: what was traced and can be a plan.
+        limit_bytes: what a plan may need.
+    """
+    near = [
+        look
+        for look in looks
+        if look is not chosen
+        and look.fits
+        and look.peak.likely_bytes <= limit_bytes
+        and look.seconds <= chosen.step_time.high_seconds
+        and _for_the_run(look.mix) == _for_the_run(chosen.mix)
+        and (not fallbacks or any(_can_fall(look.rung(), one.rung()) for one in fallbacks))
+    ]
+    near.sort(key=lambda look: (look.seconds, str(look.choices)))
+    unlike = dict[tuple[str, ...], Look]()
+    for look in near:
+        if _kind_of(look) != _kind_of(chosen) or look.seconds < chosen.seconds:
+            unlike.setdefault(_kind_of(look), look)
+    first = list(unlike.values())
+    taken = [*first, *(look for look in near if look not in first)][: MOST_CANDIDATES - 1]
+    return tuple(look for look in near if look in taken)
+
+
+def schedule(first: Rung, fallbacks: Sequence[Rung], others: Sequence[Rung] = ()) -> tuple[Rung, ...]:
+    """Put the rungs in order that a run can go down when memory runs out.
+
+    Args:
+        first: what is in force.
+        fallbacks: what needs less, in order; what cannot follow what is before it is left out.
+        others: further ones, which come in between where they need less than what is before them.
+    """
+    found = [first]
+    for rung in fallbacks:
+        if _can_fall(found[-1], rung):
+            found.append(rung)
+    for rung in others:
+        place = next((number for number, one in enumerate(found) if _need_of(one) < _need_of(rung)), len(found))
+        after = found[place : place + 1]
+        is_less = _need_of(rung) < FALLS_SHARE * _need_of(found[place - 1])
+        if place and is_less and _can_fall(found[place - 1], rung) and all(_can_fall(rung, one) for one in after):
+            found.insert(place, rung)
+    return tuple(found)
+
+
+def _can_fall(before: Rung, after: Rung) -> bool:
+    is_smaller = after.others != before.others or after.micro_batch < before.micro_batch
+    return is_smaller and _need_of(after) < _need_of(before) and can_follow(before.others, after.others)
+
+
+def _need_of(rung: Rung) -> float:
+    """The budget it is safe in; of what nothing was predicted for, such as single samples, nothing."""
+    return rung.peak.high_bytes if rung.peak is not None else 0
+
+
+def _for_the_run(mix: Choices) -> Choices:
+    return tuple(choice for choice in mix if technique_of(choice.technique).is_for_the_run)
+
+
+def _kind_of(look: Look) -> tuple[str, ...]:
+    return tuple(str(one) for one in look.choices if one.technique in _DECISIVE)

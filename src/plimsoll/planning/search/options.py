@@ -1,0 +1,140 @@
+"""What is possible: the choices that each technique offers for a training, and why others offer none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import combinations
+from math import inf
+
+from plimsoll.errors import InputError
+from plimsoll.models.workload import Workload
+from plimsoll.planning.search.pins import Decided
+from plimsoll.records.plan import Choice, Rejected
+from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, technique_of
+
+_NOTHING_DECIDED = Decided((), frozenset(), frozenset())
+_ALWAYS = ("by_length", "packed_stretches")
+"""Techniques that only leave work out."""
+_WHERE_NOTHING_IS_CUT = ("gradient_cache",)
+"""Techniques that do in more time what micro-batches do, for batches that must stay whole."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is searched for: a training, the line, and what the user has decided already.
+
+    ``limit_bytes`` is what a mix may need, and ``margin_bytes`` what the device may hold beyond that, since a look may
+    say too little. ``update_seconds`` are what an update takes without techniques, and more than what one could save.
+    """
+
+    workload: Workload
+    setting: Setting
+    limit_bytes: int
+    decided: Decided = _NOTHING_DECIDED
+    margin_bytes: int = 0
+    update_seconds: float = inf
+
+
+@dataclass(frozen=True)
+class Menu:
+    """The choices to search among.
+
+    ``base`` is in every mix. ``options`` are the choices of each other technique, weakest first. ``closed`` are lossy
+    ones that are not allowed. ``rejected`` says what is impossible, and why.
+    """
+
+    base: Choices
+    sizes: tuple[int, ...]
+    options: dict[str, Choices] = field(default_factory=dict)
+    closed: Choices = ()
+    rejected: tuple[Rejected, ...] = ()
+
+
+def menu_of(problem: Problem) -> Menu:
+    """Ask every technique what it offers.
+
+    Raises:
+        InputError: if the pinned choices contradict each other, or the training.
+    """
+    workload, setting, pinned = problem.workload, problem.setting, problem.decided.pinned
+    names = {choice.technique for choice in pinned}
+    options: dict[str, Choices] = {}
+    closed: list[Choice] = []
+    rejected: list[Rejected] = []
+    sizes = _sizes(problem)
+    for name, technique in TECHNIQUES.items():
+        if name in names or name == "micro_batch":
+            continue
+        offered = _offered(name, problem, is_cut=not isinstance(sizes, str) and len(sizes) > 1)
+        if isinstance(offered, str):
+            rejected.append(Rejected(choices=(Choice(technique=name),), reason=offered))
+        elif technique.numerics == "lossy" and name not in setting.allow:
+            closed.append(offered[-1])
+            what = f"changes the training ({technique.summary})"
+            reason = f"{what}, and is not allowed: `allow: [{name}]` in the job allows it"
+            rejected.append(Rejected(choices=(offered[-1],), reason=reason))
+        else:
+            options[name] = offered
+    always = tuple(options.pop(name)[-1] for name in _ALWAYS if name in options)
+    base = in_order((*pinned, *always))
+    conflict = conflict_among(base, workload, setting)
+    impossible = (
+        conflict_among(in_order((*base, options[name][0])), workload, setting)
+        for name in sorted(problem.decided.required & options.keys())
+        if all(conflict_among(in_order((*base, choice)), workload, setting) for choice in options[name])
+    )
+    conflict = conflict or next(impossible, None)
+    if conflict is not None:
+        raise InputError(f"the pinned choices cannot be used: {conflict}; leave out a --pin")
+    if isinstance(sizes, str):
+        rejected.append(Rejected(choices=(Choice(technique="micro_batch"),), reason=sizes))
+        sizes = (setting.batch_size,)
+    base = tuple(choice for choice in base if choice.technique != "micro_batch")
+    return Menu(base, sizes, options, tuple(closed), tuple(rejected))
+
+
+def _offered(name: str, problem: Problem, is_cut: bool) -> Choices | str:
+    """What a technique offers, or why nothing."""
+    if name in problem.decided.forbidden:
+        return "forbidden by the user"
+    if name in _WHERE_NOTHING_IS_CUT and is_cut and name not in problem.decided.required:
+        return "this batch may be cut, and micro_batch takes less time"
+    return technique_of(name).menu(problem.workload, problem.setting)
+
+
+def _sizes(problem: Problem) -> tuple[int, ...] | str:
+    pinned = [choice for choice in problem.decided.pinned if choice.technique == "micro_batch"]
+    if pinned:
+        return (int(pinned[0].options["samples"]),)
+    if "micro_batch" in problem.decided.forbidden:
+        return "forbidden by the user"
+    offered = technique_of("micro_batch").menu(problem.workload, problem.setting)
+    return offered if isinstance(offered, str) else tuple(int(choice.options["samples"]) for choice in offered)
+
+
+class Compatibility:
+    """Which choices can be installed together; each pair is asked once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._reason = cache(lambda choices: conflict_among(choices, problem.workload, problem.setting))
+
+    def allows(self, choices: Choices) -> bool:
+        """Whether no two of the choices exclude each other."""
+        return all(self._reason((choice,)) is None for choice in choices) and all(
+            self._reason(pair) is None for pair in combinations(choices, 2)
+        )
+
+
+def openings_of(problem: Problem, menu: Menu, choices: Choices) -> Iterator[Choices]:
+    """Yield each lossy technique that is not allowed, with what of these choices goes with it."""
+    size, *others = choices
+    for lossy in menu.closed:
+        allow = problem.setting.allow | {lossy.technique}
+        allows = Compatibility(replace(problem, setting=replace(problem.setting, allow=allow))).allows
+        mix: Choices = (lossy,)
+        for other in others:
+            mix = (*mix, other) if allows((size, *in_order((*mix, other)))) else mix
+        if allows((size, *mix)) and set(menu.base) <= set(mix):
+            yield (size, *in_order(mix))

@@ -1,0 +1,290 @@
+"""Where the parts of a model lie and how many rows go at once, for the most rows a second inside a limit.
+
+Two sizes are traced with as little on the device as can be; between and beyond them memory and seconds are taken to be
+straight lines in the rows, which only guides the search: what is chosen is traced again as a whole, and taken with less
+where it does not hold.
+
+A pass takes what its computing takes or what reading takes, whichever is longer. What is read in every pass are the
+streamed parts that the page cache cannot keep; beside a GPU it is everything that is streamed, over the link. Larger
+passes read less for a row, and leave less of the limit for parts that stay. What the host's memory has no room for has
+to stay on the device, whatever is streamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from plimsoll.records.placement import RejectedPlacement
+from plimsoll.records.prediction import Estimate
+from plimsoll.records.units import format_bytes
+from plimsoll.techniques.mechanisms.parts import ModelPart
+
+MOST_REJECTED = 8
+_MOST_ROUNDS = 4  # of tracing a plan with less, where it needs more than was guessed
+_AS_GOOD_SHARE = 0.01  # of rows a second: below that the smaller pass is taken
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A number of rows with the parts that stay on the device, and what is expected of them."""
+
+    rows: int
+    resident: frozenset[str]
+    need: Estimate
+    compute_seconds: float
+    read_seconds: float
+    read_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Of one pass."""
+        return max(self.compute_seconds, self.read_seconds)
+
+    @property
+    def rows_per_second(self) -> float:
+        """What is done in a second."""
+        return self.rows / self.seconds
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How what is not on the device gets there.
+
+    With ``files_bytes_per_second`` it comes from the files, but for what the page cache keeps of them, which has
+    ``room_bytes`` beside the process. With ``link_bytes_per_second`` it comes from the host's memory, which has
+    ``room_bytes`` for it; ``None`` is where that is not known.
+    """
+
+    room_bytes: int | None
+    files_bytes_per_second: float | None = None
+    link_bytes_per_second: float | None = None
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether it comes from the host's memory."""
+        return self.link_bytes_per_second is not None
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The rate of what is read."""
+        rate = self.link_bytes_per_second if self.is_linked else self.files_bytes_per_second
+        assert rate is not None
+        return rate
+
+    def read_bytes(self, streamed_bytes: int, used_bytes: int) -> int:
+        """What a pass brings of what is streamed, where the process uses so much beside the page cache."""
+        if self.is_linked or self.room_bytes is None:
+            return streamed_bytes
+        return max(streamed_bytes - max(self.room_bytes - used_bytes, 0), 0)
+
+    def missing_bytes(self, streamed_bytes: int) -> int:
+        """What the host's memory has no room for, as far as is known; files are there."""
+        return max(streamed_bytes - self.room_bytes, 0) if self.is_linked and self.room_bytes is not None else 0
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a trace says of a pass: the seconds of each of its steps, which are one, or a first and a last one.
+
+    ``spread`` is how far off what is counted may be, as a share.
+    """
+
+    peak: Estimate
+    fits: bool
+    steps_seconds: tuple[float, ...]
+    spread: float
+
+
+LookAt = Callable[[int, frozenset[str]], Look]
+"""Traces rows with the parts that stay on the device."""
+
+
+def candidate_rows(most_rows: int) -> tuple[int, ...]:
+    """Return the numbers of rows that are considered, ascending: powers of two and what is midway, and the most.
+
+    >>> candidate_rows(14)
+    (1, 2, 3, 4, 6, 8, 12, 14)
+    """
+    found = {rows for power in range(most_rows.bit_length()) for rows in (1 << power, 3 << power >> 1)}
+    return tuple(sorted({rows for rows in found if 1 <= rows <= most_rows} | {most_rows}))
+
+
+def spread_out(names: Sequence[str], num_kept: int) -> tuple[str, ...]:
+    """Pick names at equal distances, so that between two that are read as much as can be computes.
+
+    >>> spread_out("abcdef", 2)
+    ('c', 'f')
+    """
+    count = len(names)
+    return tuple(
+        name for number, name in enumerate(names) if (number + 1) * num_kept // count > number * num_kept // count
+    )
+
+
+class Placer:
+    """Finds the rows and the resident parts of the most rows a second within a limit.
+
+    Args:
+        parts: of the model.
+        always: the names of those that are on the device in any case.
+        limit_bytes: what the process may take on the device.
+        most_rows: of a pass.
+        num_passes: of the model for the rows of one pass: one, and one more for each new token.
+        reading: how fast weights come.
+        look: traces.
+    """
+
+    def __init__(  # noqa: PLR0917 -- called by keyword
+        self, parts: Sequence[ModelPart], always: frozenset[str], limit_bytes: int, most_rows: int, num_passes: int,
+        reading: Reading, look: LookAt,
+    ) -> None:  # fmt: skip
+        self._parts, self._limit_bytes, self._num_passes = parts, limit_bytes, num_passes
+        self._reading, self._look = reading, look
+        self._rows = candidate_rows(most_rows)
+        self.always = always
+        self.all_names = frozenset(part.name for part in parts)
+        few, many = self._rows[0], self._rows[min(len(self._rows) - 1, 8)]
+        self._ends = tuple((rows, look(rows, self.always)) for rows in sorted({few, many}))
+
+    def guesses(self) -> list[Guess]:
+        """Say for each number of rows what is best kept on the device and what that is expected to take."""
+        return [self._guess(rows) for rows in self._rows]
+
+    def best(self, guesses: Sequence[Guess]) -> Guess | None:
+        """The most rows a second of those that fit; of those as good the fewest rows. ``None`` if none fits."""
+        fitting = [guess for guess in guesses if self.holds(guess)]
+        if not fitting:
+            return None
+        most = max(guess.rows_per_second for guess in fitting)
+        return next(guess for guess in fitting if guess.rows_per_second >= most * (1 - _AS_GOOD_SHARE))
+
+    def holds(self, guess: Guess) -> bool:
+        """Whether the device and the host have room for a guess."""
+        is_on_host = self._reading.missing_bytes(self._streamed_bytes(guess.resident)) == 0
+        return is_on_host and guess.need.high_bytes <= self._limit_bytes
+
+    def least(self) -> frozenset[str]:
+        """What is on the device at the least: what always is, and blocks that the host has no room for."""
+        missing_bytes = self._reading.missing_bytes(self._streamed_bytes(self.always))
+        blocks = [part for part in self._parts if part.kind == "block" and part.name not in self.always]
+        smallest_bytes = min((part.num_bytes for part in blocks), default=0)
+        num_kept = min(-(-missing_bytes // smallest_bytes), len(blocks)) if smallest_bytes else 0
+        return self.always.union(spread_out([part.name for part in blocks], num_kept) if num_kept else ())
+
+    def verified(self, guess: Guess) -> tuple[Guess, Look]:
+        """Trace a guess as a whole, with less and less on the device until it holds."""
+        over_bytes = 0
+        for _ in range(_MOST_ROUNDS):
+            look = self._look(guess.rows, guess.resident)
+            if look.fits and look.peak.high_bytes <= self._limit_bytes:
+                break
+            over_bytes += max(look.peak.high_bytes - self._limit_bytes, 1)
+            smaller = self._guess(guess.rows, over_bytes)
+            if smaller.resident == guess.resident:
+                fewer = [rows for rows in self._rows if rows < guess.rows]
+                if not fewer:
+                    break
+                smaller = self._guess(fewer[-1], over_bytes)
+            guess = smaller
+        return self.measured(guess.rows, guess.resident, look), look
+
+    def measured(self, rows: int, resident: frozenset[str], look: Look) -> Guess:
+        """What a trace says, in place of what was expected."""
+        return self._with_reading(rows, resident, look.peak, look.steps_seconds)
+
+    def _guess(self, rows: int, kept_free_bytes: int = 0) -> Guess:
+        bare, steps_seconds = self._between(rows)
+        resident = self._kept_in(self._limit_bytes - bare.high_bytes - kept_free_bytes)
+        kept_bytes = sum(part.num_bytes for part in self._parts if part.name in resident - self.always)
+        need = Estimate(
+            likely_bytes=bare.likely_bytes + kept_bytes,
+            low_bytes=bare.low_bytes + kept_bytes,
+            high_bytes=bare.high_bytes + self._with_spread(kept_bytes),
+            modelled_bytes=bare.likely_bytes + kept_bytes,
+        )
+        return self._with_reading(rows, resident, need, steps_seconds)
+
+    def _with_reading(
+        self, rows: int, resident: frozenset[str], need: Estimate, steps_seconds: Sequence[float]
+    ) -> Guess:
+        read_bytes = self._reading.read_bytes(self._streamed_bytes(resident), need.likely_bytes)
+        first, rest = steps_seconds[0], [steps_seconds[-1]] * (self._num_passes - 1)
+        return Guess(
+            rows=rows,
+            resident=resident,
+            need=need,
+            compute_seconds=sum((first, *rest)),
+            read_seconds=read_bytes / self._reading.bytes_per_second * self._num_passes,
+            read_bytes=read_bytes * self._num_passes,
+        )
+
+    def _streamed_bytes(self, resident: frozenset[str]) -> int:
+        return sum(part.num_bytes for part in self._parts if part.is_streamable and part.name not in resident)
+
+    def _kept_in(self, room_bytes: int) -> frozenset[str]:
+        """The parts that stay on the device: all, or of those that every pass reads as many as there is room for."""
+        free = [part for part in self._parts if part.name not in self.always]
+        if self._with_spread(sum(part.num_bytes for part in free)) <= room_bytes:
+            return self.all_names
+        kept = set(self.always)
+        for part in free:
+            if part.kind == "output" and self._with_spread(part.num_bytes) <= room_bytes:
+                kept.add(part.name)
+                room_bytes -= self._with_spread(part.num_bytes)
+        blocks = [part for part in free if part.kind == "block"]
+        largest_bytes = max((self._with_spread(part.num_bytes) for part in blocks), default=1)
+        num_kept = min(max(room_bytes, 0) // largest_bytes, len(blocks))
+        return frozenset(kept.union(spread_out([part.name for part in blocks], num_kept) if num_kept else ()))
+
+    def _with_spread(self, num_bytes: int) -> int:
+        """What weights on the device count for at the upper end of the range of what is counted."""
+        return int(num_bytes * (1 + self._ends[0][1].spread))
+
+    def _between(self, rows: int) -> tuple[Estimate, tuple[float, ...]]:
+        """What a number of rows needs with as little as can be on the device, on a line through the two traces."""
+        (few, less), (many, more) = self._ends[0], self._ends[-1]
+        share = (rows - few) / (many - few) if many > few else 0.0
+
+        def on_line(first: float, last: float) -> float:
+            return max(first + share * (last - first), min(first, last) * rows / many)
+
+        ends = (less.peak.model_dump(), more.peak.model_dump())
+        peak = Estimate(**{name: int(on_line(ends[0][name], ends[1][name])) for name in Estimate.model_fields})
+        seconds = tuple(map(on_line, less.steps_seconds, more.steps_seconds))
+        return peak, seconds
+
+
+def rejected_of(
+    guesses: Sequence[Guess], chosen: Guess, limit_bytes: int, resident_bytes: Callable[[Guess], int]
+) -> tuple[RejectedPlacement, ...]:
+    """Say of other numbers of rows why they were not taken: those nearest to what was chosen.
+
+    Args:
+        guesses: what was considered.
+        chosen: what was taken.
+        limit_bytes: of the device.
+        resident_bytes: the weights that a guess keeps there.
+    """
+    others = [guess for guess in guesses if guess.rows != chosen.rows]
+    nearest = sorted(others, key=lambda guess: abs(guess.rows.bit_length() - chosen.rows.bit_length()))[:MOST_REJECTED]
+    return tuple(
+        RejectedPlacement(
+            micro_batch=guess.rows,
+            resident_bytes=resident_bytes(guess),
+            peak=guess.need,
+            rows_per_second=guess.rows_per_second,
+            reason=_reason(guess, chosen, limit_bytes),
+        )
+        for guess in sorted(nearest, key=lambda guess: guess.rows)
+    )
+
+
+def _reason(guess: Guess, chosen: Guess, limit_bytes: int) -> str:
+    over_bytes = guess.need.high_bytes - limit_bytes
+    if over_bytes > 0:
+        return f"may need {format_bytes(over_bytes)} too much with as little as can be on the device"
+    share = guess.rows_per_second / chosen.rows_per_second - 1
+    if abs(share) <= _AS_GOOD_SHARE:
+        return "as many rows a second, with more memory" if guess.rows > chosen.rows else "as many rows a second"
+    return f"{abs(share):.0%} {'fewer' if share < 0 else 'more'} rows a second were guessed"

@@ -1,0 +1,134 @@
+"""The ways to train a model within a budget, compared: all of it, all of it with streamed weights, and adapters.
+
+    ways = compare_ways(job, device="cpu", limit_bytes=2 << 30)
+
+Each way is planned as `plimsoll plan` would with what it needs pinned and allowed: its peak and seconds are those of
+the fastest mix that was found for it, rehearsed as a whole. Does NOT say what a way costs in quality: that must be
+measured on the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from plimsoll.errors import InputError, PlimsollError
+from plimsoll.planning.baseline import StartedBaseline
+from plimsoll.planning.kept_baseline import Baseline, kept_baseline
+from plimsoll.planning.plan import device_of_job, plan_job
+from plimsoll.records.comparison import Calibration
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Pin, Plan
+from plimsoll.records.strategies import Way, Ways
+
+Progress = Callable[[str], None]
+
+_STREAMED = {"cpu": "parameter_offload", "cuda": "layer_streaming"}
+_ADAPTERS = "other model: low-rank adapters beside frozen weights"
+
+
+class _Wanted(NamedTuple):
+    name: str
+    changes: str
+    pins: tuple[Pin, ...] = ()
+    forbids: tuple[str, ...] = ()
+    is_lossy: bool = False
+
+
+def _wanted(kind: str) -> tuple[_Wanted, ...]:
+    streamed = _STREAMED[kind]
+
+    def adapters(name: str, base: str, changes: str) -> _Wanted:
+        return _Wanted(name, changes, (Pin(technique="lora", options={"base": base}),), is_lossy=True)
+
+    return (
+        _Wanted("full", "nothing", forbids=(streamed,)),
+        _Wanted("full, weights streamed", "nothing: the same numbers, more slowly", (Pin(technique=streamed),)),
+        adapters("LoRA", "kept", _ADAPTERS),
+        adapters("LoRA, base of 8 bits", "int8", f"{_ADAPTERS}, which are rounded to 8 bits"),
+        adapters("LoRA, base of 4 bits", "nf4", f"{_ADAPTERS}, which are rounded to 4 bits"),
+    )
+
+
+def compare_ways(
+    job: Job,
+    *,
+    device: str | None = None,
+    limit_bytes: int | None = None,
+    calibration: Calibration | None = None,
+    progress: Progress | None = None,
+    on_way: Callable[[Way], object] = lambda way: None,
+    started: Baseline | None = None,
+) -> Ways:
+    """Plan each way; arguments and what is raised are those of `plan_job`, and ``on_way`` is told of each when it is.
+
+    Raises:
+        JobError: if the model or the optimizer cannot be built.
+        DeviceError: if there is no such device.
+        BudgetError: if the device has less than the budget.
+    """
+    say = progress or (lambda text: None)
+    kind = "cpu" if device_of_job(job, device) == "cpu" else "cuda"
+    ways, plans = list[Way](), list[Plan]()
+    with ExitStack() as stack:
+        # A training process without a model is the same for all; how fast the device is, is kept in a file anyway.
+        if kind == "cpu" and started is None:
+            started = stack.enter_context(kept_baseline(job, lambda: StartedBaseline(job)))
+        for wanted in _wanted(kind):
+            try:
+                plan = plan_job(
+                    _allowing(job, wanted),
+                    device=device,
+                    limit_bytes=limit_bytes,
+                    pins=wanted.pins,
+                    forbids=wanted.forbids,
+                    calibration=calibration,
+                    progress=lambda text, name=wanted.name: say(f"{name}: {text}"),  # type: ignore[misc]
+                    started=started,
+                )
+                plans.append(plan)
+                way = _way(wanted, plan)
+            except InputError as error:
+                if type(error) is not InputError or not wanted.pins:  # a fault of the job's is one of every way's
+                    raise
+                way = _impossible(wanted, error)
+            ways.append(way)
+            on_way(way)
+    prediction = plans[0].prediction
+    assert prediction is not None
+    return Ways(
+        subject=prediction.subject, device=prediction.device, limit_bytes=prediction.limit_bytes, ways=tuple(ways)
+    )
+
+
+def _allowing(job: Job, wanted: _Wanted) -> Job:
+    """The job with adapters allowed, or not."""
+    others = tuple(name for name in job.allow if name != "lora")
+    return job.model_copy(update={"allow": (*others, "lora") if wanted.is_lossy else others})
+
+
+def _way(wanted: _Wanted, plan: Plan) -> Way:
+    rung = plan.rungs[0]
+    return Way(
+        name=wanted.name,
+        changes=wanted.changes,
+        how=_how(wanted),
+        choices=rung.choices,
+        peak=rung.peak,
+        step_time=rung.step_time,
+        smallest_budget_bytes=plan.smallest_budget_bytes,
+    )
+
+
+def _impossible(wanted: _Wanted, error: PlimsollError) -> Way:
+    reason = str(error).partition("it cannot be used here: ")[2] or str(error)
+    return Way(
+        name=wanted.name, changes=wanted.changes, how=_how(wanted), impossible=reason.removesuffix("; leave it out")
+    )
+
+
+def _how(wanted: _Wanted) -> str:
+    words = ["--set 'allow=[lora]'"] if wanted.is_lossy else []
+    words += [f"--pin '{pin}'" if pin.options else f"--pin {pin}" for pin in wanted.pins]
+    return " ".join([*words, *(f"--forbid {name}" for name in wanted.forbids)])

@@ -1,0 +1,256 @@
+"""The loss of a job with a teacher: in a run, in its rehearsal, and as a plan looks at it.
+
+A teacher's weights are on the device (``memory``), stay in its files, which a budget of private memory does not count
+(``mapped``, on the CPU), or are integers of 8 bits (``int8``): each linear layer's, but for the output over the
+vocabulary and weights that two layers share, is made dense for as long as it computes
+(`plimsoll.techniques.mechanisms.codes`), `nn.Linear` and the ``Conv1D`` of GPT-2 alike.
+
+What this module decides is so for a run and its rehearsal: both call it. It does NOT cover a teacher that is streamed
+to a GPU layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import nn
+
+from plimsoll.data.samples.packable import packing_fault
+from plimsoll.data.tokens.given_tokenizer import load_tokenizer
+from plimsoll.device.cpu import heap
+from plimsoll.device.off_device import outside_the_device
+from plimsoll.errors import JobError
+from plimsoll.models.assemble import choose_device
+from plimsoll.models.build import loss_of
+from plimsoll.models.chunked_distillation import Mix
+from plimsoll.models.distillation import Distillation
+from plimsoll.models.hugging_face import TextShape, is_hugging_face
+from plimsoll.models.teacher import load_teacher, require_same_tokens, sketch_teacher
+from plimsoll.models.workload import LossFunction
+from plimsoll.planning.job_checks import require_teacher_folder
+from plimsoll.records.job import Job
+from plimsoll.techniques.mechanisms.codes import CODECS
+from plimsoll.techniques.mechanisms.frozen_base import CodedLinear
+
+Form = Literal["memory", "mapped", "int8"]
+
+_TOKENIZER_FILE = "tokenizer.json"
+
+
+class Texts(Protocol):
+    """What a model must know of the data."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the tokenizer."""
+        ...
+
+    @property
+    def num_labels(self) -> int | None:
+        """Labels, of a labelled task."""
+        ...
+
+    @property
+    def end_id(self) -> int:
+        """The token that ends a text."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills up shorter texts."""
+        ...
+
+
+def form_of(job: Job, device: str | None = None) -> Form:
+    """Where the weights of a job's teacher are.
+
+    Raises:
+        JobError: if they cannot be there.
+    """
+    assert job.distill is not None
+    is_cpu = (device or choose_device(job)).partition(":")[0] == "cpu"
+    form = job.distill.form or ("mapped" if is_cpu else "memory")
+    if form == "mapped" and not is_cpu:
+        raise JobError(f"distill.form: {form} leaves weights in files, which a GPU cannot read: use int8 or memory")
+    return form
+
+
+def loss_for(job: Job, texts: Texts, device: str) -> LossFunction:
+    """Return the loss of a job: its task's own, or with a teacher, which is loaded.
+
+    Args:
+        job: the job.
+        texts: what a model must know of its data.
+        device: where it is trained. In a rehearsal, that of the rehearsal.
+
+    Raises:
+        JobError: if the teacher does not fit the job.
+        OutputError: see `load_teacher`.
+    """
+    if job.distill is None:
+        return loss_of(job.task)[0]
+    if job.distill.cache:
+        return _distillation(job, None, texts)
+    return _distillation(job, _loaded(job, texts, device), texts)
+
+
+def teacher_of(job: Job, texts: Texts, device: str) -> nn.Module:
+    """Load the teacher of a job.
+
+    Raises:
+        JobError: see `loss_for`.
+        OutputError: see `loss_for`.
+    """
+    return _loaded(job, texts, device)
+
+
+def sketched_loss(job: Job, texts: Texts, model: nn.Module) -> LossFunction:
+    """Return the loss of a job for one who only looks at it: the teacher has no memory.
+
+    Args:
+        job: the job.
+        texts: what a model must know of its data.
+        model: that is trained.
+
+    Raises:
+        JobError: see `require_teacher` and `require_alike`.
+    """
+    if job.distill is None:
+        return loss_of(job.task)[0]
+    teacher = require_teacher(job, texts)
+    require_alike(job, model, teacher)
+    return _distillation(job, teacher, texts)
+
+
+def require_folder(job: Job) -> None:
+    """Check, before the data are prepared, what can be known of the teacher of a job, if it has one.
+
+    Raises:
+        JobError: if there is no such folder, or its weights cannot be where the job says.
+    """
+    if job.distill is None:
+        return
+    form_of(job)
+    require_teacher_folder(job)
+
+
+def require_teacher(job: Job, texts: Texts, label_names: tuple[str, ...] = ()) -> nn.Module:
+    """Check that the teacher of a job fits it, and return it without memory.
+
+    Args:
+        job: the job, with ``distill``.
+        texts: what a model must know of its data.
+        label_names: those of the data, where they are known.
+
+    Raises:
+        JobError: if it does not; it says which field and why.
+    """
+    assert job.distill is not None
+    folder = Path(job.distill.teacher)
+    teacher = sketch_teacher(folder, job.task, _shape(job, texts), label_names)
+    if job.distill.hidden and not is_hugging_face(teacher):
+        raise JobError(
+            f"distill.hidden: {job.distill.hidden:g} compares what each layer passes on, which a recurrent teacher "
+            f"({type(teacher).__name__}) does not show: leave distill.hidden out"
+        )
+    if job.tokenizer.path is not None:
+        require_tokens(job, Path(job.tokenizer.path))
+    return teacher
+
+
+def require_tokens(job: Job, tokenizer: Path) -> None:
+    """Check that the teacher of a job reads the tokens of a tokenizer, where its folder has one.
+
+    Raises:
+        JobError: if it has another.
+    """
+    assert job.distill is not None
+    folder = Path(job.distill.teacher)
+    if (folder / _TOKENIZER_FILE).is_file():
+        own, others = (load_tokenizer(path).backend.get_vocab(with_added_tokens=True) for path in (folder, tokenizer))
+        require_same_tokens(folder, own, others)
+
+
+def require_alike(job: Job, model: nn.Module, teacher: nn.Module) -> None:
+    """Check that hidden states of a model can be compared with its teacher's.
+
+    Raises:
+        JobError: if not.
+    """
+    if job.distill is None or not job.distill.hidden:
+        return
+    sizes = []
+    for one in (model, teacher):
+        if not is_hugging_face(one):
+            raise JobError(
+                f"distill.hidden: {job.distill.hidden:g} compares what each layer passes on, which a "
+                f"{type(one).__name__} does not show: leave distill.hidden out"
+            )
+        sizes.append(one.config.get_text_config().hidden_size)
+    if sizes[0] != sizes[1]:
+        raise JobError(
+            f"distill.hidden: {job.distill.hidden:g} compares hidden states, which have {sizes[1]} numbers in the "
+            f"teacher and {sizes[0]} in the model, and a projection between them would be trained and thrown away: "
+            "leave distill.hidden out, or train a model as wide as its teacher, of fewer layers, heads or channels"
+        )
+
+
+def _shape(job: Job, texts: Texts) -> TextShape:
+    labels = texts.num_labels if job.is_labelled else None
+    is_tagger = job.task == "token-classification"
+    return TextShape(texts.vocab_size, labels, texts.end_id, job.sequence_length, is_tagger, texts.pad_id)
+
+
+def _distillation(job: Job, teacher: nn.Module | None, texts: Texts) -> Distillation:
+    assert job.distill is not None
+    mix = Mix(job.distill.temperature, job.distill.hard)
+    num_words = 0 if teacher is not None else texts.vocab_size
+    return Distillation(teacher, job.task, mix, hidden=job.distill.hidden, num_words=num_words)
+
+
+def _loaded(job: Job, texts: Texts, device: str) -> nn.Module:
+    assert job.distill is not None
+    form, folder, shape = form_of(job, device), Path(job.distill.teacher), _shape(job, texts)
+    if form == "memory":
+        teacher = load_teacher(folder, job.task, shape, device=device)
+    else:
+        with outside_the_device():
+            teacher = load_teacher(folder, job.task, shape, place="read-only")
+    if form == "int8":
+        _to_int8(teacher, device)
+    fault = packing_fault(teacher) if job.data.pack and not _is_fake(teacher) else None
+    if fault is not None:
+        raise JobError(f"data.pack: the teacher of distill.teacher: {fault}: leave data.pack out, or give another")
+    return teacher
+
+
+def _is_fake(model: nn.Module) -> bool:
+    return any(hasattr(parameter, "fake_mode") for parameter in model.parameters())
+
+
+def _to_int8(teacher: nn.Module, device: str) -> None:
+    """Let the linear layers of a teacher have weights in codes, one after the other; the rest goes to the device."""
+    from transformers.pytorch_utils import Conv1D
+
+    named = dict(teacher.named_modules())
+    owners = Counter(id(one) for module in named.values() for one in module.parameters(recurse=False))
+    output = cast(Any, teacher).get_output_embeddings() if is_hugging_face(teacher) else None
+    num_coded = 0
+    for name, layer in named.items():
+        if type(layer) not in {nn.Linear, Conv1D} or layer is output or owners[id(layer.weight)] > 1:
+            continue
+        weight, bias = layer.weight.to(device), layer.bias
+        parent, _, child = name.rpartition(".")
+        coded = CodedLinear(weight, bias, not isinstance(layer, nn.Linear), CODECS["int8"])
+        setattr(named[parent], child, coded.eval())
+        num_coded += 1
+        del weight
+    if not num_coded:
+        raise JobError(f"distill.form: int8 finds no linear layers in a {type(teacher).__name__}: use mapped or memory")
+    if torch.device(device).type != "cpu":
+        teacher.to(device)
+    elif not _is_fake(teacher):
+        heap.trim()  # of what each took on its way

@@ -1,1 +1,0 @@
-"""Running: the step that is a transaction, the recovery, checkpoints, the loop and its supervisor."""

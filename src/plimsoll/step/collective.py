@@ -1,0 +1,61 @@
+"""Work that is done by all ranks or by none: what one of them ran out of memory in, none has done.
+
+Each rank tries its part (`plimsoll.step.oom_boundary`), then all say how it went, and only then goes anything on. Work
+that exchanges something itself, such as the passes of a sharded model, asks before each exchange (`Ranks.require_all`);
+who hears there that another rank failed stops, and does not ask again.
+
+With one process this is `attempt`. Does NOT undo anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from plimsoll.device.base import Backend
+from plimsoll.distributed.ranks import PeerOutOfMemory, Ranks
+from plimsoll.records.run import PHASES_OF_A_STEP, OomEvent
+from plimsoll.step.oom_boundary import Position, attempt
+
+T = TypeVar("T")
+
+_PEER = PeerOutOfMemory.family
+
+
+def attempt_together(work: Callable[[], T], backend: Backend, position: Position, ranks: Ranks) -> T | OomEvent:
+    """Run ``work`` on all ranks, and return its result, or an event if memory ran out on one of them."""
+    return agreed(attempt(work, backend, position), position, ranks)
+
+
+def agreed(outcome: T | OomEvent, position: Position, ranks: Ranks) -> T | OomEvent:
+    """Say how it went here; returns the outcome, or an event where it failed on another rank."""
+    if ranks.is_alone or (isinstance(outcome, OomEvent) and outcome.family == _PEER):  # which has heard it already
+        return outcome
+    rank = ranks.first_of(isinstance(outcome, OomEvent))
+    if isinstance(outcome, OomEvent):
+        return outcome.model_copy(update={"rank": ranks.rank})
+    if rank is None:
+        return outcome
+    return OomEvent(
+        step=position.step + (position.phase in PHASES_OF_A_STEP), phase=position.phase, family=_PEER,
+        micro_batch=position.micro_batch, rank=rank, raw_text=str(PeerOutOfMemory(rank)),
+    )  # fmt: skip
+
+
+def survived_elsewhere(own: Sequence[OomEvent], ranks: Ranks) -> list[OomEvent]:
+    """Return what each of the other ranks has survived alone, with its rank; all ask, with what they have."""
+    every = enumerate(ranks.gather(list(own)))
+    return [one.model_copy(update={"rank": rank}) for rank, events in every if rank != ranks.rank for one in events]
+
+
+def told_by_all(event: OomEvent, ranks: Ranks) -> OomEvent:
+    """Return the event of the first rank whose memory ran out, the same on all; call it when what failed is undone.
+
+    What is done next follows from the event, so that all ranks do the same.
+    """
+    if ranks.is_alone:
+        return event
+    events = ranks.gather(None if event.family == _PEER else event)
+    rank, first = next((rank, one) for rank, one in enumerate(events) if one is not None)
+    num_others = sum(one is not None for one in events) - 1
+    return first.model_copy(update={"rank": rank, "num_other_ranks": num_others})

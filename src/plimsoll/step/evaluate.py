@@ -1,0 +1,199 @@
+"""The mean loss over batches, without gradients, in as large pieces as fit.
+
+A batch that runs out of memory is evaluated again in smaller pieces; nothing else changes, so there is nothing to undo.
+``workload.evaluation_samples`` bounds the pieces. Ranks that train together share each batch as they do in training,
+and what does not fit on one of them is cut on all; the loss is that of all parts, on each of them.
+
+It runs under ``torch.no_grad`` and not ``torch.inference_mode``, which saves no memory beyond it: what a module makes
+and keeps in the first forward (a mask, rotary positions) would be an inference tensor, and fail in the next training
+step, which may save it for backward.
+
+Does NOT cover memory that runs out inside the iterable of batches, while the next batch is made: an iterator cannot be
+asked for the same batch again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from plimsoll.device.base import Backend
+from plimsoll.distributed.ranks import PeerOutOfMemory
+from plimsoll.errors import DataError, OutOfMemoryError
+from plimsoll.models.workload import Workload, move_batch
+from plimsoll.records.run import OomEvent
+from plimsoll.step.checks import refuse_recut
+from plimsoll.step.collective import attempt_together, told_by_all
+from plimsoll.step.failpoints import failpoint
+from plimsoll.step.losses.additive import Additivity
+from plimsoll.step.micro_batches import Shape, Spare, autocast, no_way_out, parts_of_all, weighted_pieces
+from plimsoll.step.oom_boundary import Position
+from plimsoll.step.rank_buffers import share_statistics
+from plimsoll.step.recovery import Ladder, action_of, micro_batch_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The mean loss over ``num_units`` of the evaluated samples."""
+
+    loss: float
+    num_samples: int
+    num_units: int | float
+    oom_events: tuple[OomEvent, ...]
+
+
+class Evaluator:
+    """Evaluates one workload; it remembers which sizes fit.
+
+    Args:
+        workload: what is evaluated.
+        backend: the device's backend.
+        position: where the run is, for the record of an error.
+        shape_of: counts a batch's samples and units, and refuses what cannot be cut.
+        grow_after: clean batches after which the next larger size is tried.
+        additivity: says whether a batch may be cut.
+    """
+
+    def __init__(  # noqa: PLR0917 -- called by the step
+        self, workload: Workload, backend: Backend, position: Position, shape_of: Callable[[Any], Shape],
+        grow_after: int, additivity: Additivity,
+    ) -> None:  # fmt: skip
+        self._workload = workload
+        self._backend = backend
+        self._position = position
+        self._shape_of = shape_of
+        self._grow_after, self._additivity = grow_after, additivity
+        self._ranks = workload.ranks
+        self._ladder: Ladder | None = None
+        self._first_samples: int | None = None
+
+    def begin_at(self, num_samples: int) -> None:
+        """Begin with pieces of at most so many samples: what training began with, or what did not kill the process."""
+        self._ladder, self._first_samples = None, num_samples
+
+    def at_once(self, num_samples: int) -> int:
+        """Return how many samples of a first batch of so many are evaluated at once, where memory suffices."""
+        ladder = self._ladder_for(num_samples)
+        return min(ladder.sizes[ladder.in_force].samples, self._workload.evaluation_samples or num_samples)
+
+    def evaluate(self, batches: Iterable[Any], prepare: Callable[[], list[OomEvent]] = list) -> Evaluation:
+        """Return the mean loss over ``batches`` without gradients; training flags and random numbers stay as they were.
+
+        Of several ranks each gives its part of every batch, ``{}`` where it has none; one that has no more batches
+        takes part until all are done. ``prepare`` is done first, and returns what it had to recover from.
+
+        Raises:
+            OutOfMemoryError: if not even single samples fit.
+        """
+        was_training = [module for module in self._workload.model.modules() if module.training]
+        random_state = self._backend.random_state()
+        phase, self._position.phase = self._position.phase, "evaluation"
+        try:
+            events = prepare()
+            share_statistics(self._workload.model, self._ranks)
+            self._workload.model.eval()
+            with torch.no_grad():
+                return self._evaluate(batches, events)
+        finally:
+            for module in was_training:
+                module.training = True
+            self._backend.restore_random_state(random_state)
+            self._position.phase = phase
+
+    def _evaluate(self, batches: Iterable[Any], events: list[OomEvent]) -> Evaluation:
+        loss_sum, num_samples = torch.zeros(1, dtype=torch.float64), 0
+        num_units: int | float = 0
+        for batch in self._read(batches):
+            own = self._shape_of(batch)
+            shape, num_samples_of_all, some_have_none = parts_of_all(own, self._ranks)
+            if not num_samples_of_all and not self._ranks.is_alone:
+                break  # none has another batch
+            num_samples += num_samples_of_all
+            if not shape.num_units:
+                continue  # nothing in it has a target
+            spare = Spare(self._workload, is_lent=some_have_none)
+            loss_sum += self._loss_of(batch, own, shape, events, spare) * shape.num_units
+            num_units += shape.num_units
+        if not num_units:
+            raise DataError(
+                f"there is nothing to evaluate: of {num_samples} samples none has a target; give at least one that has"
+            )
+        return Evaluation(self._ranks.add_up(loss_sum).item() / num_units, num_samples, num_units, tuple(events))
+
+    def _read(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches, and of several ranks one without a sample for ever, so that none ends before the others.
+
+        Where memory runs out on one rank while it reads one, all end here, and may begin again.
+
+        Raises:
+            PeerOutOfMemory: on all ranks, if there are several.
+        """
+        if self._ranks.is_alone:
+            yield from batches
+            return
+        iterator = iter(batches)
+        while True:
+            batch = attempt_together(partial(next, iterator, {}), self._backend, self._position, self._ranks)
+            if isinstance(batch, OomEvent):
+                told = told_by_all(batch, self._ranks)
+                what = f"memory ran out on rank {told.rank} while a batch was read: {told.raw_text}"
+                raise PeerOutOfMemory(told.rank, what)
+            yield batch
+
+    def _loss_of(self, batch: Any, own: Shape, shape: Shape, events: list[OomEvent], spare: Spare) -> float:
+        """This rank's part of the mean loss of one batch, in as large pieces as fit on all."""
+        if self._ladder is None or self._ladder.sizes[0].samples < shape.num_samples:
+            self._ladder = self._ladder_for(shape.num_samples)
+        ladder = self._ladder
+        rung = ladder.choose(shape.elements_per_sample)
+        most = min(shape.num_samples, self._workload.evaluation_samples or shape.num_samples)
+        while True:
+            size, whole = min(ladder.sizes[rung].samples, most), None
+            is_cut = size < shape.num_samples or not self._ranks.is_alone
+            if is_cut and (whole := self._additivity.before_cut(batch)) is not None:
+                size = most = shape.num_samples
+                refuse_recut(whole, size, shape, self._ranks)
+            self._position.micro_batch = size
+            loss = attempt_together(
+                partial(self._forward_only, batch, size, own, shape, spare), self._backend, self._position, self._ranks
+            )
+            num_elements = math.ceil(size * shape.elements_per_sample)
+            if not isinstance(loss, OomEvent):
+                ladder.held(rung, num_elements)
+                return loss
+            if self._workload.sharded is not None:
+                self._workload.sharded.reset()
+            self._backend.release()
+            loss = told_by_all(loss, self._ranks)
+            following = ladder.failed(rung, size, num_elements)
+            if following is None or whole is not None:
+                raise OutOfMemoryError(no_way_out(loss, size, shape, whole))
+            if ladder.is_last(following):
+                self._backend.release(last_resort=True)
+            next_size = min(ladder.sizes[following].samples, most)
+            action = action_of(size, next_size, None, is_same_rung=following == rung)
+            events.append(loss.model_copy(update={"next_micro_batch": next_size, "action": action}))
+            rung = following
+
+    def _ladder_for(self, num_samples: int) -> Ladder:
+        ladder = Ladder(micro_batch_sizes(num_samples), self._grow_after)
+        ladder.start_at(self._first_samples or num_samples)
+        return ladder
+
+    def _forward_only(self, batch: Any, micro_batch: int, own: Shape, shape: Shape, spare: Spare) -> float:
+        total = torch.zeros((), device=self._workload.device)
+        pieces = weighted_pieces(batch, micro_batch, own, self._workload, shape.num_units)
+        if self._workload.sharded is not None:
+            pieces = spare.filled(pieces, -(-shape.num_samples // micro_batch))
+        for piece, share, numbers in pieces:
+            self._position.samples = numbers
+            failpoint("evaluation")
+            on_device = move_batch(piece, self._workload.device)
+            with autocast(self._workload):
+                total += self._workload.loss(self._workload.model, on_device).float() * share
+        return total.item()

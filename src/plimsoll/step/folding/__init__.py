@@ -1,0 +1,1 @@
+"""Repeated passes, blocks and updates of a dry run, recorded from one that ran."""

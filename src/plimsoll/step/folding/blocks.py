@@ -1,0 +1,393 @@
+"""Blocks of a dry run's pass that are alike: the first and the last of a row are run, the others are noted as these.
+
+A transformer does the same in each of its layers. Of a row of layers that are alike (`plimsoll.step.folding.alike`) the
+first is run, the second to the last but one are noted as the first was, and the last is run. In backward the last is
+run, the others are noted as it was, and the first is run.
+
+A block takes one tensor that has a gradient and returns one; its other arguments are the same for all blocks. Between
+the first and the last block nobody else uses these tensors or the blocks' parameters. The two blocks that were run did
+the same, event by event. Where one of this is not so, `BlocksDiffer` is raised, and the dry run begins again and runs
+all blocks. Does NOT see code that does something else in a block in the middle because of its number.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from plimsoll.errors import PlimsollError
+from plimsoll.memory.recorder import Recorder
+from plimsoll.memory.repeated import Place, Renamed, Stretch, end_alike, ended_since, name_gradients, place_of, row_of
+from plimsoll.step.folding.alike import PLAIN, layout_of, rows_of
+from plimsoll.techniques.mechanisms.forwards import replaced_forward
+
+_ONLY_KEPT = 1  # references to a storage that nobody else has
+
+
+class BlocksDiffer(PlimsollError):
+    """Blocks that looked alike have not done the same."""
+
+
+class FoldedBlocks:
+    """The rows of blocks of one model that are alike.
+
+    Args:
+        recorder: what records the dry run.
+        model: the model.
+    """
+
+    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+        self._recorder, self._model = recorder, model
+
+    @contextmanager
+    def folded(self) -> Iterator[None]:
+        """Fold the rows in a forward and backward pass, which the ``with`` block makes. Techniques are installed."""
+        with ExitStack() as stack:
+            for blocks in rows_of(self._model):
+                row = _Row(self._recorder, blocks)
+                for number, block in enumerate(blocks):
+                    stack.enter_context(replaced_forward(block, _Forward(row, number, block.forward)))
+            yield
+
+
+class _Forward:
+    """The forward of one block of a row while its pass is folded."""
+
+    def __init__(self, row: _Row, number: int, forward: Callable[..., Any]) -> None:
+        self._row, self._number, self._forward = row, number, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return self._row.call(self._number, lambda: self._forward(*args, **kwargs), _Given.of((args, kwargs)))
+
+
+class _Given(NamedTuple):
+    """What a block is given: the tensor that has a gradient, or ``None`` if there is not one, and all else."""
+
+    tensor: Tensor | None
+    others: list[Any]
+    structure: Any
+
+    @classmethod
+    def of(cls, arguments: Any) -> _Given:
+        leaves, structure = tree_flatten(arguments)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        tensor = tensors[0] if len(tensors) == 1 and tensors[0].grad_fn is not None else None
+        return cls(tensor, [None if leaf is tensor else leaf for leaf in leaves], structure)
+
+    def is_like(self, layout: Hashable, other: _Given) -> bool:
+        """Whether the tensor has a layout, and all else is the same."""
+        return (
+            self.tensor is not None
+            and layout_of(self.tensor) == layout
+            and self.structure == other.structure
+            and all(
+                one is another or (isinstance(one, PLAIN) and one == another)
+                for one, another in zip(self.others, other.others, strict=True)
+            )
+        )
+
+
+class _Result(NamedTuple):
+    """What a block returns: at a place a tensor that has a gradient, and all else."""
+
+    others: list[Any]
+    place: int
+    structure: Any
+
+    def with_tensor(self, tensor: Tensor) -> Any:
+        return tree_unflatten([*self.others[: self.place], tensor, *self.others[self.place + 1 :]], self.structure)
+
+
+class _Passed(NamedTuple):
+    """The forward pass of a block that was run."""
+
+    stretch: Stretch
+    begin: Place
+    input_row: int
+    keeps_input: bool
+    result: _Result
+
+    def compared(self, renamed: Renamed) -> Any:
+        """Return what is the same for a block that does the same."""
+        return self.stretch.compared({}, renamed), self.keeps_input, self.result
+
+
+class _Row:
+    """One forward and backward pass over a row of blocks.
+
+    Attributes:
+        recorder: what records it.
+        blocks: the blocks.
+        names: what they are called in the record.
+        noted: those that were noted, in the order of forward.
+        last: the backward pass of the last block, once it was run.
+    """
+
+    def __init__(self, recorder: Recorder, blocks: Sequence[nn.Module]) -> None:
+        self.recorder, self.blocks = recorder, blocks
+        self.names = [recorder._names[block] for block in blocks]
+        self.noted: list[_Noted] = []
+        self.last: _Backward | None = None
+        self._num_called = 0
+        self._first: _Passed | None = None
+        self._given: _Given | None = None  # to the first, without its tensor, until the last is called
+        self._layout: Hashable = None  # of that tensor
+
+    def call(self, number: int, run: Callable[[], Any], given: _Given) -> Any:
+        """Run a block, or note it as the first was."""
+        if number == 0:
+            return self._call_first(run, given)
+        if self._first is None:
+            return run()
+        self._num_called += 1
+        if number != self._num_called or self._given is None or not given.is_like(self._layout, self._given):
+            raise BlocksDiffer(f"{self.names[number]} is called in another way than {self.names[0]}")
+        if number < len(self.blocks) - 1:
+            return self._note(number, given, self._first)
+        self._given = None
+        result, last = self._run(number, run, given)
+        if last is None or last.compared(self.renamed(number, 0)) != self._first.compared(_as_it_is):
+            raise BlocksDiffer(f"{self.names[number]} does not do what {self.names[0]} does")
+        return result
+
+    def _call_first(self, run: Callable[[], Any], given: _Given) -> Any:
+        if self._first is not None:
+            raise BlocksDiffer(f"{self.names[0]} is called twice")
+        result, self._first = self._run(0, run, given)
+        if given.tensor is not None:
+            self._given, self._layout = given._replace(tensor=None), layout_of(given.tensor)
+        return result
+
+    def _run(self, number: int, run: Callable[[], Any], given: _Given) -> tuple[Any, _Passed | None]:
+        """Run a block, and look at its backward pass, too; ``None``: its like cannot be noted."""
+        begin, tensor = place_of(self.recorder), given.tensor
+        references = None if tensor is None else _references_to(tensor)
+        result = run()
+        leaves, structure = tree_flatten(result)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if tensor is None or len(places) != 1 or not leaves[places[0]].requires_grad:
+            return result, None
+        made, input_row = leaves[places[0]], row_of(self.recorder, tensor)
+        stretch = Stretch(self.recorder, begin, [made])
+        is_new = row_of(self.recorder, made) >= begin.storage
+        if not is_new or input_row < 0 or not stretch.is_plain or ended_since(self.recorder, begin):
+            return result, None
+        others = [None if leaf is made else leaf for leaf in leaves]
+        keeps_input = _references_to(tensor) != references
+        passed = _Passed(stretch, begin, input_row, keeps_input, _Result(others, places[0], structure))
+        backward = _Backward(self, number, passed)
+        _call_before(made, backward.begin)
+        _call_before(tensor, backward.end)
+        return result, passed
+
+    def _note(self, number: int, given: _Given, example: _Passed) -> Any:
+        assert given.tensor is not None
+        noted = _Noted(self, number, example, given.tensor)
+        self.noted.append(noted)
+        _call_before(given.tensor, noted.require_own)
+        with self.recorder._graphs.unseen():
+            tensor = _NotedBlock.apply(given.tensor, noted)  # type: ignore[no-untyped-call]
+        return example.result.with_tensor(tensor)
+
+    def renamed(self, number: int, other: int) -> Renamed:
+        """Return a function that takes a text's number to that of the same text about another block."""
+        texts, known = [*self.recorder._texts], dict[int, int]()
+        name = re.compile(rf"(?<![\w.]){re.escape(self.names[number])}(?!\w)")
+
+        def renamed(text: int) -> int:
+            if text not in known:
+                known[text] = self.recorder.text(name.sub(self.names[other], texts[text]))
+            return known[text]
+
+        return renamed
+
+
+def _as_it_is(text: int) -> int:
+    return text
+
+
+def _references_to(tensor: Tensor) -> tuple[int, int, int]:
+    """How often a tensor and its storage are held: more often once they are kept for backward."""
+    storage = tensor.untyped_storage()
+    num_held = tensor._use_count()  # type: ignore[attr-defined]
+    return num_held, torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
+
+
+def _call_before(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
+    """Have a function called with the gradient of a tensor once it is complete."""
+    number = tensor.output_nr
+    assert tensor.grad_fn is not None
+    tensor.grad_fn.register_prehook(lambda gradients: function(gradients[number]))
+
+
+class _Backward:
+    """The backward pass of a block that is run, from the gradient of its result to that of its input.
+
+    Attributes:
+        stretch: what was recorded.
+        ended: what the storages are that have ended in it and were there before.
+        reached: the places of the parameters that have a gradient since.
+        is_new: whether the input's gradient has its own storage; it may share that of the result's gradient.
+    """
+
+    stretch: Stretch
+    ended: list[Hashable]
+    reached: list[int]
+    is_new: bool
+
+    def __init__(self, row: _Row, number: int, passed: _Passed) -> None:
+        self._row, self._number, self._passed = row, number, passed
+        self._parameters = [*row.blocks[number].parameters()]
+        self._begin: Place | None = None
+        self._given: tuple[int, Hashable] = -1, None  # the row and the layout of the result's gradient
+        self._before: list[int] = []  # the rows of the gradients that there were
+
+    def begin(self, gradient: Tensor) -> None:
+        """Note where it begins."""
+        recorder = self._row.recorder
+        if self._number:  # the last of its row, whose backward pass is the first
+            self._end_twins()
+        self._begin = place_of(recorder)
+        self._given = row_of(recorder, gradient), layout_of(gradient)
+        self._before = [_row_of_gradient(recorder, one) for one in self._parameters]
+
+    def _end_twins(self) -> None:
+        """End in all blocks that were noted what has ended between the last one's passes: casts that nobody saved."""
+        stretch, begin = self._passed.stretch, self._passed.begin.storage
+        twins = {row: [noted.begin_row + row - begin for noted in self._row.noted] for row in stretch.left}
+        end_alike(self._row.recorder, stretch.end, twins)
+
+    def end(self, gradient: Tensor) -> None:
+        """Note all of it: as an example for the blocks that are noted, or, of the first, to compare it with that."""
+        recorder, begin, row = self._row.recorder, self._begin, self._row
+        if begin is None:
+            raise BlocksDiffer(f"the backward pass of {row.names[self._number]} has not begun")
+        if not self._is_alone(begin):
+            raise BlocksDiffer(f"the backward pass of {row.names[self._number]} is mixed with that of something else")
+        rows = [_row_of_gradient(recorder, one) for one in self._parameters]
+        self.reached = [place for place, now in enumerate(rows) if now != self._before[place]]
+        self.is_new = row_of(recorder, gradient) != self._given[0]
+        gradients = [self._parameters[place].grad for place in self.reached]
+        made = [*([gradient] if self.is_new else []), *(one for one in gradients if one is not None)]
+        ended, names = ended_since(recorder, begin), self._older()
+        self.stretch = Stretch(recorder, begin, made, ended)
+        self.ended = [names[one] for one in ended if one in names]
+        is_alike = self.is_new or layout_of(gradient) == self._given[1]
+        if self._number == 0:  # what all blocks were given may end with it, too
+            if row.last is None or row.last.compared(row.renamed(len(row.blocks) - 1, 0)) != self.compared(_as_it_is):
+                raise BlocksDiffer(f"the backward pass of {row.names[0]} does not do what that of {row.names[-1]} does")
+        elif not is_alike or not self.stretch.is_plain or self.stretch.left or len(self.ended) != len(ended):
+            raise BlocksDiffer(f"the backward pass of {row.names[-1]} leaves more than gradients")
+        elif self._passed.keeps_input != ("input" in self.ended):
+            raise BlocksDiffer(f"what {row.names[-1]} was given does not end with its backward pass")
+        else:
+            row.last = self
+
+    def _is_alone(self, begin: Place) -> bool:
+        """Whether all ops since a place are of modules of the block; those that add up gradients are of none."""
+        recorder, name = self._row.recorder, self._row.names[self._number]
+        texts = [*recorder._texts]
+        modules = {texts[number] for number in recorder._ops[1][begin.op :]}
+        return all(module in {"", name} or module.startswith(f"{name}.") for module in modules)
+
+    @property
+    def had_none(self) -> list[bool]:
+        """Of each parameter whether it had no gradient before."""
+        return [row < 0 for row in self._before]
+
+    def _older(self) -> dict[int, Hashable]:
+        """What the storages are that were there before."""
+        begin = self._passed.begin.storage
+        names: dict[int, Hashable] = {row: ("gradient", place) for place, row in enumerate(self._before)}
+        names |= {row: ("saved", row - begin) for row in self._passed.stretch.left}
+        return names | {self._passed.input_row: "input", self._given[0]: "given"}
+
+    def compared(self, renamed: Renamed) -> Any:
+        """Return what is the same for a block that does the same."""
+        return self.stretch.compared(self._older(), renamed), self.reached, self.is_new
+
+
+def _row_of_gradient(recorder: Recorder, parameter: nn.Parameter) -> int:
+    return -1 if parameter.grad is None else row_of(recorder, parameter.grad)
+
+
+class _Noted:
+    """A block that is noted as others of its row were.
+
+    Attributes:
+        begin_row: of the storages of its forward pass.
+    """
+
+    def __init__(self, row: _Row, number: int, example: _Passed, given: Tensor) -> None:
+        self._row, self._number, self._example = row, number, example
+        self._input_row = row_of(row.recorder, given)
+        self._kept = given.untyped_storage() if example.keeps_input else None
+        self._returned: tuple[int, Place] | None = None  # the row of its input's gradient, and where that was
+        self.begin_row = place_of(row.recorder).storage
+
+    def forward(self) -> Tensor:
+        """Note its forward pass; returns its result."""
+        (result,) = self._example.stretch.again(renamed=self._row.renamed(0, self._number))
+        return result
+
+    def require_own(self, gradient: Tensor) -> None:
+        """Refuse a gradient of the input to which others have added.
+
+        Raises:
+            BlocksDiffer: if what the block was given is used elsewhere.
+        """
+        if (row_of(self._row.recorder, gradient), place_of(self._row.recorder)) != self._returned:
+            raise BlocksDiffer(f"what {self._row.names[self._number]} was given is used elsewhere, too")
+
+    def backward(self, given: Tensor) -> Tensor:
+        """Note its backward pass, from the gradient of its result; returns that of its input.
+
+        Raises:
+            BlocksDiffer: if it cannot do what the last block's does.
+        """
+        row, example = self._row, self._row.last
+        if example is None:
+            raise BlocksDiffer(f"the backward pass of {row.names[self._number]} comes before that of {row.names[-1]}")
+        parameters = [*row.blocks[self._number].parameters()]
+        if [one.grad is None for one in parameters] != example.had_none:
+            raise BlocksDiffer(f"parameters of {row.names[self._number]} are used elsewhere, too")
+        if self._kept is not None and torch._C._storage_Use_Count(self._kept._cdata) != _ONLY_KEPT:
+            raise BlocksDiffer(f"what {row.names[self._number]} was given is kept elsewhere, too")
+        rows: dict[Hashable, int] = {"input": self._input_row, "given": row_of(row.recorder, given)}
+        rows |= {("gradient", place): _row_of_gradient(row.recorder, one) for place, one in enumerate(parameters)}
+        begin = self._example.begin.storage
+        rows |= {("saved", one - begin): self.begin_row + one - begin for one in self._example.stretch.left}
+        ended = [rows[name] for name in example.ended]
+        made = iter(example.stretch.again(ended, row.renamed(len(row.blocks) - 1, self._number)))
+        self._kept = None
+        gradient = next(made) if example.is_new else given
+        for place in example.reached:
+            parameters[place].grad = next(made)
+        if not example.reached:  # all gradients were there, and it adds to them
+            name_gradients(row.recorder, parameters)
+        self._returned = row_of(row.recorder, gradient), place_of(row.recorder)
+        return gradient
+
+
+class _NotedBlock(torch.autograd.Function):
+    """Stands in the graph for a block that is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, noted: _Noted) -> Tensor:
+        """Note the forward pass."""
+        ctx.noted = noted
+        return noted.forward()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Note the backward pass."""
+        return ctx.noted.backward(*gradients), None

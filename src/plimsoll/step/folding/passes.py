@@ -1,0 +1,176 @@
+"""Passes of a dry run that are like one it has done: they are noted again and not run.
+
+The first micro-batch of the second step does what that of the first step did, and so on. So each kind of pass runs
+once: of the same values, with or without gradients to add to. Passes are noted again only if
+
+- the code of all modules and hooks is torch's, transformers' or ours,
+- no technique keeps anything from pass to pass (`plimsoll.techniques.FORGETFUL`), and
+- a pass leaves every attribute of the modules the same.
+
+Does NOT see what a module changes inside an attribute that is not a collection, nor the state of a function that is
+registered with a library, such as an attention function.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.memory.known import known_of
+from plimsoll.memory.recorder import Recorder
+from plimsoll.memory.repeated import Stretch, name_gradients, place_of
+from plimsoll.models.workload import Workload, model_loss
+from plimsoll.step.folding.blocks import FoldedBlocks
+from plimsoll.techniques import FORGETFUL, Choices
+
+_KNOWN_CODE = {"torch", "transformers", "plimsoll", "peft"}
+_CALLED = ("func", "__func__", "__wrapped__", "forward")
+
+
+def passes_repeat(workload: Workload, choices: Choices) -> bool:
+    """Whether a pass of this training does what one like it did."""
+    return (
+        workload.loss is model_loss
+        and workload.ranks.is_alone
+        and workload.captured is None
+        and all(choice.technique in FORGETFUL for choice in choices)
+        and all(_is_known(one) for module in workload.model.modules() for one in (type(module), *_put_on(module)))
+    )
+
+
+def _put_on(module: nn.Module) -> Iterator[Any]:
+    """What is called with a module and is none of its class: hooks, and a method that was exchanged."""
+    for name, value in vars(module).items():
+        if name.endswith("_hooks"):  # transformers keeps handles in a list of such a name
+            yield from value.values() if isinstance(value, dict) else ()
+    if "forward" in vars(module):
+        yield module.forward
+
+
+def _is_known(code: Any) -> bool:
+    """Whether a class, a function or a callable object is of a library that we know, and so is what it wraps."""
+    home = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", "")
+    is_known = isinstance(code, partial | MethodType) or str(home).partition(".")[0] in _KNOWN_CODE
+    return is_known and all(_is_known(getattr(code, name)) for name in _CALLED if hasattr(code, name))
+
+
+class Folded:
+    """The passes of one dry run.
+
+    Args:
+        recorder: what records them.
+        workload: the training.
+        parameters: iterates over what has gradients.
+        blocks: folds blocks in the passes that are run; ``None``: all of them are run.
+    """
+
+    def __init__(
+        self, recorder: Recorder, workload: Workload, parameters: Callable[[], Iterable[nn.Parameter]],
+        blocks: FoldedBlocks | None = None,
+    ) -> None:  # fmt: skip
+        self._recorder, self._workload, self._parameters = recorder, workload, parameters
+        self._done: list[_Done] = []
+        self._blocks = blocks
+
+    def run(self, piece: Any, is_share: bool, do_pass: Callable[[], Tensor]) -> Tensor:
+        """Do a pass, or note it again.
+
+        Args:
+            piece: the micro-batch.
+            is_share: whether its loss is scaled.
+            do_pass: does it and returns its loss.
+        """
+        without = [one for one in dict.fromkeys(self._parameters()) if one.grad is None]
+        given = _Given([*map(_known_leaf, tree_leaves(piece))], is_share, without)
+        before = [*_attributes_of(self._workload.model)]
+        done = next((one for one in self._done if one.given.is_like(given) and _are_same(one.before, before)), None)
+        if done is not None:
+            loss, *gradients = done.stretch.again()
+            for parameter, gradient in zip(done.reached, gradients, strict=True):
+                parameter.grad = gradient
+            if not done.reached:  # all gradients were there, and it adds to them
+                name_gradients(self._recorder, self._parameters())
+            return loss
+        begin = place_of(self._recorder)
+        with nullcontext() if self._blocks is None else self._blocks.folded():
+            loss = do_pass()
+        reached = [one for one in without if one.grad is not None]
+        stretch = Stretch(self._recorder, begin, [loss, *(one.grad for one in reached if one.grad is not None)])
+        if stretch.is_closed and _are_same(before, [*_attributes_of(self._workload.model)]):
+            self._done.append(_Done(given, before, reached, stretch))
+        return loss
+
+
+class _Leaf(NamedTuple):
+    """What is known of a leaf of a piece; it keeps no fake tensor, whose death is to be recorded."""
+
+    layout: Any
+    value: Any
+
+    def is_like(self, other: _Leaf) -> bool:
+        if self.layout != other.layout or self.value is None or other.value is None:
+            return False
+        with _disable_current_modes():
+            return bool(torch.equal(self.value, other.value) if self.layout else self.value == other.value)
+
+
+class _Given(NamedTuple):
+    """What a pass is given: its piece, whether the loss is scaled, and who has no gradient yet."""
+
+    leaves: list[_Leaf]
+    is_share: bool
+    without: list[nn.Parameter]
+
+    def is_like(self, other: _Given) -> bool:
+        is_same = self.is_share == other.is_share and _are_same(self.without, other.without)
+        return is_same and len(self.leaves) == len(other.leaves) and all(map(_Leaf.is_like, self.leaves, other.leaves))
+
+
+class _Done(NamedTuple):
+    """A pass that was run: what it was given, the model's attributes, and who has a gradient since."""
+
+    given: _Given
+    before: list[Any]
+    reached: list[nn.Parameter]
+    stretch: Stretch
+
+
+def _known_leaf(leaf: Any) -> _Leaf:
+    if not isinstance(leaf, Tensor):
+        return _Leaf(None, leaf)
+    return _Leaf((leaf.shape, leaf.stride(), leaf.dtype), known_of(leaf))
+
+
+def _attributes_of(model: nn.Module) -> Iterator[Any]:
+    """What stands for each attribute of the modules, and for what is in those that are collections."""
+    for module in model.modules():
+        for value in vars(module).values():
+            yield _token(value)
+            if isinstance(value, dict):
+                yield from map(_token, value.values())
+            elif isinstance(value, list | tuple | set):
+                yield from map(_token, value)
+
+
+def _token(value: Any) -> Any:
+    """The same for the same object and another for another, without keeping what a model would let go of."""
+    if isinstance(value, dict | list | tuple | set):
+        return type(value)
+    try:
+        return weakref.ref(value)  # the one that there is already, as long as the object lives
+    except TypeError:
+        return value
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))

@@ -1,0 +1,135 @@
+"""Pieces of a dry run's update that are like one it has done in the same step: they are noted again and not run.
+
+The matrices of twelve layers are updated one after the other, in pieces of their own (`plimsoll.step.update.commit`):
+the first of a kind is run, and the others are noted as it was, with gradients and states of their own. Alike are pieces
+whose parameters, gradients and states have the same layouts, and the same values where these are known, as the count of
+steps is: nothing else decides what an update does that treats each parameter alone, and only such an update has pieces.
+A piece that leaves anything but states, such as the memory for later copies, is no example for others.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from plimsoll.memory.recorder import Recorder
+from plimsoll.memory.repeated import Stretch, notes_of, place_of, row_of, take_notes
+from plimsoll.models.optimizers import settings_of
+from plimsoll.step.update.transient_memory import Members
+
+_MOST_PARAMETERS = 8  # of a piece: those of more are seldom alike, and to compare them takes time, too
+
+
+class FoldedUpdates:
+    """The pieces of the updates of one dry run.
+
+    Args:
+        recorder: what records them.
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
+        self._recorder, self._optimizer = recorder, optimizer
+        self._step = 0
+        self._done: dict[Hashable, _Done] = {}
+
+    def run(self, members: Members, do_piece: Callable[[], Any]) -> Any:
+        """Update a piece and let its gradients go, or note that again.
+
+        Args:
+            members: the parameters of the piece.
+            do_piece: does it; ``None`` says that it is done.
+        """
+        if len(members) > _MOST_PARAMETERS:
+            return do_piece()
+        if self._step != self._recorder.step:
+            self._step, self._done = self._recorder.step, {}
+        with _disable_current_modes():  # to look at values is no part of the training
+            kinds = tuple(self._kind_of(*member) for member in members)
+        if None in kinds:
+            return do_piece()
+        parameters = [parameter for _, parameter in members]
+        ended = [row_of(self._recorder, one.grad) for one in parameters if one.grad is not None]
+        done = self._done.get(kinds)
+        if done is not None:
+            made = iter(done.stretch.again(ended))
+            for parameter, example in zip(parameters, done.examples, strict=True):
+                self._take(parameter, example, made)
+            return None
+        begin, settings = place_of(self._recorder), self._settings()
+        before = {id(value) for one in parameters for value in self._states_of(one).values()}
+        event = do_piece()
+        states = [{**self._states_of(one)} for one in parameters]
+        new = [
+            value for one in states for value in one.values() if isinstance(value, Tensor) and id(value) not in before
+        ]
+        stretch = Stretch(self._recorder, begin, new, ended)
+        if event is None and stretch.is_closed and all(map(operator.is_, settings, self._settings())):
+            self._done[kinds] = _Done(stretch, [_example_of(one, {*map(id, new)}) for one in states])
+        return event
+
+    def _take(self, parameter: nn.Parameter, example: dict[str, Any], made: Iterator[Tensor]) -> None:
+        """Let a parameter be as its update would leave it."""
+        parameter.grad = None
+        if not example:
+            return
+        state = self._optimizer.state[parameter]
+        for name, value in example.items():
+            if isinstance(value, _Notes):
+                take_notes(state[name], value)
+            else:
+                state[name] = next(made) if value is _NEW else value
+
+    def _kind_of(self, group: int, parameter: nn.Parameter) -> Hashable:
+        """What decides what an update does; ``None`` if it cannot be told."""
+        states = self._states_of(parameter)
+        traits = [_trait_of(one) for one in (parameter, parameter.grad, *states.values())]
+        return None if None in traits else (group, *states, *traits)
+
+    def _states_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        states: dict[str, Any] = self._optimizer.state.get(parameter, {})
+        return states
+
+    def _settings(self) -> list[Any]:
+        return [value for group in settings_of(self._optimizer) for value in group.values()]
+
+
+class _Done(NamedTuple):
+    """A piece that was run, and what it left in the states of each parameter."""
+
+    stretch: Stretch
+    examples: list[dict[str, Any]]
+
+
+class _Notes(dict[str, Any]):
+    """What is noted of a state that was there before."""
+
+
+_NEW = object()
+"""In place of a state that was made."""
+
+
+def _example_of(states: dict[str, Any], new: set[int]) -> dict[str, Any]:
+    return {
+        name: _NEW if id(value) in new else _Notes(notes_of(value)) if isinstance(value, Tensor) else value
+        for name, value in states.items()
+    }
+
+
+def _trait_of(value: Any) -> Hashable:
+    """The layout of a dense fake tensor with what is noted of it, or a number with its type; ``None`` of all else."""
+    if isinstance(value, bool | int | float | str):
+        return type(value), value
+    if type(value) is not FakeTensor or value.layout is not torch.strided:
+        return None
+    notes = notes_of(value)
+    if any(isinstance(note, Tensor) and note.numel() > 1 for note in notes.values()):
+        return None
+    noted = tuple((name, note.item() if isinstance(note, Tensor) else note) for name, note in notes.items())
+    return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device, noted

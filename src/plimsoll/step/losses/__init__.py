@@ -1,0 +1,1 @@
+"""Whether the loss of a batch is the sum of the losses of its micro-batches."""

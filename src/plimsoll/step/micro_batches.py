@@ -1,0 +1,229 @@
+"""How a batch is cut into micro-batches and weighted; common to a training step and an evaluation.
+
+Does NOT decide how large the pieces are: see `plimsoll.step.recovery`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plimsoll.distributed.ranks import Ranks
+from plimsoll.errors import InputError
+from plimsoll.models.workload import (
+    Reason,
+    Units,
+    Workload,
+    batch_size_of,
+    count_elements,
+    count_units,
+    move_batch,
+    pick_samples,
+    split_batch,
+)
+from plimsoll.records.run import OomEvent
+from plimsoll.techniques.mechanisms.lengths import Group, elements_of_full_length, groups_by_length, trimmed
+
+_OF_BATCH_NORM = "Expected more than 1 value per channel"
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Shape(NamedTuple):
+    """What of a batch decides how it is cut and weighted."""
+
+    num_samples: int
+    num_units: float
+    elements_per_sample: float
+
+
+NOTHING = Shape(num_samples=0, num_units=0, elements_per_sample=0.0)
+"""The part of a rank that has no sample of a batch, because there are fewer than ranks."""
+
+
+class Piece(NamedTuple):
+    """A micro-batch, its share of what the loss averages over, and which samples of the batch it has, in its order."""
+
+    batch: Any
+    share: float
+    numbers: Sequence[int]
+
+
+def shape_of(batch: Any, workload: Workload) -> Shape:
+    """Return the shape of a batch; where shorter samples are put more to a pass, they count as long as the longest."""
+    num_samples, num_units = batch_size_of(batch), count_units(batch, workload.units)
+    if workload.cuts_by_length and workload.full_length is not None:
+        full_elements = elements_of_full_length(batch, workload.full_length)
+        if full_elements is not None:
+            return Shape(num_samples, num_units, full_elements)
+    return Shape(num_samples, num_units, count_elements(batch) / num_samples)
+
+
+def shape_of_any(batch: Any, units: Units) -> Shape:
+    """Return the shape of any batch; one that cannot be cut is like a single sample."""
+    try:
+        num_samples = batch_size_of(batch)
+    except InputError:
+        return Shape(1, 1, count_elements(batch))
+    return Shape(num_samples, count_units(batch, units), count_elements(batch) / num_samples)
+
+
+class Parts(NamedTuple):
+    """The parts of a batch that all ranks have: what decides how they are cut, and their samples together.
+
+    The units of ``shape`` are those of all parts, samples and elements those of the rank that has most. Some ranks may
+    have no target at all, because there are fewer samples than ranks.
+    """
+
+    shape: Shape
+    num_samples: int
+    some_have_none: bool
+
+
+def parts_of_all(shape: Shape, ranks: Ranks) -> Parts:
+    """Return what the ranks have together, of whom this one has a part of this shape."""
+    if ranks.is_alone:
+        return Parts(shape, shape.num_samples, some_have_none=False)
+    samples, units, elements = zip(*ranks.each(shape), strict=True)
+    num_units = sum(units)
+    whole = Shape(int(max(samples)), int(num_units) if num_units.is_integer() else num_units, max(elements))
+    return Parts(whole, int(sum(samples)), some_have_none=not all(units))
+
+
+def weighted_pieces(
+    batch: Any, micro_batch: int, shape: Shape, workload: Workload, total_units: float | None = None
+) -> Iterator[Piece]:
+    """Yield the micro-batches; one without a target, which has no mean loss, is left out.
+
+    Shares are of ``total_units``, by default those of this batch.
+
+    A workload that is cut by length has samples of alike length together, without the padding that none of them needs
+    and as many as have no more elements than ``micro_batch`` samples of full length, where the batch says how long they
+    are.
+    """
+    units, num_units = workload.units, total_units or shape.num_units
+    if not shape.num_units:
+        return
+    groups = groups_by_length(batch, micro_batch, workload.full_length) if workload.cuts_by_length else None
+    if groups is not None:
+        yield from _weighted_groups(batch, groups, shape, units, num_units)
+        return
+    if micro_batch >= shape.num_samples:
+        yield Piece(batch, shape.num_units / num_units, range(shape.num_samples))
+        return
+    for start, piece in zip(range(0, shape.num_samples, micro_batch), split_batch(batch, micro_batch), strict=True):
+        share = count_units(piece, units) / num_units
+        if share:
+            yield Piece(piece, share, range(start, min(start + micro_batch, shape.num_samples)))
+
+
+def equal_pieces(batch: Any, micro_batch: int, num_samples: int) -> Iterator[Piece]:
+    """Cut a batch without a target, of which each sample counts as much."""
+    for piece in split_batch(batch, micro_batch):
+        yield Piece(piece, batch_size_of(piece) / num_samples, ())
+
+
+class Spare:
+    """A sample to compute with where a rank has nothing left to do, and the others need it: it counts for nothing.
+
+    Blocks that are shared out over the ranks are gathered by all of them, or by none. A rank that has no target in its
+    part of the batch computes with a sample of another.
+
+    Args:
+        workload: its ranks, and what its loss averages over; a sample without any has no loss.
+        is_lent: whether some rank has none of its own.
+    """
+
+    def __init__(self, workload: Workload, is_lent: bool) -> None:
+        self._ranks, self._units, self._is_lent = workload.ranks, workload.units, is_lent
+        self._is_told = workload.cuts_by_length
+
+    def filled(self, pieces: Iterator[Piece], num_pieces: int) -> Iterator[Piece]:
+        """Yield the pieces, and then the spare sample until there were as many as on the rank that has most.
+
+        All ranks must ask for it. So many are ``num_pieces``, or, where samples of alike length are together, fewer.
+
+        Raises:
+            PeerOutOfMemory: if memory ran out on another rank before it could lend one.
+        """
+        if self._is_told:
+            pieces = iter(all_pieces := list(pieces))
+            self._ranks.require_all()
+            num_pieces = int(max(number for (number,) in self._ranks.each([len(all_pieces)])))
+        first = next(pieces, None)
+        own = None if first is None else self._with_target(first.batch)
+        spare = self._lent(own) if self._is_lent else own
+        for piece in chain(() if first is None else (first,), pieces):
+            yield piece
+            num_pieces -= 1
+        for _ in range(num_pieces):
+            yield Piece(spare, 0.0, ())
+
+    def _lent(self, own: Any) -> Any:
+        """A sample of the first rank that has one, for those that have none."""
+        here = None if own is None else move_batch(own, torch.device("cpu"))
+        every = self._ranks.gather_agreed(here)
+        return next(one for one in every if one is not None) if own is None else own
+
+    def _with_target(self, piece: Any) -> Any:
+        """The first sample that the loss is defined for; the whole piece has one."""
+        each = (pick_samples(piece, [number]) for number in range(batch_size_of(piece)))
+        return next((one for one in each if count_units(one, self._units)), piece)
+
+
+def _weighted_groups(batch: Any, groups: list[Group], shape: Shape, units: Units, num_units: float) -> Iterator[Piece]:
+    if len(groups) == 1:
+        yield Piece(trimmed(batch, groups[0][1]), shape.num_units / num_units, range(shape.num_samples))
+        return
+    for numbers, num_columns in groups:
+        piece = pick_samples(batch, numbers)
+        share = count_units(piece, units) / num_units
+        if share:
+            yield Piece(trimmed(piece, num_columns), share, numbers)
+
+
+def autocast(workload: Workload) -> torch.autocast:
+    """The context in which a forward pass and its loss run."""
+    dtype = _AUTOCAST.get(workload.precision)
+    return torch.autocast(workload.device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def mean_loss(workload: Workload, piece: Any) -> Tensor:
+    """Compute the mean loss of a piece that is on the device.
+
+    Raises:
+        InputError: if the loss function returns anything else than a tensor of one number, or BatchNorm is to average
+            over a single one.
+    """
+    try:
+        with autocast(workload):
+            loss = workload.loss(workload.model, piece)
+    except ValueError as error:
+        if _OF_BATCH_NORM not in str(error):
+            raise
+        raise InputError(
+            f"BatchNorm has no statistics in a pass of so few samples ({error}): give micro-batches that leave at "
+            "least 2 samples to each pass, or put BatchNorm into evaluation mode"
+        ) from error
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise InputError(f"loss(model, batch) returned {found}: return the mean loss, a tensor of one number")
+
+
+def no_way_out(event: OomEvent, micro_batch: int, shape: Shape, whole: Reason | None) -> str:
+    """Say why a batch cannot be done, and what to type instead."""
+    where = f"memory ran out in the {event.phase} phase of step {event.step}"
+    if event.phase == "optimizer":
+        why = "no micro-batch changes what the update needs: give a larger budget, or an optimizer with fewer states"
+    elif whole is not None:
+        why = f"the batch of {shape.num_samples} samples was not cut, because {whole}, or give a larger budget"
+    else:
+        why = (
+            f"micro-batch {micro_batch} is the smallest there is: give a larger budget, shorter sequences or a smaller "
+            "model"
+        )
+    return f"{where} ({event.shortage}); the step was undone. {why}"

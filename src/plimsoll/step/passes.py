@@ -1,0 +1,89 @@
+"""The forward and backward pass of one micro-batch after the other, which add up the gradients of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from plimsoll.device.base import Backend
+from plimsoll.models.workload import Workload, move_batch
+from plimsoll.step.checks import refuse_non_finite
+from plimsoll.step.failpoints import failpoint
+from plimsoll.step.folding.passes import Folded
+from plimsoll.step.micro_batches import mean_loss
+from plimsoll.step.oom_boundary import Position
+from plimsoll.step.replay.capture import Scaler
+from plimsoll.step.replay.replays import Replays
+from plimsoll.step.result import at_least_fp32
+from plimsoll.step.retained.graphs import GraphWatch
+from plimsoll.step.retry import Retry
+
+
+class Passes:
+    """The passes of one training.
+
+    Args:
+        workload: the training.
+        retry: goes back to the state of before a step.
+        backend: of the device.
+        position: where the training is.
+        parameters: iterates over what has gradients.
+        rehearses: whether the training is a dry run.
+
+    Attributes:
+        graphs: watches what stays of the graphs of passes.
+        replays: replays passes where the workload asks for it.
+        folded: in a dry run whose passes repeat, notes again those that are like one that was run.
+    """
+
+    def __init__(
+        self, workload: Workload, retry: Retry, backend: Backend, position: Position,
+        parameters: Callable[[], Iterable[nn.Parameter]], *, rehearses: bool,
+    ) -> None:  # fmt: skip
+        self.graphs = GraphWatch(workload, backend)
+        self.replays = Replays(workload, retry, backend, position, parameters, rehearses=rehearses)
+        self.folded: Folded | None = None
+        self._workload, self._position = workload, position
+
+    def add(self, piece: Any, share: float, scaler: Scaler, *, is_early: bool = False) -> Tensor:
+        """Add one micro-batch's part to the gradients; everything it allocated is free when this returns.
+
+        Args:
+            piece: the micro-batch, on any device.
+            share: its share of the mean loss.
+            scaler: of the loss, for fp16.
+            is_early: whether parameters are updated in backward, when it is too late to look at the loss.
+
+        Returns:
+            Its part of the loss.
+        """
+        self._position.phase = "copy"
+        failpoint("copy")
+        eager = partial(self._eagerly, share=share, scaler=scaler, is_early=is_early)
+        if self._workload.captured is not None:
+            return self.replays.run(piece, share, scaler, eager)
+        if self.folded is not None:
+            loss = self.folded.run(piece, share != 1, lambda: eager(move_batch(piece, self._workload.device)))
+            self._position.phase = "backward"  # in which a pass ends
+            return loss
+        return eager(move_batch(piece, self._workload.device))
+
+    def _eagerly(self, piece: Any, *, share: float, scaler: Scaler, is_early: bool) -> Tensor:
+        step = self._position.step + 1
+        self._position.phase = "forward"
+        failpoint("forward")
+        loss = mean_loss(self._workload, piece)
+        self.graphs.note_loss(loss, step)
+        self._position.phase = "loss"
+        failpoint("loss")
+        if share != 1:
+            loss = loss * share
+        if is_early:
+            refuse_non_finite("loss", loss.item(), self._workload, self._position)
+        self._position.phase = "backward"
+        self.graphs.backward(loss if scaler is None else scaler.scale(loss), step)
+        failpoint("backward")
+        return at_least_fp32(loss)

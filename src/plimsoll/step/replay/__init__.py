@@ -1,0 +1,1 @@
+"""Micro-batches replayed from one captured CUDA graph."""

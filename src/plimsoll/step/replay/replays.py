@@ -1,0 +1,238 @@
+"""Micro-batches of equal shape as replays of one captured graph: forward, loss and backward in a single launch.
+
+    replays = Replays(workload, retry, backend, position, parameters)
+    replays.begin()                                            # of each try of a step
+    loss = replays.run(piece, share, scaler, eager)            # of each micro-batch
+
+The first step runs eagerly, and is observed. In the first micro-batch of a later step whose shape has been there before
+the pass is captured and proven (`plimsoll.step.replay.capture`), and everything is put back; from then on such
+micro-batches are replayed. All others run eagerly and add to the same gradients. Before each step what is around the
+passes is compared with what it was at the capture: where it differs, the graph is dropped, and captured anew. Whatever
+forbids a capture, or fails in it, the steps run eagerly; that is said once, and the memory of the graph is given back.
+
+In a rehearsal nothing is captured: the ops of such a micro-batch are marked as a graph's (`plimsoll.memory.captures`),
+unless its forward is seen to read the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from plimsoll.device.base import Backend
+from plimsoll.memory.captures import as_captured
+from plimsoll.models.workload import Workload, leaves_of, move_batch
+from plimsoll.records.run import OomEvent
+from plimsoll.step.failpoints import failpoint
+from plimsoll.step.oom_boundary import Position, attempt, without_fail
+from plimsoll.step.replay.capture import GRAPHS, Capture, Captured, Eager, Scaler
+from plimsoll.step.replay.survey import Survey
+from plimsoll.step.retry import Retry, warn_at_the_loop
+
+_MOST_CHANGES = 3  # of what is around the passes; where it changes in every step, no capture pays
+_IDLE_STEPS = 3  # without a micro-batch of the shape of the graph
+_ALIGNED_BYTES = 64  # of a vector register, and more than any load of a GPU
+_PLAIN = (str, bytes, bool, int, float, type(None))
+
+
+class Replays:
+    """Runs the micro-batches of one training, by replays where that is asked for and shown to be the same.
+
+    Args:
+        workload: the training; its ``captured`` asks for it, and holds what was captured.
+        retry: goes back to the state of before the step.
+        backend: of the device.
+        position: where the training is.
+        parameters: iterates over what has gradients.
+        rehearses: whether the training is a dry run.
+
+    Attributes:
+        num_replays: micro-batches that were replayed.
+        why_not: why there are no replays, if that is known.
+    """
+
+    def __init__(
+        self, workload: Workload, retry: Retry, backend: Backend, position: Position,
+        parameters: Callable[[], Iterable[nn.Parameter]], *, rehearses: bool = False,
+    ) -> None:  # fmt: skip
+        self.num_replays = 0
+        self.why_not: str | None = None
+        self._workload, self._retry, self._backend, self._position = workload, retry, backend, position
+        self._parameters, self._rehearses = parameters, rehearses
+        self._capture = Capture(workload, retry, backend, parameters)
+        self._is_first = True
+        self._first_shapes: set[Hashable] = set()
+        self._full: set[Hashable] = set()  # shapes for whose graph there was no room
+        self._shape: Hashable = None  # of what is captured
+        self._captured_at = 0  # the step
+        self._num_changes = self._num_idle = 0
+        self._reached: list[nn.Parameter] = []  # in a rehearsal what has gradients, and those that stay
+        self._static: dict[nn.Parameter, Tensor] | None = None
+
+    def begin(self) -> None:
+        """Begin a try of a step, whose state is remembered: drop what was captured for another."""
+        self._is_first = True
+        held = self._held
+        if held is None:
+            return
+        self._num_idle += 1
+        why = held.what_changed(self._retry.undo.remembered[0])
+        if why is None and self._num_idle <= _IDLE_STEPS:
+            return
+        self.drop()
+        self._num_changes += 1
+        if self._num_changes > _MOST_CHANGES:
+            self._give_up(f"{why or 'the shape of micro-batches'} changes again and again")
+
+    def run(self, piece: Any, share: float, scaler: Scaler, eager: Eager) -> Tensor:
+        """Add the gradients of a micro-batch, and return its part of the loss.
+
+        Args:
+            piece: the micro-batch, on any device.
+            share: its share of the mean loss.
+            scaler: of the loss, for fp16.
+            eager: does it without a graph.
+        """
+        is_first, self._is_first = self._is_first, False
+        is_asked = self._backend.kind in GRAPHS and self.why_not is None
+        kind = "" if self._rehearses else self._workload.device.type
+        shape = shape_of(piece, kind) if is_asked else None
+        if self._rehearses:
+            return self._rehearsed(shape, is_first, piece, eager)
+        # Where a dispatch mode looks at the passes, it is to see them.
+        if shape is not None and not self._retry.undo.is_due and _get_current_dispatch_mode() is None:
+            if is_first and self._held is None and shape in self._first_shapes - self._full:
+                self._try_to_capture(shape, piece, share, scaler, eager)
+            if self._held is not None and shape == self._shape:
+                return self._replayed(self._held, piece, share, scaler)
+        if is_first:
+            self._first_shapes.add(shape)
+        return eager(move_batch(piece, self._workload.device))
+
+    def drop(self) -> None:
+        """Let go of what was captured, and give its memory back."""
+        while self._workload.captured:
+            self._workload.captured.pop().graph.release()
+
+    def reset(self) -> None:
+        """Be as before the first step: other techniques are put to work."""
+        self.drop()
+        self.num_replays = self._num_changes = self._num_idle = 0
+        self.why_not, self._shape = None, None
+        self._first_shapes, self._full = set(), set()
+
+    @property
+    def why_none(self) -> str | None:
+        """Why nothing was replayed, where that was asked for and not done."""
+        if self._workload.captured is None or self.num_replays:
+            return None
+        return self.why_not or ("there was no room to capture a graph" if self._full else "no graph was captured")
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether passes run as they will from now on, and not for the first time before a capture."""
+        return self._workload.captured is None or self._held is not None or bool(self.why_not or self._full)
+
+    @property
+    def uncounted_bytes(self) -> int:
+        """What replays of the last step have used, and torch has counted as allocated in the capture alone."""
+        return self._held.graph.num_bytes if self._held is not None and self._captured_at < self._position.step else 0
+
+    @property
+    def _held(self) -> Captured | None:
+        return self._workload.captured[0] if self._workload.captured else None
+
+    def _replayed(self, held: Captured, piece: Any, share: float, scaler: Scaler) -> Tensor:
+        self._num_idle = 0
+        for phase in ("forward", "loss", "backward"):
+            self._position.phase = phase
+            failpoint(phase)
+        self.num_replays += 1
+        return held.replay(piece, share, scaler)
+
+    def _try_to_capture(self, shape: Hashable, piece: Any, share: float, scaler: Scaler, eager: Eager) -> None:
+        """Capture the pass of a micro-batch with which a step begins; whatever comes of it, the state is as before."""
+        work = partial(self._capture.of, piece, share, scaler, eager)
+        found = without_fail(lambda: attempt(work, self._backend, self._position))
+        self._retry.go_back([*self._parameters()])
+        if isinstance(found, Captured):
+            assert self._workload.captured is not None
+            found.let_go()
+            self._workload.captured.append(found)
+            self._shape, self._captured_at = shape, self._position.step + 1
+            return
+        self._backend.release()
+        if isinstance(found, OomEvent):
+            self._full.add(shape)
+            warn_at_the_loop(
+                f"there is no room to capture a graph of such micro-batches ({found.shortage}), which run without one"
+            )
+        else:
+            self._give_up(found)
+
+    def _give_up(self, why: str) -> None:
+        self.why_not = why
+        warn_at_the_loop(f"micro-batches are not replayed as a CUDA graph, because {why}: the steps run without one")
+
+    def _rehearsed(self, shape: Hashable, is_first: bool, piece: Any, eager: Eager) -> Tensor:
+        """The pass of a rehearsal: from the second step on its ops are a graph's, and gradients stay between steps.
+
+        They are held between passes only: autograd adds to them in place as long as nobody else has them.
+        """
+        moved = move_batch(piece, self._workload.device)
+        if self._position.step and self._static is None:
+            self._static = {parameter: torch.empty_like(parameter) for parameter in self._reached}
+        held, self._static = self._static or {}, None if self._static is None else {}
+        for parameter in self._reached:
+            if parameter.grad is None and parameter in held:
+                parameter.grad = held.pop(parameter).fill_(-0.0)
+        held.clear()
+        is_captured = self._position.step and shape is not None and shape == self._shape
+        with as_captured() if is_captured else nullcontext():
+            loss = self._surveyed(eager, moved) if self._position.step == 0 and is_first else eager(moved)
+        if self._position.step == 0 and is_first and self.why_not is None:
+            self._shape, self._reached = shape, [one for one in self._parameters() if one.grad is not None]
+        if self._static is not None:
+            self._static.update((one, one.grad) for one in self._reached if one.grad is not None)
+        return loss
+
+    def _surveyed(self, eager: Eager, piece: Any) -> Tensor:
+        """A pass whose forward is looked at: where it reads its data, nothing will be replayed."""
+        workload, survey = self._workload, Survey(self._workload.device)
+        loss = workload.loss
+        workload.loss = lambda model, batch: survey.of(lambda: loss(model, batch))
+        try:
+            return eager(piece)
+        finally:
+            workload.loss, self.why_not = loss, survey.reason
+
+
+def shape_of(piece: Any, kind: str) -> Hashable:
+    """What two micro-batches must have in common to be passes of one graph on a kind of device.
+
+    ``None`` where that cannot be told, or where an eager pass would read numbers in place that lie otherwise than the
+    graph's copy of them: kernels go by that, and round otherwise.
+    """
+    found: list[Hashable] = []
+    for path, leaf in leaves_of(piece):
+        if isinstance(leaf, Tensor):
+            if leaf.layout != torch.strided or not _is_aligned(leaf, kind):
+                return None
+            found.append((path, tuple(leaf.shape), leaf.dtype))
+        elif isinstance(leaf, _PLAIN):
+            found.append((path, leaf))
+        elif isinstance(leaf, list | tuple) and all(isinstance(one, _PLAIN) for one in leaf):
+            found.append((path, *leaf))
+        else:
+            return None
+    return tuple(found)
+
+
+def _is_aligned(leaf: Tensor, kind: str) -> bool:
+    return not leaf.is_floating_point() or leaf.device.type != kind or leaf.data_ptr() % _ALIGNED_BYTES == 0

@@ -1,0 +1,1 @@
+"""Graphs and tensors that user code retains from step to step."""

@@ -1,0 +1,503 @@
+"""The OOM-proof training step: either the whole optimizer step happens, once, or nothing does.
+
+    step = TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0)
+    for batch in loader:
+        result = step(batch)
+
+A step cuts the batch into micro-batches, accumulates their gradients, clips, and updates. When memory runs out
+anywhere, what the step has changed is put back (by `plimsoll.step.retry`, and what the update has changed by
+`plimsoll.step.update.commit`), and the same samples run again in smaller pieces. The sum of the gradients does not
+depend on the cut: each micro-batch's mean loss is weighted by its share of what the loss averages over, and a batch is
+cut only where that is known to be right (`plimsoll.step.losses.additive`).
+
+Numerics: with one micro-batch the same bits as the plain loop; with more, the same mathematics in another rounding
+order. Another cut draws other dropout masks, as it does in plain PyTorch. BatchNorm's batch statistics depend on the
+cut, so a model in which they are in use is not cut unless ``recut_batch_norm`` allows it; nor is, at all, one with an
+embedding that scales gradients by what is in a pass (``scale_grad_by_freq``).
+
+With several `Ranks` each gives its own part of the batch, and the step is the one of the whole batch: gradients are
+added up when all ranks have theirs, and memory that runs out on one of them undoes the step on all.
+
+Does NOT cover: LBFGS and other optimizers that need a closure, gradients that exist before the step (they are dropped),
+and parameters that the model gets after the step was made: make a new one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from plimsoll.device.base import Backend, backend_for
+from plimsoll.device.mapped_memory import MappedPool
+from plimsoll.distributed.ranks import Ranks
+from plimsoll.distributed.reduction import Reduction
+from plimsoll.errors import InputError, OutOfMemoryError
+from plimsoll.models.workload import LossFunction, Precision, Units, Workload, model_loss, move_batch
+from plimsoll.records.device import MemoryUse
+from plimsoll.records.plan import Choice, Rung
+from plimsoll.records.run import OomEvent
+from plimsoll.step.checks import device_of, refuse, refuse_batch, refuse_no_target, refuse_non_finite, refuse_recut
+from plimsoll.step.collective import attempt_together, told_by_all
+from plimsoll.step.evaluate import Evaluation, Evaluator
+from plimsoll.step.failpoints import failpoint
+from plimsoll.step.fallbacks import Rungs, after_oom, ladder_of, measured, take_back
+from plimsoll.step.losses.additive import Additivity
+from plimsoll.step.micro_batches import (
+    NOTHING,
+    Shape,
+    Spare,
+    mean_loss,
+    no_way_out,
+    parts_of_all,
+    shape_of,
+    weighted_pieces,
+)
+from plimsoll.step.missing_gradients import UnreachedWatch
+from plimsoll.step.oom_boundary import Position
+from plimsoll.step.passes import Passes
+from plimsoll.step.recovery import Ladder, Size, state_after_death
+from plimsoll.step.result import Outcome, StepResult, note
+from plimsoll.step.retry import Retry, first_samples, scaler_as_now
+from plimsoll.step.undo.saved import Stateful
+from plimsoll.step.update.after_update import AfterUpdate
+from plimsoll.step.update.commit import StepCommit
+from plimsoll.step.update.gradient_release import EarlyUpdate, early_update
+from plimsoll.step.update.sparse import clip
+from plimsoll.techniques.mechanisms.whole import WholeBatch
+
+T = TypeVar("T")
+_SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below this the loss itself is not finite
+
+
+class TrainStep:
+    """One optimizer step as a transaction; see the module's docstring for what that promises.
+
+    Args:
+        model: the model, on the device it trains on.
+        optimizer: any ``torch.optim`` optimizer of its parameters (not LBFGS).
+        loss: ``loss(model, batch)`` returns the mean loss, a scalar tensor; by default ``model(**batch).loss``.
+        units: what that loss averages over: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"``
+            (the same, for a causal model that shifts the labels), or a function from a batch to a number. It may be
+            left out where the model computes its own loss and each sample has one label.
+        micro_batch: samples per forward and backward pass to begin with; ``None`` begins with the whole batch.
+        rungs: in place of ``micro_batch``, ``plan.rungs``: the techniques to begin with, and what to change to, in
+            order, when memory runs out; or the choices of each alone, of which then no peak is known.
+        clip_norm: the global gradient norm to clip to, after accumulation.
+        schedule: a learning-rate schedule, stepped after every update.
+        precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` by autocast (fp16 with a gradient scaler).
+        recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
+        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts;
+            ``never_cut`` keeps every batch whole.
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state passes change where Plimsoll does
+            not look (`plimsoll.step.undo.reachable`); it is put back with the step, and saved by `state_dict`.
+        allow_hidden_state: retry after an out-of-memory error although state was found that is not put back.
+        grow_after: clean steps after which the next larger micro-batch is tried; where measured peaks leave room for
+            it, that is after three.
+        files: what the model was made in, where that was not memory.
+        full_length: the tokens of the longest sample there will be. With it, and where samples of alike length are put
+            together, a micro-batch is so many samples of that length, and as many more of shorter ones as have no more
+            elements; without it, of the longest of each batch.
+        backend: stands in for the device's, in a rehearsal; so does ``position`` for the step's own.
+        ranks: who trains the same model on the other parts of each batch; each has made the same step.
+
+    Raises:
+        InputError: if an argument cannot be used (see `plimsoll.step.checks`).
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossFunction = model_loss, *,
+        units: Units | None = None, micro_batch: int | None = None,
+        rungs: Sequence[Rung | Sequence[Choice]] | None = None,
+        clip_norm: float | None = None, schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+        precision: Precision = "fp32",
+        recut_batch_norm: bool = False, recut_loss: bool = False, never_cut: bool = False,
+        extra_state: Sequence[Stateful] = (), allow_hidden_state: bool = False,
+        grow_after: int = 50, full_length: int | None = None,
+        backend: Backend | None = None, position: Position | None = None,
+        files: MappedPool | None = None, ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
+        self.ranks = ranks or Ranks()
+        device = device_of(model)
+        kind = backend.kind if backend else device.type
+        refuse(model, optimizer, precision, micro_batch, loss=loss, units=units, kind=kind)
+        if rungs and micro_batch is not None:
+            raise InputError(
+                f"micro_batch={micro_batch} was given with {len(rungs)} rungs, which have micro-batches of their own: "
+                "leave one of the two out"
+            )
+        self._units_are_assumed = units is None
+        self._has_own_loss = loss is not model_loss
+        self.workload = Workload(model, optimizer, loss, units or "samples", schedule, clip_norm, precision, device)
+        self.workload.full_length, self.workload.files, self.workload.ranks = full_length, files, self.ranks
+        self.position = position or Position()
+        self.backend: Backend = backend or backend_for(str(device))
+        self.ladder: Ladder | None = None
+        told = self.workload, self.backend, self.position
+        self.additivity = Additivity(*told, recut_loss, never_cut, extra_state=extra_state)
+        self._rungs = Rungs(self.workload, rungs or ())
+        model, optimizer, precision = self.workload.model, self.workload.optimizer, self.workload.precision
+        self._learned: dict[str, Any] | None = None
+        self._first_micro_batch, self._grow_after = micro_batch, grow_after
+        self._whole = WholeBatch(self.workload, recut_batch_norm)
+        self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
+        self._retry = Retry(
+            {"model": model, "loss": loss, "units": units}, self.backend, self.position,
+            optimizer=optimizer, extra_state=extra_state,
+            allow_hidden_state=allow_hidden_state, observes=backend is None and self.workload.sharded is None,
+        )  # fmt: skip
+        self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
+        self._following = AfterUpdate(optimizer, self.backend, self.position)
+        self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
+        self._early: EarlyUpdate | None = None
+        self._spare = Spare(self.workload, is_lent=False)
+        self._passes = Passes(
+            self.workload, self._retry, self.backend, self.position, self._all_parameters, rehearses=backend is not None
+        )
+        self.graphs, self.replays = self._passes.graphs, self._passes.replays
+        self.unreached = UnreachedWatch(model, is_done=backend is not None)  # a rehearsal is not a training
+        self._evaluator = Evaluator(*told, self._shape_of, grow_after, self.additivity)
+        if micro_batch is not None or rungs:
+            self._evaluator.begin_at(micro_batch or self._rungs.sizes[0].samples)
+        self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+        self._is_asked = True  # whether the batch in hand may be cut, if it is
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The micro-batch in force, in samples; ``None`` before the first batch if none was given."""
+        if self.ladder is not None or self._rungs.sizes:
+            ladder = self._ladder_for(0)
+            return ladder.sizes[ladder.in_force].samples
+        if self._learned is not None and self._whole.reason() is None:
+            return int(self._learned["size"])
+        return self._first_micro_batch
+
+    @property
+    def rung(self) -> int:
+        """The rung in force; 0 before the first batch, unless a checkpoint or a death says otherwise."""
+        return 0 if self.ladder is None and not self._rungs.sizes else self._ladder_for(0).in_force
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have happened."""
+        return self.position.step
+
+    def __call__(self, batch: Any, on_oom: Callable[[OomEvent], None] | None = None) -> StepResult:
+        """Do one optimizer step on ``batch``, in as many pieces as it takes.
+
+        Args:
+            batch: a dict, tuple, list or tensor whose tensors have the samples in dimension 0.
+            on_oom: called with each event as it is recovered from.
+
+        Raises:
+            OutOfMemoryError: if memory ran out and no smaller micro-batch is left; the step is undone.
+            AfterUpdateError: if memory ran out after the update, in the schedule for example; the update is done.
+            NonFiniteLossError: if the loss is NaN or infinite; the step is undone.
+            InputError: if the batch cannot be cut, or must not be.
+        """
+        started = time.perf_counter()
+        own = self._shape_of(batch)
+        shape, num_samples, lends = parts_of_all(own, self.ranks)
+        self._spare = Spare(self.workload, is_lent=lends)
+        refuse_no_target(shape, self.num_steps + 1)
+        ladder = self._ladder_for(shape.num_samples)
+        rung = self._allowed(batch, ladder, ladder.choose(shape.elements_per_sample), shape)
+        events: list[OomEvent] = []
+        self._drop_gradients()
+        known, second_rung = ladder.state_dict(), None
+        outcome: Outcome | OomEvent | None = None
+        try:
+            while not isinstance(outcome, Outcome):
+                size = self.position.micro_batch = min(ladder.sizes[rung].samples, shape.num_samples)
+                outcome = self._run(batch, ladder.sizes[rung]._replace(samples=size), own, shape)
+                if isinstance(outcome, OomEvent):
+                    self.replays.drop()
+                    self._put_back()
+                    outcome = told_by_all(outcome, self.ranks)
+                    self._retry.refuse(outcome, self.ranks)
+                    self._is_asked = self._keep_whole(ladder, batch, shape)
+                    event, following = self._after_oom(outcome, rung, shape)
+                    second_rung = following if second_rung is None else second_rung
+                    if following is None and self.ranks.is_alone and self._retry.undo.leave():
+                        following = ladder.begin_again(known, rung if second_rung is None else second_rung)
+                    note(event, events, on_oom)
+                    if following is None:
+                        raise OutOfMemoryError(no_way_out(event, size, shape, self._whole.reason()))
+                    rung = following
+        finally:
+            if not isinstance(outcome, Outcome):
+                self._put_back()
+                self._retry.undo.settle(all_of_it=True)
+        ladder.held(rung, math.ceil(size * shape.elements_per_sample), measured(ladder, self, self.ranks))
+        self._after_update(outcome.updated)
+        for event in self._commit.recovered:
+            note(event, events, on_oom)
+        return StepResult(
+            step=self.num_steps, num_samples=num_samples, num_units=shape.num_units, micro_batch=size, rung=rung,
+            step_seconds=time.perf_counter() - started, oom_events=tuple(events), **outcome._asdict(),
+        )  # fmt: skip
+
+    def evaluate(self, batches: Iterable[Any]) -> Evaluation:
+        """Return the mean loss over ``batches`` without gradients; see `plimsoll.step.evaluate`.
+
+        Raises:
+            OutOfMemoryError: if not even single samples fit.
+        """
+        return self._evaluator.evaluate(batches, self._put_to_work)
+
+    def evaluated_at_once(self, num_samples: int) -> int:
+        """Return how many samples of a batch of so many `evaluate` begins with at once."""
+        return self._evaluator.at_once(num_samples)
+
+    def use(self) -> MemoryUse:
+        """Read what the device has in use; with replays, what these need and it does not count."""
+        use, more_bytes = self.backend.use(), self.replays.uncounted_bytes
+        more = {} if use.peak_bytes is None or not more_bytes else {"peak_bytes": use.peak_bytes + more_bytes}
+        return use.model_copy(update=more)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides the model and the optimizer."""
+        schedule = self.workload.schedule
+        return {
+            "step": self.num_steps,
+            "ladder": self.ladder.state_dict() if self.ladder else None,
+            "rungs": self._rungs.names,
+            "scaler": self._scaler.state_dict() if self._scaler else None,
+            "schedule": schedule.state_dict() if schedule else None,
+            "extra_state": [one.state_dict() for one in self._retry.extra_state],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.position.step = state["step"]
+        self.ladder = None
+        self._retry.load(state.get("extra_state", ()))
+        self._learned = state["ladder"] if state.get("rungs", []) == self._rungs.names else None  # of another plan
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        if self.workload.schedule is not None and state["schedule"] is not None:
+            self.workload.schedule.load_state_dict(state["schedule"])
+
+    def install(self) -> None:
+        """Put the techniques of the rung in force to work, as the next step would."""
+        if self._rungs.sizes:
+            self._rungs.use(self._rungs.sizes[self.rung].level)
+
+    def begin_again_at(self, rung: int, too_large_rung: int | None = None) -> None:
+        """After the process was killed for memory: at a later one of the rungs given (see `state_after_death`)."""
+        size = self._rungs.sizes[rung]
+        self.ladder, self._learned = None, state_after_death(self._learned, size, too_large_rung)
+        self._evaluator.begin_at(size.samples)
+        self.additivity.most_samples = size.samples
+
+    def close(self) -> None:
+        """Take the techniques back: the model is as it was given, but for what it has learned.
+
+        Where there is no room for what is off the device, that stays where it is, with a warning.
+
+        Raises:
+            OutOfMemoryError: if a model that is shared out over the ranks is not whole again on all of them.
+        """
+        self._commit.forget()
+        self.unreached.close()
+        take_back(self._rungs, self.workload, self.backend, self.position)
+
+    def drop_optimizer_states(self) -> None:
+        """Give back the memory of the optimizer's states, when no step follows."""
+        self.workload.optimizer.state.clear()
+        self._commit.forget()
+        self.backend.release()
+
+    # -- one try of a step ---------------------------------------------------------------------------------------------
+
+    def _run(self, batch: Any, size: Size, own: Shape, shape: Shape) -> Outcome | OomEvent:
+        """Gradients, clipping and update, cut into micro-batches; after an event the caller puts everything back.
+
+        ``own`` is the shape of this rank's part, and ``shape`` that of all parts (see `parts_of_all`).
+        """
+        if not self._is_asked:
+            self.position.phase = "copy"
+            outcome = self._together(partial(self._use, size.level))
+            if isinstance(outcome, OomEvent):
+                return outcome
+            if not self.ranks.is_alone or size.samples < shape.num_samples:
+                refuse_recut(self.additivity.before_cut(batch), size.samples, shape, self.ranks)
+        loss = self._together(lambda: self._gradients_at(batch, size, own, shape))
+        if self._reduction is not None and not isinstance(loss, OomEvent):
+            loss = self._reduction.add_up_all(loss, self._together)
+        return loss if isinstance(loss, OomEvent) else self._finish(loss)
+
+    def _finish(self, loss: float) -> Outcome | OomEvent:
+        """Clip the gradients, which are there, and update."""
+        refuse_non_finite("loss", loss, self.workload, self.position)
+        gradient_norm = self._together(self._clip)
+        if isinstance(gradient_norm, OomEvent):
+            return gradient_norm
+        learning_rate = float(self.workload.optimizer.param_groups[0]["lr"])
+        self.position.phase = "optimizer"
+        self._commit.was_called, self._commit.recovered = False, []
+        if self._scaler is None:
+            self._commit.step()
+        else:
+            self._scaler.step(self._commit)  # type: ignore[arg-type]  # it has what a scaler uses of an optimizer
+        if self._commit.was_called and self._commit.outcome is not None:
+            return self._commit.outcome
+        return Outcome(loss, gradient_norm, learning_rate, updated=self._commit.was_called)
+
+    def _after_update(self, updated: bool) -> None:
+        self._early = None
+        self._retry.undo.done()
+        self.position.step += 1
+        self._following.do(self._scaler, self.workload.schedule if updated else None, self.workload.after_step)
+        self.graphs.look(self.num_steps)
+        self.unreached.look(self.num_steps)
+
+    def _together(self, work: Callable[[], T]) -> T | OomEvent:
+        return attempt_together(work, self.backend, self.position, self.ranks)
+
+    def _all_parameters(self) -> Iterator[nn.Parameter]:
+        """The model's, and the optimizer's, which may be others."""
+        yield from self._parameters
+        for group in self.workload.optimizer.param_groups:
+            yield from group["params"]
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._all_parameters():
+            parameter.grad = None
+
+    def _gradients_at(self, batch: Any, size: Size, own: Shape, shape: Shape) -> float:
+        """Gradients with the techniques of a level, which are installed first if others were in force."""
+        self.position.phase = "copy"
+        self._use(size.level)
+        loss = self._retry.until_settled(partial(self._once, batch, size.samples, own, shape), self._put_back)
+        if self.workload.sharded is not None:
+            self.workload.sharded.hand_over()
+        if self._reduction is not None:
+            self._reduction.prepare()
+        return loss
+
+    def _once(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
+        """Gradients from a state that is remembered."""
+        loss_of = partial(self._loss_of, batch, micro_batch) if self.ranks.is_alone else None
+        self._retry.remember(batch, loss_of, None if self.workload.copy_outside else [*self._all_parameters()])
+        is_early = early_update(self.workload, micro_batch, own.num_samples) is not None
+        self._retry.undo.is_updating = is_early
+        with nullcontext() if is_early else self._retry.observing():
+            loss = self._gradients(batch, micro_batch, own, shape)
+            self._retry.undo.passed()
+        self._retry.observed()
+        return loss
+
+    def _loss_of(self, batch: Any, micro_batch: int) -> torch.Tensor:
+        samples = first_samples(batch, micro_batch, self.workload.model)
+        return mean_loss(self.workload, move_batch(samples, self.workload.device))
+
+    def _use(self, level: int) -> None:
+        if not self._rungs.is_in_force(level):
+            self._commit.forget()  # techniques may move what it has views of
+            self._retry.undo.forget()
+            self._rungs.use(level)
+
+    def _put_to_work(self) -> list[OomEvent]:
+        """Put the techniques of the rung in force to work if none are, or those of the first rung where they can be."""
+        events: list[OomEvent] = []
+        while not self._rungs.has_one_in_force:
+            rung, (samples, level) = self.rung, self._rungs.sizes[self.rung]
+            event = self._together(partial(self._use, level))
+            if isinstance(event, OomEvent):
+                self.backend.release()
+                shape = Shape(samples, samples, elements_per_sample=0)  # no batch has a part in it
+                event, following = self._after_oom(told_by_all(event, self.ranks), rung, shape)
+                events.append(event)
+                if following is None:
+                    raise OutOfMemoryError(no_way_out(event, samples, shape, self._whole.reason()))
+        return events
+
+    def _gradients(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
+        """Accumulate the gradients of the batch; returns its part of the mean loss."""
+        total = torch.zeros((), device=self.workload.device)
+        pieces = weighted_pieces(batch, micro_batch, own, self.workload, shape.num_units)
+        if self.workload.sharded:
+            pieces = self._spare.filled(pieces, -(-shape.num_samples // micro_batch))
+        else:
+            self.unreached.begin()
+        self.replays.begin()
+        self._early = early_update(self.workload, micro_batch, own.num_samples)
+        with self._early.in_backward() if self._early else nullcontext():
+            for piece, share, _ in pieces:
+                total = total + self._passes.add(piece, share, self._scaler, is_early=self._early is not None)
+        return total.item()
+
+    def _clip(self) -> float | None:
+        """Clip the gradients of the whole batch; returns their norm before, or ``None`` if they are not to be."""
+        self.position.phase = "clip"
+        failpoint("clip")
+        clip_norm, sharded = self.workload.clip_norm, self.workload.sharded
+        if self._scaler is not None:
+            self._scaler.unscale_(self._commit)  # type: ignore[arg-type]
+            if sharded is not None:
+                sharded.agree_on_infinities(self._scaler, self._commit)
+        if clip_norm is None:
+            return None
+        norm = (sharded.clip(clip_norm) if sharded else clip(self._parameters, clip_norm)).item()
+        # Under fp16 gradients overflow now and then: the scaler skips that update and lowers the scale.
+        if self._scaler is None or self._scaler.get_scale() < _SMALLEST_SCALE:
+            refuse_non_finite("gradient norm", norm, self.workload, self.position)
+        return norm
+
+    # -- recovery ------------------------------------------------------------------------------------------------------
+
+    def _put_back(self) -> None:
+        self._retry.put_back(self._put_back_own)
+        self.backend.release()
+
+    def _put_back_own(self) -> None:
+        self._drop_gradients()
+        if self.workload.sharded is not None:
+            self.workload.sharded.reset()
+        if self._early is not None:
+            self._early.undo()
+        self._early = None
+        self._commit.forget()
+        if self._scaler is not None:
+            self._scaler = scaler_as_now(self._scaler)
+
+    def _shape_of(self, batch: Any) -> Shape:
+        if not self.ranks.is_alone and isinstance(batch, Mapping) and not batch:
+            return NOTHING
+        refuse_batch(batch, has_own_loss=self._has_own_loss, units_are_assumed=self._units_are_assumed)
+        return shape_of(batch, self.workload)
+
+    def _ladder_for(self, num_samples: int) -> Ladder:
+        """The ladder: of the rungs given, or made from the first batch, and anew for a larger one; limits are kept."""
+        self.ladder = ladder_of(
+            self._rungs, self.ladder, num_samples, first_micro_batch=self._first_micro_batch,
+            grow_after=self._grow_after, is_whole=self._whole.reason() is not None, learned=self._learned,
+        )  # fmt: skip
+        return self.ladder
+
+    def _allowed(self, batch: Any, ladder: Ladder, rung: int, shape: Shape) -> int:
+        """The rung to begin with, which cuts only where the loss allows it."""
+        self._is_asked = True
+        if not self.ranks.is_alone or ladder.sizes[rung].samples < shape.num_samples:
+            self._together(partial(self._use, ladder.sizes[rung].level))  # for there to be room
+            self._is_asked = self._keep_whole(ladder, batch, shape)
+            rung = ladder.choose(shape.elements_per_sample)
+        refuse_recut(self._whole.reason(), ladder.sizes[rung].samples, shape, self.ranks)
+        return rung
+
+    def _keep_whole(self, ladder: Ladder, batch: Any, shape: Shape) -> bool:
+        """Use only fallbacks that keep batches whole if this one must not be cut; return whether that is known yet."""
+        with self._retry.undo.as_failed():
+            return self._rungs.keep_whole(ladder, self._whole, partial(self.additivity.before_cut, batch), shape)
+
+    def _after_oom(self, event: OomEvent, rung: int, shape: Shape) -> tuple[OomEvent, int | None]:
+        """What is done next, and the event that says so; ``None`` where nothing is left to do."""
+        assert self.ladder is not None
+        return after_oom(event, rung, shape, self.ladder, self._rungs, self.backend)

@@ -1,0 +1,170 @@
+"""What a loop changes between the passes of two batches of one update, noted so that it can be changed again.
+
+An update of several batches is undone as a whole, to the state before the first of them. When they are done again, the
+loop that fetched them does not run again, but what it set between two batches (a counter, a buffer, a rate of dropout,
+random numbers drawn for the next batch) is a part of what the next batch was computed from. So a `Moment` is taken
+after the passes of a batch, `Between` compares with it when the loop comes back, and does the same again later.
+
+Values are set to what they were, whoever computed them. Does NOT see what `plimsoll.step.undo.reachable` does not
+reach.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from plimsoll.device.base import Backend
+from plimsoll.step.undo.hooks import SavedHooks
+from plimsoll.step.undo.reachable import SMALL_BYTES, Place, is_same, name_of_item
+from plimsoll.step.undo.reached import Before
+from plimsoll.step.undo.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor, is_same_state
+
+
+class Moment:
+    """How everything that was reached is, after the passes of a batch."""
+
+    def __init__(self, before: Before) -> None:
+        self.contents = before.watched.places.contents()
+        self.versions, self.addresses = before.watched.versions(), before.watched.addresses()
+        self.arrays = [saved.array.copy() for saved in _arrays(before)]
+        self.are_trained = _are_trained(before)
+        self.hooks = SavedHooks(before.watched.hooks, before.watched.leaves)
+        self.values = {id(saved): saved.value.clone() for saved in _tensors(before)}
+        self.gradients = _gradients(before)
+
+
+class Between:
+    """What has changed since some moments.
+
+    Args:
+        moments: what was reached, as it was before the update, and how it was at the moment.
+        extra_state: objects that say their state themselves.
+        backend: of the device, whose random numbers the loop may have drawn.
+        is_end: whether no batch follows: gradients may be changed then, as clipping does, for they are made anew.
+
+    Attributes:
+        places: names of the places that have changed.
+        news: what has come into them, by name.
+        written: names of tensors that were written.
+        moved: names of tensors that were put into another storage.
+        lost: names of what was not copied before the update, and of gradients.
+    """
+
+    def __init__(
+        self, moments: Sequence[tuple[Before, Moment]], extra_state: Sequence[Any], backend: Backend, *, is_end: bool
+    ) -> None:  # fmt: skip
+        self.places: set[str] = set()
+        self.news: list[tuple[str, Any]] = []
+        self.written: set[str] = set()
+        self.moved: set[str] = set()
+        self.lost: list[str] = []
+        self._changes: list[Callable[[], object]] = [partial(backend.restore_random_state, backend.random_state())]
+        for one, moment in moments:
+            self._note_places(one, moment)
+            self._note_tensors(one, moment)
+            self._note_others(one, moment)
+            if not is_end and _gradients(one) != moment.gradients:
+                self.lost.append("gradients")
+        self._extra = [(one, copy.deepcopy(one.state_dict())) for one in extra_state]
+
+    def share(self, before: Between) -> None:
+        """Hold what is the same as after the batch before only once."""
+        self._extra = [
+            other if is_same_state(one[1], other[1]) else one
+            for one, other in zip(self._extra, before._extra, strict=True)
+        ]
+
+    @torch.no_grad()
+    def again(self) -> None:
+        """Change it again."""
+        for change in self._changes:
+            change()
+        for one, state in self._extra:
+            one.load_state_dict(copy.deepcopy(state))
+
+    def _note_places(self, before: Before, moment: Moment) -> None:
+        contents = before.watched.places.contents()
+        for number in moment.contents.differing(contents):
+            name, place = before.reached.places[number]
+            left, now = moment.contents[number], contents[number]
+            self.places.add(name)
+            if isinstance(now, dict):
+                new = {key: value for key, value in now.items() if key not in left or left[key] is not value}
+                self._changes.append(partial(_set, place, new, [*now], left.keys() - now.keys()))
+                self.news += [(name_of_item(name, key), value) for key, value in new.items()]
+            elif is_same(now[: len(left)], left):
+                self._changes.append(partial(_extend, place, now[len(left) :]))
+                self.news += [(name, value) for value in now[len(left) :]]
+            else:
+                self._changes.append(partial(place.fill, now))
+                self.news += [(name, value) for value in now]
+
+    def _note_tensors(self, before: Before, moment: Moment) -> None:
+        placed, copied = {name for name, _ in before.places}, {name for name, _ in before.copies}
+        for (name, tensor), left in zip(before.watched.stored, moment.addresses, strict=True):
+            if tensor.data_ptr() != left:
+                self.moved.add(name)
+                if name in placed:
+                    self._changes.append(SavedPlace.of(tensor).restore)
+                else:
+                    self.lost.append(name)
+        noted: set[int | None] = set()
+        for (name, tensor), left in zip(before.watched.counted, moment.versions, strict=True):
+            if tensor._version != left:
+                self.written.add(name)
+                if name in copied:
+                    now = SavedTensor.of(tensor)
+                    noted.add(now.key)
+                    self._changes.append(now.restore)
+                else:
+                    self.lost.append(name)
+        others = [saved for saved in _tensors(before) if saved.key not in noted and id(saved) in moment.values]
+        for saved in others:  # compared, for ``.data`` counts no version
+            if not torch.equal(saved.value, moment.values[id(saved)]):
+                self._changes.append(SavedTensor(saved.owner, saved.value.clone()).restore)
+
+    def _note_others(self, before: Before, moment: Moment) -> None:
+        hooks = SavedHooks(before.watched.hooks, before.watched.leaves)
+        if hooks.content != moment.hooks.content:
+            self._changes.append(hooks.restore)
+        for saved, left in zip(_arrays(before), moment.arrays, strict=True):
+            if SavedArray(saved.array, left).is_changed():
+                self._changes.append(SavedArray(saved.array, saved.array.copy()).restore)
+        self._changes += [SavedGenerator.of(generator).restore for _, generator in before.reached.generators]
+        for tensor, was_trained in zip(before.watched.leaves, moment.are_trained, strict=True):
+            if tensor.requires_grad != was_trained:
+                self._changes.append(partial(tensor.requires_grad_, tensor.requires_grad))
+
+
+def _arrays(before: Before) -> list[SavedArray]:
+    return [saved for _, saved in before.copies if isinstance(saved, SavedArray)]
+
+
+def _tensors(before: Before) -> list[SavedTensor]:
+    """The small ones that were copied."""
+    copies = (saved for _, saved in before.copies if isinstance(saved, SavedTensor) and saved.key is not None)
+    return [saved for saved in copies if saved.content.nbytes <= SMALL_BYTES]
+
+
+def _are_trained(before: Before) -> list[bool]:
+    return [tensor.requires_grad for tensor in before.watched.leaves]
+
+
+def _gradients(before: Before) -> list[tuple[int, int]]:
+    """Which gradients there are, and how often each was written; they are alive as long as nobody drops them."""
+    gradients = (tensor.grad for tensor in before.watched.leaves)
+    return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
+
+
+def _set(place: Place, new: dict[Any, Any], order: Sequence[Any], gone: set[Any]) -> None:
+    content = {key: value for key, value in (place.content() | new).items() if key not in gone}
+    place.fill({key: content[key] for key in order if key in content} | content)
+
+
+def _extend(place: Place, news: Any) -> None:
+    place.fill(place.content() + news)

@@ -1,0 +1,125 @@
+"""What many places hold, taken in each step: that must cost microseconds.
+
+A copy of each container would cost more than the step of a small model: thousands of new lists and dicts, step after
+step, make Python collect garbage all the time, and look through the whole program in that. So the items of all places
+go into one list, one after the other: `Contents` knows where those of a place begin, makes a container of them when it
+is asked for one, and finds what differs by halving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate, chain
+from operator import is_
+from typing import Any
+
+from plimsoll.step.undo.reachable import Place, Reached, is_of_pass, is_same
+
+
+class Places:
+    """Places whose contents are taken again and again.
+
+    Args:
+        places: the places; their contents have the same numbers.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._containers = [place.container() for place in places]
+        self._others = [(number, places[number]) for number, one in enumerate(self._containers) if one is None]
+        first = [place.content() if one is None else one for place, one in zip(places, self._containers, strict=True)]
+        self._are_dicts = [isinstance(one, dict) for one in first]
+        self._values = [one.values() if isinstance(one, dict) else () for one in self._containers]
+
+    def contents(self) -> Contents:
+        """Take what is in them now."""
+        containers, values = self._containers.copy(), self._values.copy()
+        for number, place in self._others:
+            containers[number] = content = place.content()
+            values[number] = content.values() if self._are_dicts[number] else ()
+        return Contents(self._are_dicts, containers, values)
+
+
+class Contents:
+    """What places held at one time: the items of lists, or the keys of dicts and their values.
+
+    Args:
+        are_dicts: which of them are dicts.
+        containers: what is held.
+        values: of those that are dicts.
+    """
+
+    def __init__(self, are_dicts: list[bool], containers: Sequence[Any], values: Sequence[Collection[Any]]) -> None:
+        self._are_dicts = are_dicts
+        self._num_items: list[int] = []
+        self._num_values: list[int] = []
+        self._items: list[Any] = []
+        self._values: list[Any] = []
+        while self._num_items != (lengths := [*map(len, containers)]):  # another thread may change them meanwhile
+            self._num_items, self._num_values = lengths, [*map(len, values)]
+            self._items, self._values = [*chain.from_iterable(containers)], [*chain.from_iterable(values)]
+        self._begins: tuple[list[int], list[int]] | None = None
+        self._replaced: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._are_dicts)
+
+    def __getitem__(self, number: int) -> Any:
+        """The content of a place, in a dict or a list of its own."""
+        if number in self._replaced:
+            return self._replaced[number]
+        items, values = self._parts(number, number + 1)
+        return dict(zip(items, values, strict=True)) if self._are_dicts[number] else items
+
+    def replace(self, number: int, content: Any) -> None:
+        """Let a place have held something else."""
+        self._replaced[number] = content
+
+    def extend(self, other: Contents) -> None:
+        """Add what other places held, which have the numbers after these."""
+        self._are_dicts = self._are_dicts + other._are_dicts
+        self._num_items, self._num_values = self._num_items + other._num_items, self._num_values + other._num_values
+        self._items, self._values, self._begins = self._items + other._items, self._values + other._values, None
+
+    def let_go(self) -> None:
+        """Hold nothing that a pass has computed; places that had it are then always differing."""
+        nothing = object()
+        self._items, self._values = (
+            [nothing if is_of_pass(one) else one for one in part] for part in (self._items, self._values)
+        )
+
+    def differing(self, other: Contents) -> list[int]:
+        """The numbers of the places that have held other things, or in another order."""
+        found = [number for number, content in self._replaced.items() if not is_same(content, other[number])]
+        waiting = [(0, len(self))] if len(self) else []
+        while waiting:
+            begin, end = waiting.pop()
+            if self._num_items[begin:end] == other._num_items[begin:end] and all(
+                map(_are_same, self._parts(begin, end), other._parts(begin, end))
+            ):
+                continue
+            if end - begin == 1:
+                found += [begin] if begin not in self._replaced else []
+            else:
+                waiting += [((begin + end) // 2, end), (begin, (begin + end) // 2)]
+        return found
+
+    def _parts(self, begin: int, end: int) -> tuple[list[Any], list[Any]]:
+        """Items and values of the places from ``begin`` to before ``end``."""
+        if (begin, end) == (0, len(self)):
+            return self._items, self._values
+        if self._begins is None:
+            lengths = self._num_items, self._num_values
+            self._begins = [*accumulate(lengths[0], initial=0)], [*accumulate(lengths[1], initial=0)]
+        items, values = self._begins
+        return self._items[items[begin] : items[end]], self._values[values[begin] : values[end]]
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def held_by(reached: Reached) -> Contents:
+    """Return what all that was reached holds, but for what passes have computed."""
+    contents = Places([place for _, place in reached.places]).contents()
+    contents.let_go()
+    return contents

@@ -1,0 +1,239 @@
+"""What a tensor, an array of numpy or a generator of random numbers held before a step, and how it is put back.
+
+An iterator cannot be put back; whether it has moved can be told.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, GeneratorType, ModuleType
+from typing import Any, Protocol, cast
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from plimsoll.step.undo.written import bytes_in, has_storage
+
+_MOST_DEPTH, _MOST_ITEMS = 10, 1000
+_PLAIN = (int, float, complex, str, bytes)
+_OF_PROGRAMS = (CodeType, FunctionType, BuiltinFunctionType, ModuleType, type, DataLoader, Dataset)
+"""What iterators refer to and do not go over themselves; a function that keeps something is looked into by itself."""
+
+
+class Stateful(Protocol):
+    """What can say its state and take it back, as torch's and accelerate's checkpoints have it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take a state back."""
+
+
+@dataclass(slots=True)
+class SavedTensor:
+    """The bytes of a whole storage, which views and ties share; of a tensor that has no plain one, its values."""
+
+    owner: Any
+    content: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, tensor: Tensor, spare: Tensor | None = None, *, as_bytes: bool = True) -> SavedTensor:
+        """Copy the whole storage ``as_bytes``, or the values only; into ``spare``, if that is as large."""
+        owner = tensor.untyped_storage() if as_bytes and has_storage(tensor) else tensor
+        whole = bytes_in(owner)
+        if not has_storage(tensor):
+            return cls(owner, whole.clone())
+        if spare is None or spare.shape != whole.shape or spare.device != whole.device or spare.dtype != whole.dtype:
+            spare = torch.empty_like(whole)
+        return cls(owner, spare.copy_(whole))
+
+    @property
+    def key(self) -> int | None:
+        """That of a storage, as `plimsoll.step.undo.written.key_of` has it."""
+        return int(self.owner._cdata) if isinstance(self.owner, torch.UntypedStorage) else None
+
+    @property
+    def value(self) -> Tensor:
+        """What is there now."""
+        return bytes_in(self.owner)
+
+    def is_changed(self) -> bool:
+        """Whether it holds something else now."""
+        if self.value.layout != torch.strided:  # of which there are kinds that cannot be compared
+            return not torch.equal(self.value.to_dense(), self.content.to_dense())
+        return self.value.shape != self.content.shape or not torch.equal(self.value, self.content)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put it back, and its size."""
+        if self.value.shape != self.content.shape:
+            self.owner.resize_(self.content.nbytes)
+        self.value.copy_(self.content)
+
+
+@dataclass(slots=True)
+class SavedArray:
+    """The values of an array of numpy."""
+
+    array: numpy.ndarray[Any, Any]
+    content: numpy.ndarray[Any, Any]
+
+    def is_changed(self) -> bool:
+        """Whether it holds something else now."""
+        return self.array.tobytes() != self.content.tobytes()
+
+    def restore(self) -> None:
+        """Put it back."""
+        numpy.copyto(self.array, self.content)
+
+
+@dataclass(slots=True)
+class SavedPlace:
+    """Which storage a tensor is in, and where: ``p.data = other``, ``set_`` and ``resize_`` change that."""
+
+    tensor: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> SavedPlace:
+        """Note it, which keeps the storage alive."""
+        return cls(tensor, tensor.detach())
+
+    def is_changed(self) -> bool:
+        """Whether it is somewhere else now."""
+        return place_of(self.tensor) != place_of(self.before)
+
+    def restore(self) -> None:
+        """Put it back."""
+        if self.is_changed():
+            self.tensor.data = self.before
+
+
+@dataclass(slots=True)
+class SavedGenerator:
+    """The state of a generator of random numbers."""
+
+    generator: Any
+    state: Any
+
+    @classmethod
+    def of(cls, generator: Any) -> SavedGenerator:
+        """Copy it."""
+        if isinstance(generator, torch.Generator):
+            return cls(generator, generator.get_state())
+        if isinstance(generator, random.Random):
+            return cls(generator, generator.getstate())
+        if isinstance(generator, numpy.random.RandomState):
+            return cls(generator, generator.get_state())
+        return cls(generator, copy.deepcopy(generator.bit_generator.state))
+
+    def is_changed(self) -> bool:
+        """Whether it has another state now."""
+        return not is_same_state(SavedGenerator.of(self.generator).state, self.state)
+
+    def restore(self) -> None:
+        """Put it back."""
+        if isinstance(self.generator, torch.Generator | numpy.random.RandomState):
+            self.generator.set_state(self.state)
+        elif isinstance(self.generator, random.Random):
+            self.generator.setstate(self.state)
+        else:
+            self.generator.bit_generator.state = self.state
+
+
+@dataclass(slots=True)
+class SavedIterator:
+    """Where an iterator is, or ``None`` where that cannot be told."""
+
+    name: str
+    iterator: Iterator[Any]
+    position: list[Any] | None
+
+    @classmethod
+    def of(cls, name: str, iterator: Iterator[Any]) -> SavedIterator:
+        """Note it, without moving it."""
+        return cls(name, iterator, _position_of(iterator))
+
+    def has_moved(self) -> bool:
+        """Whether it is somewhere else now, or may be."""
+        now = _position_of(self.iterator)
+        if now is None or self.position is None or len(now) != len(self.position):
+            return True
+        return not all(map(_is_equal, now, self.position))
+
+
+def _position_of(iterator: Iterator[Any]) -> list[Any] | None:
+    with suppress(_CannotTellError):
+        return [*_parts_of(iterator, 0)]
+    return None
+
+
+class _CannotTellError(Exception):
+    pass
+
+
+def _parts_of(value: Any, depth: int) -> Iterator[Any]:
+    """What tells one position from another: counts, lines, and the things that are referred to."""
+    if depth > _MOST_DEPTH:
+        raise _CannotTellError
+    if value is None or isinstance(value, (*_PLAIN, range, *_OF_PROGRAMS)):
+        yield value
+        return
+    parts: Iterable[Any]
+    if isinstance(value, GeneratorType):
+        yield value.gi_frame and value.gi_frame.f_lasti
+        found = gc.get_referents(value)  # what lies on its stack included, and its frame once that was asked for
+        parts = [part for part in found if not isinstance(part, FrameType)]
+        yield from (part for part in parts if isinstance(part, Iterator))  # another one may be where this one was
+    elif isinstance(value, _BaseDataLoaderIter):
+        parts = (value._num_yielded,)
+    elif type(value).__module__ in {"builtins", "itertools"} and isinstance(value, Iterator):
+        try:
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of itertools
+                parts = cast("tuple[Any, ...]", value.__reduce__())
+        except TypeError:  # not in each version of Python
+            parts = gc.get_referents(value)
+    elif type(value) in {list, tuple, dict, set, frozenset}:
+        if len(value) > _MOST_ITEMS:  # data, and no state
+            yield from (value, len(value))
+            return
+        parts = (type(value).__name__, len(value), *(value.items() if isinstance(value, dict) else value))
+    else:
+        raise _CannotTellError(type(value))
+    for part in parts:
+        yield from _parts_of(part, depth + 1)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, (*_PLAIN, range)) and bool(one == other))
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Where the values of a tensor are."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def is_same_state(state: Any, other: Any) -> bool:
+    """Whether two states, of random numbers or as a ``state_dict`` has them, hold the same."""
+    if type(state) is not type(other):
+        return False
+    if isinstance(state, Tensor):
+        return state.dtype == other.dtype and torch.equal(state, other)
+    if isinstance(state, numpy.ndarray):
+        return state.dtype == other.dtype and numpy.array_equal(state, other)
+    if isinstance(state, dict):
+        return state.keys() == other.keys() and all(is_same_state(value, other[name]) for name, value in state.items())
+    if isinstance(state, list | tuple):
+        return len(state) == len(other) and all(map(is_same_state, state, other))
+    return state is other or (isinstance(state, _PLAIN) and state == other)

@@ -1,0 +1,249 @@
+"""What code outside of this package keeps (`plimsoll.step.undo.reachable`), from one of its works to the next.
+
+A work is an update, or what follows one. What its owner keeps is looked for once, and again where something new has
+come into a place. In the first works, in ever fewer later ones (`plimsoll.step.sampled_steps`) and where a work is
+tried again, every place is copied, and all arrays up to 64 MiB together. In the others it is what somebody was seen to
+change, the 256 places next to the owner, and arrays up to 1 MiB together. Of the rest it is known how it was when it
+was looked at last, so that what differs after a work that failed can be named.
+
+What is exchanged for something new again and again (the batch in hand, a list of learning rates) is looked into anew
+before each work, and not held in between: it may be large. Does NOT cover tensors, of which it only says which there
+are.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import numpy
+
+from plimsoll.step.sampled_steps import Looks
+from plimsoll.step.undo.reachable import (
+    SMALL_BYTES,
+    Place,
+    Reached,
+    is_same,
+    may_hold_state,
+    name_of_item,
+    reached_from,
+)
+from plimsoll.step.undo.saved import SavedArray
+
+Named = tuple[str, Any]
+Array = numpy.ndarray[Any, Any]
+
+Moving = set[tuple[str, Any]]
+"""Items of places that work has changed which went through, by the name of the place and their own."""
+Slot = tuple[str, Any]
+"""What has a value: the name of a place, and a key or an index in it."""
+
+_NUM_NEAR = 256
+_MOST_BYTES_AT_A_LOOK = 64 << 20
+
+
+@dataclass(slots=True)
+class Known:
+    """A place, and what was in it when that was copied the last time."""
+
+    name: str
+    place: Place
+    content: Any
+
+    def change(self) -> Any:
+        """What is in it now, if that is something else; ``None`` otherwise."""
+        now = self.place.content()
+        return now if (now or self.content) and not is_same(now, self.content) else None
+
+    def values(self) -> Iterator[tuple[Slot, Any]]:
+        """What was in it that may have state, by its slot."""
+        pairs: Any = self.content.items() if isinstance(self.content, dict) else ()
+        if isinstance(self.content, list):
+            pairs = enumerate(self.content)
+        return (
+            ((self.name, key), value)
+            for key, value in pairs
+            if may_hold_state(value) or isinstance(value, FunctionType)  # which may close over some
+        )
+
+
+class Kept:
+    """What is reached from some roots.
+
+    Args:
+        roots: in groups; of what several reach it is the first that has it.
+        apart: what is not looked into.
+
+    Attributes:
+        moving: what works that went through have changed.
+        parts: what each group of roots reaches.
+        is_due: whether all of it is copied for the work that is running.
+        copied: the places that are, and have the content that they had before it.
+        others: the places that are not.
+    """
+
+    def __init__(
+        self, roots: Callable[[], Sequence[Sequence[Named]]], apart: Callable[[], Sequence[Any]] = tuple
+    ) -> None:
+        self.moving: Moving = set()
+        self.parts: list[Reached] = []
+        self.copied: list[Known] = []
+        self.others: list[Known] = []
+        self.is_due = True
+        self._roots, self._apart, self._looks = roots, apart, Looks()
+        self._lasting: list[Reached] = []  # of each part what is not exchanged
+        self._places: list[list[Known]] = []  # of those
+        self._exchanging: list[list[Known]] = []  # of these the ones in which something is
+        self._often: list[Known] = []  # the places that are copied before each work
+        self._rarely: list[Known] = []  # and the others ...
+        self._chosen_for = -1  # ... as long as so many are known to change
+        self._held: dict[int, Any] = {}  # what was looked into, by its id, or is left out
+        self._ids: dict[Slot, int] | None = None  # what was in each slot when all was looked for the last time
+        self._is_first = True
+        self._exchanged: set[Slot] = set()
+        self._changing: set[str] = set()  # names of places
+        self._written: set[str] = set()  # names of arrays
+        self._prints: dict[str, tuple[weakref.ref[Array], int]] = {}
+
+    def begin(self, *, is_again: bool = False) -> None:
+        """Find what there is before a work, and copy what is due; ``is_again``: the work has failed before."""
+        self.is_due = is_again or self._looks.is_due
+        roots = self._roots()
+        has_all = all(id(value) in self._held for group in roots for _, value in group)
+        if not self._lasting or not has_all or self._is_news():
+            self._look_for_all(roots)
+        self.parts = []
+        for lasting, places in zip(self._lasting, self._exchanging, strict=True):
+            slots = (one for known in places for one in known.values() if one[0] in self._exchanged)
+            passing = reached_from([(name_of_item(*slot), value) for slot, value in slots], Reached(seen=self._held))
+            self.copied += [Known(name, place, place.content()) for name, place in passing.places]
+            self.parts.append(_joined(lasting, passing))
+
+    def arrays(self) -> Iterator[tuple[str, Array, SavedArray | None]]:
+        """Arrays that can be written, by name, each with a copy if it is due."""
+        num_bytes = 0
+        for name, array in (one for part in self.parts for one in part.arrays if one[1].flags.writeable):
+            num_bytes += array.nbytes
+            is_small = num_bytes <= SMALL_BYTES or name in self._written
+            if not is_small:
+                self._note(name, array)
+            is_copied = is_small or (self.is_due and num_bytes <= _MOST_BYTES_AT_A_LOOK)
+            yield name, array, SavedArray(array, array.copy()) if is_copied else None
+
+    def is_written(self, name: str, array: Array) -> bool:
+        """Whether an array that is not copied is another than when it was looked at last."""
+        noted = self._prints.get(name)
+        return noted is not None and noted[0]() is array and noted[1] != _print_of(array)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether what is reached is known to be the same before the next work, unless the loop changes it."""
+        return bool(self._lasting) and not self._exchanged
+
+    def passed(self, changed: Iterable[tuple[Known, Any]]) -> None:
+        """Learn from a work that went through and changed some places to something, and let go of what is exchanged."""
+        if self.is_due:
+            arrays = (one for part in self.parts for one in part.arrays)
+            self._written.update(name for name, array in arrays if self.is_written(name, array))
+        self._looks.passed(looked=self.is_due)
+        if self._has_come(changed) or self._is_first:
+            self.forget()
+        for places in self._exchanging:
+            for known in places:  # these are copied before each work
+                known.content = type(known.content)()
+        self.parts, self.copied, self.others, self._is_first = [], [], [], False
+
+    def forget(self) -> None:
+        """Let go of everything but what is known by name."""
+        self.parts, self.copied, self.others = [], [], []
+        self._lasting, self._places, self._exchanging, self._held = [], [], [], {}
+        self._often, self._rarely, self._chosen_for = [], [], -1
+
+    def _look_for_all(self, roots: Sequence[Sequence[Named]]) -> None:
+        apart = {id(one): one for one in self._apart()}
+        given = {id(value) for group in roots for _, value in group} | apart.keys()
+        known_before = [known for places in self._exchanging for known in places]
+        passing = self._passing_of([one for known in known_before for one in known.values()], given)
+        self.forget()
+        while True:
+            self._walk(roots, apart, passing)
+            values = [one for places in self._places for known in places for one in known.values()]
+            ids = {slot: id(value) for slot, value in values}
+            if self._ids is not None:
+                self._exchanged.update(slot for slot, number in ids.items() if self._ids.get(slot, number) != number)
+            found = self._passing_of(values, given)
+            if found.keys() <= passing.keys():
+                break
+            passing |= found  # which must not be held
+        self._ids = ids
+        # What a walk leaves out is nothing new the next time.
+        self._held.update((id(value), value) for _, value in values if id(value) not in passing)
+        exchanging = {name for name, _ in self._exchanged}
+        self._exchanging = [[known for known in places if known.name in exchanging] for places in self._places]
+        self._changing |= exchanging
+        self._chosen_for = -1
+        self._choose()
+
+    def _passing_of(self, values: Iterable[tuple[Slot, Any]], given: Set[int]) -> dict[int, Any]:
+        """Those of some values, but for what is given, that are exchanged again and again."""
+        return {id(value): value for slot, value in values if slot in self._exchanged and id(value) not in given}
+
+    def _walk(self, roots: Sequence[Sequence[Named]], apart: dict[int, Any], passing: dict[int, Any]) -> None:
+        lasting, held = [], {**apart}
+        for group in roots:
+            lasting.append(reached_from(group, Reached(seen=held | passing)))
+            held.update(lasting[-1].seen)
+            held.update((id(value), value) for _, value in group)
+        self._places = [[Known(name, place, place.content()) for name, place in part.places] for part in lasting]
+        self._lasting, self._held = lasting, held
+
+    def _choose(self) -> None:
+        """Choose the places that are copied."""
+        if self._chosen_for != len(self._changing):
+            self._often, self._rarely, self._chosen_for = [], [], len(self._changing)
+            for places in self._places:
+                for number, known in enumerate(places):
+                    is_often = number < _NUM_NEAR or known.name in self._changing
+                    (self._often if is_often else self._rarely).append(known)
+        self.copied = [*self._often, *self._rarely] if self.is_due else [*self._often]
+        self.others = [] if self.is_due else self._rarely
+
+    def _is_news(self) -> bool:
+        """Copy what is due, and find out whether something has come that was not looked into."""
+        self._choose()
+        changes = ((known, known.change()) for known in self.copied)
+        return self._has_come((known, now) for known, now in changes if now is not None)
+
+    def _has_come(self, changed: Iterable[tuple[Known, Any]]) -> bool:
+        """Take changes of places, and find out whether something has come that was not looked into."""
+        has_come = False
+        for known, now in changed:
+            self._changing.add(known.name)
+            known.content = now
+            others = (id(value) for slot, value in known.values() if slot not in self._exchanged)
+            has_come = has_come or any(number not in self._held for number in others)
+        return has_come
+
+    def _note(self, name: str, array: Array) -> None:
+        noted = self._prints.get(name)
+        if self.is_due or noted is None or noted[0]() is not array:
+            self._prints[name] = weakref.ref(array), _print_of(array)
+
+
+def _joined(one: Reached, other: Reached) -> Reached:
+    return Reached(
+        tensors=one.tensors | other.tensors,
+        arrays=one.arrays + other.arrays,
+        generators=one.generators + other.generators,
+        iterators=one.iterators + other.iterators,
+    )
+
+
+def _print_of(array: Array) -> int:
+    """A sum of all bytes that tells what was written."""
+    is_plain = array.flags.c_contiguous and not array.dtype.hasobject
+    return zlib.crc32(array.reshape(-1).view(numpy.uint8).data if is_plain else array.tobytes())

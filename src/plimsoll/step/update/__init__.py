@@ -1,0 +1,1 @@
+"""`optimizer.step()` as a transaction."""

@@ -1,0 +1,141 @@
+"""What follows an update, each part once: the gradient scaler, the learning-rate schedule, and what tidies up.
+
+The update has happened by then, so an error in one of these must not make anybody do the step again. Where memory runs
+out in a part, what is reached from it (`plimsoll.step.undo.reachable`) is put back as it was before, and the part is
+done again; the other parts are done whatever becomes of it. If it fails again, `AfterUpdateError` says that the update
+is done. Other errors pass when all parts have been tried.
+
+Does NOT cover the hooks of an optimizer: they are a part of its update (`plimsoll.step.update.commit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from plimsoll.device.base import Backend
+from plimsoll.errors import AfterUpdateError
+from plimsoll.records.run import OomEvent
+from plimsoll.step.oom_boundary import Position, attempt
+from plimsoll.step.undo.snapshot import MOST_TRIES, Change, Snapshot
+from plimsoll.step.undo.user_state import Kept
+
+
+class Part(NamedTuple):
+    """Something that is done after an update.
+
+    Attributes:
+        name: what is called, as a user writes it.
+        work: does it.
+        owners: what it changes is reached from these.
+    """
+
+    name: str
+    work: Callable[[], object]
+    owners: tuple[Any, ...]
+
+
+class AfterUpdate:
+    """Does what follows the updates of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, position: Position) -> None:
+        self._optimizer, self._backend, self._position = optimizer, backend, position
+        self._kept: dict[int, tuple[Callable[[], object], list[dict[str, Any]], Kept]] = {}
+
+    def do(
+        self,
+        scaler: torch.amp.GradScaler | None = None,
+        schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+        tidy_ups: tuple[Callable[[], None], ...] = (),
+    ) -> None:
+        """Do what follows the update of the step that ``position`` counts as done.
+
+        Raises:
+            AfterUpdateError: if memory ran out in a part, and again when it was tried anew.
+        """
+        with ExitStack() as others:  # they are done though one fails
+            for number, part in reversed([*enumerate(_parts(scaler, schedule, tidy_ups))]):
+                others.callback(self._do, part, self._kept_of(number, part))
+
+    def _do(self, part: Part, kept: Kept) -> None:
+        left: list[Change] = []
+        for number in range(MOST_TRIES):
+            begun_with = left if number > 1 else []
+            event, left = self._try(part, kept, begun_with, is_again=number > 0)
+            if event is None:
+                return
+            self._backend.release()
+            if number and left == begun_with:  # there is nothing to go on from
+                break
+        assert event is not None
+        raise AfterUpdateError(
+            f"memory ran out in {part.name} after the update of step {self._position.step} ({event.shortage}), "
+            f"{number + 1} times; what it changed is as before. The update is done, do not repeat the step: give a "
+            f"larger budget, call {part.name} yourself and go on with the next batch, or reload the last checkpoint"
+        )
+
+    def _try(
+        self, part: Part, kept: Kept, left: list[Change], *, is_again: bool
+    ) -> tuple[OomEvent | None, list[Change]]:
+        """Do a part, or nothing of it; returns the event, and what failing changed.
+
+        Raises:
+            AfterUpdateError: if not all that it has changed can be put back.
+        """
+
+        def take() -> Snapshot:
+            kept.begin(is_again=is_again)
+            return Snapshot(kept)
+
+        snapshot = attempt(take, self._backend, self._position)
+        if isinstance(snapshot, OomEvent):
+            return snapshot, []
+        is_done = False
+        try:
+            event = attempt(partial(snapshot.run, part.work, left), self._backend, self._position)
+            is_done = event is None
+        finally:
+            if not is_done and isinstance(attempt(snapshot.put_back, self._backend, self._position), OomEvent):
+                self._backend.release()
+                snapshot.put_back()
+        if event is not None and (lost := snapshot.lost):
+            raise AfterUpdateError(
+                f"memory ran out in {part.name} after the update of step {self._position.step} ({event.shortage}), and "
+                f"{', '.join(lost)} cannot be put back. The update is done, do not repeat the step: reload the last "
+                "checkpoint, and give a larger budget"
+            )
+        return event, snapshot.changes
+
+    def _kept_of(self, number: int, part: Part) -> Kept:
+        """What the owners of a part keep: known from the steps before, if it was the same there."""
+        groups = self._optimizer.param_groups
+        work, of_groups, kept = self._kept.get(number, (None, None, None))
+        if kept is None or work != part.work or of_groups is not groups:
+            owner = part.name.partition(".")[0]
+            roots = [*((owner, one) for one in part.owners), ("optimizer.param_groups", groups)]
+            kept = Kept(lambda: [roots], self._parameters)
+            self._kept[number] = part.work, groups, kept
+        return kept
+
+    def _parameters(self) -> list[Any]:
+        """The optimizer but for its settings: it is the update that changes these."""
+        lists = (group["params"] for group in self._optimizer.param_groups)
+        return [self._optimizer, self._optimizer.state, *lists]
+
+
+def _parts(
+    scaler: torch.amp.GradScaler | None,
+    schedule: torch.optim.lr_scheduler.LRScheduler | None,
+    tidy_ups: tuple[Callable[[], None], ...],
+) -> Iterator[Part]:
+    if scaler is not None:
+        yield Part("scaler.update()", scaler.update, (vars(scaler),))
+    if schedule is not None:
+        # It may be a library's wrapper, which is not looked into by itself.
+        yield Part("schedule.step()", schedule.step, (schedule, vars(schedule)))
+    for tidy_up in tidy_ups:
+        yield Part(getattr(tidy_up, "__name__", "tidy_up") + "()", tidy_up, (tidy_up,))

@@ -1,0 +1,498 @@
+"""`optimizer.step()` as a transaction: afterwards the whole step has happened, or none of it.
+
+An optimizer changes parameters and states in place, so memory running out half way (Adam's temporaries, or its states
+in the first step) leaves some parameters updated and some not. There are two ways not to come to that.
+
+*At once*, on the CPU: what an optimizer of ``torch.optim`` takes at most is known, so it is allocated and freed before
+anything is changed, and then kept for the update (`Backend.reserved`): another thread would have to take all that is
+left, and the room besides. An update that has its room does not run out of memory, as far as what the heap adds is
+known (`plimsoll.step.update.transient_memory`), and nothing is copied.
+
+*In pieces*, wherever that is not so, or the room is not there, for the update may well need less. Each piece is a few
+parameters whose values and states are copied just before, so that it can always be undone. The copy is small, and
+dropped with the piece.
+
+That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
+most; the states that the first step will still create are proven to fit, with what the next piece takes, by allocating
+as much once (those that leave the device with their piece need no room); and every finished piece gives its gradients
+back. On the CPU new states are kept apart from gradients, whose holes are lost to them. So memory runs out in the
+first piece, which is undone and nothing has happened, or not at all. A later failure is something else taking memory:
+the piece is undone and done again, in halves where it can be cut. If what cannot be cut fails twice, what was done
+cannot be taken back: `TornStepError` says so, and a checkpoint is the way back.
+
+Ranks that train together go in pieces, and agree on the first before any keeps it, so that the same holds for all.
+
+Of an embedding table with a sparse gradient only the rows that the update changes are copied
+(`plimsoll.step.update.sparse`). Where an optimizer's states are outside the device, copies too large for the kept
+memory are made there as well.
+
+Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
+but only after what its update can take at most has been shown to be there.
+
+Covers optimizers of ``torch.optim`` at once and piece by piece. One from elsewhere, or one with step hooks, may look at
+all parameters together, and at those that have no gradient: it is called once, its groups as they are, and all that is
+reached from it and its hooks is put back where that fails (`plimsoll.step.update.copies`). If it fails again, what only
+failing changes in Python is left changed, and it is tried further (`plimsoll.step.undo.snapshot`).
+
+Does NOT cover errors other than memory running out (a Ctrl-C in a loop of one's own) between two pieces. Where another
+thread does take the room of an update at once, it is torn, as it is where a piece fails twice.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from plimsoll.device.base import Backend
+from plimsoll.device.off_device import copier_of, is_marked, keeps_states_outside, lender_of, outside_the_device
+from plimsoll.distributed.ranks import Ranks
+from plimsoll.errors import TornStepError
+from plimsoll.models.optimizers import is_of_torch, is_separable
+from plimsoll.records.run import OomEvent
+from plimsoll.step.collective import agreed
+from plimsoll.step.failpoints import failpoint
+from plimsoll.step.folding.updates import FoldedUpdates
+from plimsoll.step.oom_boundary import Position, attempt
+from plimsoll.step.undo.snapshot import MOST_TRIES, Change
+from plimsoll.step.update.copies import Learned, Memory, PieceCopy, WholeCopy
+from plimsoll.step.update.scratch import ADDRESS_OF, Layout, Scratch
+from plimsoll.step.update.sparse import bytes_of, is_sparse
+from plimsoll.step.update.transient_memory import (
+    MOST_STATES,
+    Members,
+    blocks_of_states,
+    blocks_of_temporaries,
+    most_at_once,
+    prove_room,
+    without_states,
+)  # fmt: skip
+
+# A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
+_PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
+# Parameters that lie on the host in a training on a GPU are updated there: in its cache, but by fewer calls, since many
+# threads share the work of each.
+_OUTSIDE_PIECE_BYTES = 8 << 20
+# On the CPU copies are made in memory that is kept: to take and free it in every step makes the C library give the top
+# of its heap back to the system and take it again, which costs up to twice as much as the copying. CUDA's allocator
+# keeps it.
+_KEPT_BYTES = {"cpu": 8 << 20, "cuda": 0}
+_OUTSIDE_KEPT_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Some parameters of each parameter group: ``groups`` maps the group's index to them.
+
+    One that is not separable stands for the whole optimizer, and has the parameters with gradients.
+    """
+
+    is_separable: bool
+    groups: dict[int, list[nn.Parameter]] = field(default_factory=dict)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    num_bytes: int = 0
+    num_failures: int = 0
+    left: list[Change] = field(default_factory=list)
+    changes_gradients: bool = False
+    layout: Layout | None = None
+
+    @property
+    def place(self) -> _Place:
+        """Where its parameters are; there may be none, if it is the whole optimizer."""
+        return _place_of(self.parameters[0]) if self.parameters else (torch.device("cpu"), False)
+
+    def add(self, group: int, parameter: nn.Parameter) -> None:
+        self.groups.setdefault(group, []).append(parameter)
+        self.parameters.append(parameter)
+        self.num_bytes += _cut_bytes(parameter)
+
+    def members(self) -> Members:
+        """The parameters, each with the index of its group."""
+        return [(group, parameter) for group, parameters in self.groups.items() for parameter in parameters]
+
+    def release_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def can_be_cut(self) -> bool:
+        return self.is_separable and len(self.parameters) > 1
+
+    def may_be_tried_again(self) -> bool:
+        """Whether it can be cut further, has failed only once, or may go on from what its failures change."""
+        self.num_failures += 1
+        goes_on = bool(self.left) and self.num_failures < MOST_TRIES
+        return self.can_be_cut() or self.num_failures == 1 or goes_on
+
+    def halves(self) -> list[_Piece]:
+        """The piece as two, or itself if it cannot be cut."""
+        if not self.can_be_cut():
+            return [self]
+        members = self.members()
+        parts = [_Piece(is_separable=True), _Piece(is_separable=True)]
+        for number, (group, parameter) in enumerate(members):
+            parts[number * 2 // len(members)].add(group, parameter)
+        return parts
+
+
+_Place = tuple[torch.device, bool]
+"""A device, and whether what is there lies outside of it (a rehearsal has one device only)."""
+
+
+def _place_of(parameter: nn.Parameter) -> _Place:
+    return parameter.device, is_marked(parameter)
+
+
+class StepCommit:
+    """Runs the step of one optimizer as a transaction.
+
+    It has ``param_groups`` and ``step`` like the optimizer, so that a ``GradScaler`` can unscale and step it.
+
+    Args:
+        optimizer: the optimizer; its gradients are released as they are used.
+        backend: the device's backend.
+        position: where the run is, for the record of an error.
+        piece_bytes: always go in pieces, of parameters of so many bytes; ``None``: at once, or what suits the device.
+        ranks: who does the same step on the same gradients; as long as it can be undone here, it can be undone on all.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        backend: Backend,
+        position: Position,
+        piece_bytes: int | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.folded: FoldedUpdates | None = None  # in a dry run whose passes repeat
+        self.outcome: OomEvent | None = None
+        self.was_called = False
+        self.recovered: list[OomEvent] = []
+        self._backend = backend
+        self._position = position
+        self._scratch = _scratch_by_place(backend)
+        self._plain: list[nn.Parameter] = []  # found to be so: looking again in every step would cost more
+        self._pieces: list[_Piece] = []
+        self._made_for: object = None
+        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # one around another may have no hooks
+            optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
+        self._goes_at_once = piece_bytes is None and (ranks is None or ranks.is_alone)
+        self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
+        self._ranks = ranks or Ranks()
+        self._is_undone_by_all = False
+        self._changes_gradients: bool | None = None
+        self._learned = Learned(optimizer)  # of an optimizer that is updated as a whole
+        self._changers: dict[object, bool] = {}  # whether one that goes in pieces changes gradients, by its settings
+
+    def forget(self) -> None:
+        """Let go of the scratch memory, and of the optimizer's states: views of them are kept from step to step."""
+        self._scratch = _scratch_by_place(self._backend)
+        self._plain, self._pieces, self._made_for = [], [], None
+        self._learned.kept.forget()
+
+    @property
+    def param_groups(self) -> list[dict[str, object]]:
+        """The optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    def step(self) -> None:
+        """Do the whole step, or nothing; ``outcome`` is then ``None``, or the event that prevented it.
+
+        Events that did not prevent it are added to ``recovered``.
+
+        Raises:
+            TornStepError: if memory ran out where neither is possible any more.
+        """
+        self.was_called = True
+        self.outcome = None
+        if not self._is_done_at_once():
+            self._do_in_pieces()
+
+    def _is_done_at_once(self) -> bool:
+        """Do the whole update if what it takes at most is known and there; otherwise leave everything as it is.
+
+        That it is not there is no event: in pieces the update may need less.
+
+        Raises:
+            TornStepError: if memory ran out although there was room.
+        """
+        members = _members(self.optimizer)
+        if not self._goes_at_once or not self._is_known(members):
+            return False
+        with ExitStack() as stack:
+            created = without_states(self.optimizer, members)
+            sizes = most_at_once(self.optimizer, members, created)
+            # What is looked for in vain would stay in the heap, where states cannot use it.
+            with self._backend.without_holes() if created else nullcontext():
+                room = attempt(lambda: self._reserved(sizes, stack), self._backend, self._position)
+            if room is not True:
+                return False
+            stopped = attempt(lambda: failpoint("optimizer"), self._backend, self._position)
+            if stopped is not None:
+                self.recovered.append(stopped.model_copy(update={"action": "the update not begun, done in pieces"}))
+                return False
+            event = attempt(self.optimizer.step, self._backend, self._position)
+        if event is not None:
+            raise _torn(event)
+        for _, parameter in members:
+            parameter.grad = None
+        return True
+
+    def _is_known(self, members: Members) -> bool:
+        """Whether it is known what an update of these parameters takes at most."""
+        optimizer = self.optimizer
+        parameters = [parameter for _, parameter in members]
+        if len(parameters) != len(self._plain) or not all(map(operator.is_, parameters, self._plain)):
+            self._plain = parameters if all(map(_is_on_the_host, parameters)) else []
+        return (
+            bool(self._plain)
+            and is_of_torch(optimizer)
+            and is_separable(optimizer)  # hooks may take anything
+            and not keeps_states_outside(optimizer)
+            and not any(group.get("differentiable") for group in optimizer.param_groups)
+            and not any(map(is_sparse, parameters))
+            and _get_current_dispatch_mode() is None  # whose operators may take anything
+        )
+
+    def _reserved(self, sizes: list[int], stack: ExitStack) -> bool:
+        """Keep room on the stack for blocks of these sizes, where the backend can do that."""
+        room = self._backend.reserved(sizes)
+        return room is not None and stack.enter_context(room) is None
+
+    def _do_in_pieces(self) -> None:
+        pieces, switches = self._whole(), _switches_of(self.optimizer)
+        self._changes_gradients = self._changers.get(switches)
+        creates_states = bool(self._stateless(pieces))
+        # They come where gradients go: in a heap with both, what one leaves is lost to the other.
+        with self._backend.without_holes() if creates_states else nullcontext():
+            self._do_one_by_one(pieces[::-1], must_prove=creates_states and not keeps_states_outside(self.optimizer))
+        if self.outcome is None:
+            self._changers[switches] = any(piece.changes_gradients for piece in pieces)
+
+    def _do_one_by_one(self, waiting: list[_Piece], must_prove: bool) -> None:
+        nothing_happened = True
+        while waiting:
+            piece = waiting.pop()
+            self._is_undone_by_all = nothing_happened
+            must_fit = waiting[::-1] if must_prove and nothing_happened else []
+            others = [one for one in must_fit if one.place == piece.place]
+            with outside_the_device() if piece.place[1] else nullcontext():
+                do_piece = partial(self._do, piece, others)
+                event = do_piece() if others or self.folded is None else self.folded.run(piece.members(), do_piece)
+            if event is None:
+                nothing_happened = False
+                continue
+            self._backend.release()
+            if piece.may_be_tried_again():
+                self.recovered.append(event.model_copy(update={"action": "part of the update undone, done again"}))
+                waiting.extend(reversed(piece.halves()))
+            elif nothing_happened:
+                self.outcome = event
+                return
+            else:
+                raise _torn(event)
+
+    def _whole(self) -> list[_Piece]:
+        """The pieces of the whole step: those of the step before, unless something about them has changed."""
+        members, can_be_cut = _members(self.optimizer), is_separable(self.optimizer)
+        made_for = (can_be_cut, [(group, id(parameter), parameter.nbytes) for group, parameter in members])
+        if made_for != self._made_for:  # the ids are of living parameters: the pieces hold them
+            self._pieces, self._made_for = _pieces(members, can_be_cut, self._piece_bytes), made_for
+        for piece in self._pieces:
+            piece.num_failures, piece.left = 0, []
+        return self._pieces
+
+    def _do(self, piece: _Piece, others: list[_Piece]) -> OomEvent | None:
+        """Update one piece and release its gradients, or leave it as it was.
+
+        ``others``: the pieces whose update must be proven to fit as well.
+        """
+        copy = self._copy_of(piece)
+        if copy is None:
+            return self._do_without_copy(piece, others)
+        is_done = False
+        try:
+            event = attempt(lambda: self._run(piece, copy), self._backend, self._position)
+            if event is None and self._stateless(others):
+                times = self._state_bytes(piece) / max(piece.num_bytes, 1)
+                event = self._lacks_room(others, times, is_next=True)
+            event = self._agreed(event)
+            if event is None and isinstance(copy, PieceCopy):
+                copy.keep()
+            is_done = event is None
+        finally:
+            if not is_done:
+                self._undo(piece, copy)
+        if event is None:
+            piece.layout = copy.layout
+            piece.release_gradients()
+        return event
+
+    def _run(self, piece: _Piece, copy: PieceCopy | WholeCopy) -> None:
+        work = partial(self._step_on, piece)
+        if isinstance(copy, WholeCopy):
+            copy.run(work, piece.left if piece.num_failures > 1 else [])
+        else:
+            copy.run(work)
+            piece.changes_gradients = bool(copy.changes_gradients)
+
+    def _undo(self, piece: _Piece, copy: PieceCopy | WholeCopy) -> None:
+        """Bring back what was copied; where memory runs out in that, once more when it is released.
+
+        Raises:
+            TornStepError: if it cannot be brought back.
+        """
+        event = attempt(copy.restore, self._backend, self._position)
+        if event is not None:
+            self._backend.release()
+            event = attempt(copy.restore, self._backend, self._position)
+        if event is not None:
+            raise _torn(event)
+        if isinstance(copy, WholeCopy):
+            if copy.lost:
+                raise TornStepError(
+                    f"memory ran out inside optimizer.step() of step {self._position.step + 1}, and "
+                    f"{', '.join(copy.lost)} cannot be put back: reload the last checkpoint"
+                )
+            # All ranks try as often; and where gradients are lost, what is to be done again is the whole step.
+            is_further = piece.num_failures < 2 or copy.changes != piece.left
+            may_go_on = is_further and self._ranks.is_alone and not copy.has_lost_gradients
+            piece.left = copy.changes if may_go_on else []
+            piece.num_failures += copy.has_lost_gradients
+
+    def _copy_of(self, piece: _Piece) -> PieceCopy | WholeCopy | None:
+        """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
+        copy = attempt(lambda: self._copied(piece), self._backend, self._position)
+        if isinstance(copy, OomEvent):
+            self._scratch[piece.place[1]].clear()
+            self._backend.release()
+            copy = attempt(lambda: self._copied(piece), self._backend, self._position)
+        if isinstance(copy, OomEvent) or (piece.num_failures and self._lacks_room([piece]) is not None):
+            return None
+        piece.layout = copy.layout
+        return copy
+
+    def _copied(self, piece: _Piece) -> PieceCopy | WholeCopy:
+        memory = Memory(piece.layout, self._scratch[piece.place[1]], copier_of(self.optimizer))
+        if piece.is_separable:
+            memory = memory._replace(lender=lender_of(self.optimizer))
+            return PieceCopy(self.optimizer, piece.members(), memory, self._changes_gradients)
+        return WholeCopy(self.optimizer, self._learned, memory, self._backend, is_again=piece.num_failures > 0)
+
+    def _lacks_room(self, pieces: list[_Piece], times: float = MOST_STATES, is_next: bool = False) -> OomEvent | None:
+        """The event if what updates of the pieces take at most, one after another, is not there.
+
+        That is all new states, ``times`` the parameters where it is not known, and the most temporaries of any. On a
+        GPU the gradients that the piece before gives back make up for the temporaries of those that are ``is_next``;
+        on the CPU an aligned block does not fit in the hole of one of its size.
+        """
+        blocks = blocks_of_states(self.optimizer, self._stateless(pieces), times)
+        if not is_next or self._backend.kind == "cpu":
+            blocks += max((blocks_of_temporaries(self.optimizer, piece.members()) for piece in pieces), key=sum)
+        return attempt(lambda: prove_room(blocks, pieces[0].place[0]), self._backend, self._position)
+
+    def _agreed(self, event: OomEvent | None) -> OomEvent | None:
+        """The first piece is done on all ranks or on none; after that, what fails here is mended here."""
+        return agreed(event, self._position, self._ranks) if self._is_undone_by_all else event
+
+    def _do_without_copy(self, piece: _Piece, others: list[_Piece]) -> OomEvent | None:
+        self._scratch[piece.place[1]].clear()
+        self._backend.release()
+        no_room = self._agreed(self._lacks_room([piece, *others]))
+        if no_room is not None:
+            return no_room
+        event = attempt(lambda: self._step_on(piece), self._backend, self._position)
+        if event is not None:
+            raise _torn(event)
+        piece.release_gradients()
+        return None
+
+    def _step_on(self, piece: _Piece) -> None:
+        """Update a piece, or everything, by groups that are as they are."""
+        with only(self.optimizer, piece.groups) if piece.is_separable else nullcontext():
+            self.optimizer.step()
+        failpoint("optimizer")
+
+    def _stateless(self, pieces: list[_Piece]) -> Members:
+        """The parameters whose states this step will create."""
+        return [member for piece in pieces for member in without_states(self.optimizer, piece.members())]
+
+    def _state_bytes(self, piece: _Piece) -> int:
+        states = (self.optimizer.state.get(parameter, {}) for parameter in piece.parameters)
+        return sum(bytes_of(value) for state in states for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _members(optimizer: torch.optim.Optimizer) -> Members:
+    """The parameters that have a gradient, each with the index of its group."""
+    groups = enumerate(optimizer.param_groups)
+    return [
+        (index, parameter) for index, group in groups for parameter in group["params"] if parameter.grad is not None
+    ]
+
+
+def _is_on_the_host(parameter: nn.Parameter) -> bool:
+    return type(parameter) in ADDRESS_OF and parameter.is_cpu and not is_marked(parameter)
+
+
+def _pieces(members: Members, can_be_cut: bool, piece_bytes: int) -> list[_Piece]:
+    """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter); tables on the host last."""
+    pieces: list[_Piece] = [] if can_be_cut else [_Piece(is_separable=False)]  # which has a step to do in any case
+    for group, parameter in sorted(members, key=_order):
+        most_bytes = min(piece_bytes, _OUTSIDE_PIECE_BYTES) if is_marked(parameter) else piece_bytes
+        is_full = pieces and (
+            pieces[-1].num_bytes + _cut_bytes(parameter) > most_bytes or pieces[-1].place != _place_of(parameter)
+        )
+        if not pieces or (can_be_cut and is_full):
+            pieces.append(_Piece(can_be_cut))
+        pieces[-1].add(group, parameter)
+    return pieces
+
+
+def _scratch_by_place(backend: Backend) -> dict[bool, Scratch]:
+    """Memory for copies of what is in the device's memory, and of what lies outside of it."""
+    return {False: Scratch(_KEPT_BYTES[backend.kind]), True: Scratch(_OUTSIDE_KEPT_BYTES[backend.kind])}
+
+
+def _order(member: tuple[int, nn.Parameter]) -> tuple[bool, bool, int]:
+    _, parameter = member
+    return parameter.is_cpu, is_marked(parameter), -_cut_bytes(parameter)
+
+
+def _cut_bytes(parameter: nn.Parameter) -> int:
+    """The bytes that order and pieces go by: of a part of a parameter those of the largest, the same on all ranks."""
+    num_bytes: int = getattr(parameter, "cut_bytes", parameter.nbytes)
+    return num_bytes
+
+
+@contextmanager
+def only(optimizer: torch.optim.Optimizer, members: dict[int, list[nn.Parameter]]) -> Iterator[None]:
+    """Let the optimizer see these parameters only: ``members`` maps the index of a group to those of it."""
+    whole = [group["params"] for group in optimizer.param_groups]
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = members.get(index, [])
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters
+
+
+def _switches_of(optimizer: torch.optim.Optimizer) -> object:
+    """What decides which tensors an update writes: switches, and which factors are zero."""
+    plain = (bool, int, float, type(None))
+    groups = optimizer.param_groups
+    return str([[bool(value) for value in group.values() if type(value) in plain] for group in groups])
+
+
+def _torn(event: OomEvent) -> TornStepError:
+    return TornStepError(
+        f"memory ran out inside optimizer.step() of step {event.step} ({event.shortage}) after part of the parameters "
+        "had been updated, and another part failed twice or could not be copied: reload the last checkpoint "
+        "(`plimsoll train` does it by itself), and give a larger budget"
+    )

@@ -1,0 +1,349 @@
+"""What an update changes, copied just before it, so that it can be undone bit for bit.
+
+`PieceCopy` is of some parameters of an optimizer that treats each alone (see
+`plimsoll.models.optimizers.is_separable`): their values and states, and of embedding tables with sparse gradients the
+rows that change (`plimsoll.step.update.sparse`). States that an update only borrows
+(`plimsoll.device.off_device.Lender`) are their own copy, until the update is kept.
+
+`WholeCopy` is of any other optimizer, which may keep what it likes where it likes: all that is reached from it
+(`plimsoll.step.undo.reachable`), whether in states, groups, attributes or further down, and the random numbers. What is
+reached only from hooks may be large, and is copied where a hook was seen to write it.
+
+Gradients are copied where an update was seen to change them (SGD with Nesterov's momentum does, with ``foreach``), and
+until then as they are written: the first update is observed (`plimsoll.step.undo.written`), further ones of a
+`WholeCopy` now and then. Does NOT see what a hook or a gradient's owner writes for the first time in an update that is
+not observed and fails; `WholeCopy` names it, where tensors count their versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.optim.optimizer as optimizer_module  # the hooks that see every optimizer are here and nowhere public
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from plimsoll.device.base import Backend
+from plimsoll.device.off_device import Copier, Lender
+from plimsoll.models.optimizers import settings_of
+from plimsoll.step.undo.reachable import SMALL_BYTES
+from plimsoll.step.undo.saved import SavedPlace, SavedTensor
+from plimsoll.step.undo.snapshot import Change, Snapshot
+from plimsoll.step.undo.user_state import Kept
+from plimsoll.step.undo.written import Write, Writes, bytes_in, has_storage, key_of
+from plimsoll.step.update.scratch import Layout, Scratch
+from plimsoll.step.update.sparse import bytes_of, changed_rows
+from plimsoll.step.update.transient_memory import Members
+
+
+class Memory(NamedTuple):
+    """Where copies are made.
+
+    Attributes:
+        layout: of the copy before, if there was one.
+        scratch: the memory.
+        copy_outside: makes large ones where they take no memory of the device, if anything does.
+        lender: of states that the update does not change where they are, if there are such.
+    """
+
+    layout: Layout | None
+    scratch: Scratch
+    copy_outside: Copier | None
+    lender: Lender | None = None
+
+
+class _Values:
+    """Values of tensors, copied together where their memory allows it."""
+
+    def __init__(self, tensors: list[Tensor], memory: Memory) -> None:
+        layout, scratch, copy_outside, lender = memory
+        self.layout = layout if layout is not None and layout.is_of(tensors) else Layout(tensors)
+        self._alike: list[tuple[list[Tensor], Tensor]] = []
+        if copy_outside is not None and sum(map(bytes_of, tensors)) > scratch.kept_bytes:
+            copies = lender.copies_of(tensors) if lender else map(copy_outside, tensors)
+            self._others = [*zip(tensors, copies, strict=True)]
+        else:
+            for key, flat in self.layout.alike.items():
+                self._alike.append((flat, scratch.copy_of(key, flat, self.layout.num_elements[key])))
+            self._others = [(tensor, tensor.detach().clone()) for tensor in self.layout.others]
+
+    def put_back(self) -> None:
+        for flat, copies in self._alike:
+            for tensor, value in zip(flat, torch.split(copies, [*map(len, flat)]), strict=True):
+                tensor.copy_(value)
+        for tensor, value in self._others:
+            tensor.copy_(value)
+
+
+class PieceCopy:
+    """Some parameters of an optimizer and their states, as they are now.
+
+    Args:
+        optimizer: the optimizer, which treats each parameter alone.
+        members: the parameters, each with the index of its group.
+        memory: where copies are made.
+        changes_gradients: whether the update changes gradients; ``None`` where it is to be seen now.
+
+    Attributes:
+        layout: of this copy, for the next.
+        changes_gradients: whether the update changes gradients, or ``None`` where that was not seen.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        members: Members,
+        memory: Memory,
+        changes_gradients: bool | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        self._fresh: list[nn.Parameter] = []
+        self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._writes: Writes | None = None
+        self._lender = memory.lender
+        self.changes_gradients = changes_gradients
+        tensors: list[Tensor] = []
+        for group, parameter in members:
+            state = optimizer.state.get(parameter)
+            if state is None:
+                self._fresh.append(parameter)
+            else:
+                self._states.append((parameter, dict(state)))
+            values = [value for value in (state or {}).values() if isinstance(value, Tensor)]
+            if self._lender is not None:
+                values = [value for value in values if not self._lender.is_lent(parameter, value)]
+            tensors.extend(self._without_rows(group, parameter, values))
+        self._values = _Values(tensors, memory)
+        self.layout = self._values.layout
+        gradients = [parameter.grad for _, parameter in members if parameter.grad is not None and changes_gradients]
+        self._gradients = [(gradient, gradient.clone()) for gradient in gradients]
+        # Some optimizers count in their groups; which parameters are in them is put back by the caller.
+        self._settings = settings_of(optimizer)
+        if changes_gradients is None and all(has_storage(one) for _, one in members):
+            states = (value for _, state in self._states for value in state.values() if has_storage(value))
+            self._writes = Writes(key_of(one) for one in (*(parameter for _, parameter in members), *states))
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Run the update of these parameters; gradients that it changes are seen where that is not known yet."""
+        with self._lender.holding_back() if self._lender else nullcontext(), self._writes or nullcontext():
+            work()
+        if self._writes is None:
+            return
+        is_fused = any(group.get("fused") for group in self._optimizer.param_groups)
+        written = self._writes.written.values()
+        # Kernels that are fused say that they write gradients, and do so only to unscale them.
+        self.changes_gradients = any(map(_has_changed, written)) if is_fused else bool(written)
+
+    def _without_rows(self, group: int, parameter: nn.Parameter, values: list[Tensor]) -> Iterator[Tensor]:
+        """What is to be copied as a whole; of the others the rows that change are copied here."""
+        rows_U = changed_rows(self._optimizer, self._optimizer.param_groups[group], parameter)
+        for tensor in (parameter, *values):
+            if rows_U is None or tensor.shape != parameter.shape:
+                yield tensor
+            else:
+                self._rows.append((tensor, rows_U, tensor.detach().index_select(0, rows_U)))
+
+    def keep(self) -> None:
+        """Let the update stand."""
+        if self._lender is not None:
+            self._lender.keep()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring everything back. It may be called again."""
+        if self._lender is not None:
+            self._lender.drop()
+        self._values.put_back()
+        for gradient, value in self._gradients:
+            gradient.copy_(value)
+        for write in self._writes.written.values() if self._writes else ():
+            bytes_in(write.storage).copy_(write.content)
+        for tensor, rows_U, value in self._rows:
+            tensor.index_copy_(0, rows_U, value)
+        for parameter, state in self._states:
+            self._optimizer.state[parameter].clear()
+            self._optimizer.state[parameter].update(state)
+        for parameter in self._fresh:
+            self._optimizer.state.pop(parameter, None)
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)
+
+
+class Learned:
+    """What updates of an optimizer that went through have shown of it.
+
+    Attributes:
+        kept: what is reached from the optimizer itself, and what only from its hooks and those of all optimizers.
+        written: names of tensors, reached from hooks, that they wrote.
+        changes_gradients: whether they have changed a gradient.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.kept = Kept(partial(_roots_of, optimizer), partial(_hooks_of, optimizer))
+        self.written: set[str] = set()
+        self.changes_gradients = False
+
+
+class WholeCopy:
+    """All that is reached from an optimizer, as it is now.
+
+    Args:
+        optimizer: any optimizer.
+        learned: what updates before have shown; `run` adds to it.
+        memory: where copies are made.
+        backend: of the device, whose random numbers are a part of it.
+        is_again: whether this update has failed before: it is observed then.
+
+    Attributes:
+        layout: of this copy, for the next.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        learned: Learned,
+        memory: Memory,
+        backend: Backend,
+        *,
+        is_again: bool,
+    ) -> None:
+        learned.kept.begin(is_again=is_again)
+        own, hooked = learned.kept.parts
+        self._learned, self._backend, self._random_state = learned, backend, backend.random_state()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._is_observed = learned.kept.is_due and not any(map(_is_fake, parameters))
+        tensors = [tensor for _, tensor in own.tensors.values()]
+        self._versions: list[tuple[str, Tensor, int]] = []
+        for name, tensor in hooked.tensors.values():
+            if name in learned.written or tensor.nbytes <= SMALL_BYTES:
+                tensors.append(tensor)
+            elif not tensor.is_inference():  # which counts no versions
+                self._versions.append((name, tensor, tensor._version))
+        self._remember_gradients(parameters)
+        plain: list[Tensor] = []
+        special: list[Tensor] = []
+        for tensor in tensors:
+            (plain if _is_writable(tensor) else special).append(tensor)
+        self._values = _Values(plain, memory)
+        self.layout: Layout | None = self._values.layout
+        self._special = [SavedTensor.of(tensor) for tensor in special]
+        stored = [tensor for tensor in plain if has_storage(tensor)]
+        self._places = [SavedPlace.of(tensor) for tensor in stored]
+        self._names: dict[int, str] = {}
+        copied: list[int] = []
+        if self._is_observed:
+            self._names = {key_of(tensor): name for name, tensor in hooked.tensors.values() if has_storage(tensor)}
+            copied = [key_of(one) for one in stored if one.nbytes == one.untyped_storage().nbytes()]
+        self._snapshot = Snapshot(
+            learned.kept,
+            is_observed=self._is_observed,
+            is_state=lambda name: ".state" in name or ".param_groups" in name,
+            copied=copied,
+        )
+
+    @property
+    def changes(self) -> list[Change]:
+        """What failing has changed, and updates that went through never did."""
+        return self._snapshot.changes
+
+    def run(self, work: Callable[[], object], left: list[Change]) -> None:
+        """Run the whole update, ``left`` being as failures before have left it, and learn from it."""
+        self._snapshot.run(work, left, self.restore)
+        writes = self._snapshot.writes
+        for key in writes.written if writes else ():
+            if key in self._gradient_keys:
+                self._learned.changes_gradients = True
+            elif key in self._names:
+                self._learned.written.add(self._names[key])
+        self._learned.written.update(self._lost_tensors())
+        self._learned.changes_gradients = self._learned.changes_gradients or self.has_lost_gradients
+        if not self._learned.kept.lasts:  # the next copy is of other tensors
+            self.layout = None
+
+    def restore(self) -> None:
+        """Bring everything back but what is ``lost``. It may be called again."""
+        self._snapshot.put_back()
+        self._put_back_own()
+
+    @property
+    def lost(self) -> list[str]:
+        """Names of what was written and not copied."""
+        return [*self._lost_tensors(), *self._snapshot.lost]
+
+    def _lost_tensors(self) -> list[str]:
+        versions = [] if self._is_observed else self._versions
+        return [name for name, tensor, version in versions if tensor._version != version]
+
+    @property
+    def has_lost_gradients(self) -> bool:
+        """Whether gradients were written and not copied."""
+        return any(gradient._version != version for gradient, version in self._gradient_versions)
+
+    def _remember_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Which tensor is whose gradient, and the values of those that are changed or cannot be observed."""
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
+        present = [gradient for _, gradient in self._gradients if gradient is not None]
+        stored = [one for one in present if has_storage(one)]
+        is_fake = any(map(_is_fake, present))
+        copied = present if self._learned.changes_gradients else [] if is_fake else _others(present, stored)
+        self._gradient_copies = [(one, one.clone()) for one in copied]
+        self._gradient_keys = {*map(key_of, stored)} if self._is_observed else set()
+        is_free = self._is_observed or self._learned.changes_gradients
+        self._gradient_versions = [] if is_free else [(one, one._version) for one in stored]
+
+    @torch.no_grad()
+    def _put_back_own(self) -> None:
+        for place in self._places:
+            place.restore()
+        self._values.put_back()
+        for saved in self._special:
+            saved.restore()
+        for gradient, value in self._gradient_copies:
+            gradient.copy_(value)
+        for parameter, its_gradient in self._gradients:
+            if parameter.grad is not its_gradient:
+                parameter.grad = its_gradient
+        self._backend.restore_random_state(self._random_state)
+
+
+def _hooks_of(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
+    """The hooks of an optimizer, and those of all, by kind."""
+    own = [value for name, value in vars(optimizer).items() if name.endswith("_hooks") and isinstance(value, dict)]
+    return [*own, optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks]
+
+
+def _roots_of(optimizer: torch.optim.Optimizer) -> list[list[tuple[str, Any]]]:
+    own: list[tuple[str, Any]] = [("optimizer", optimizer)]
+    # One by one: the walk does not look through containers that are very large.
+    own += [("optimizer.param_groups", one) for group in optimizer.param_groups for one in group["params"]]
+    own += [("optimizer.state", state) for state in optimizer.state.values()]
+    hooks = (hook for of_kind in _hooks_of(optimizer) for hook in of_kind.values())
+    return [own, [("a hook of the optimizer", hook) for hook in hooks]]
+
+
+def _others(tensors: list[Tensor], known: list[Tensor]) -> list[Tensor]:
+    ids = {*map(id, known)}
+    return [tensor for tensor in tensors if id(tensor) not in ids]
+
+
+def _has_changed(write: Write) -> bool:
+    return not torch.equal(bytes_in(write.storage), write.content)
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether a tensor can be written to as such, and not only its storage."""
+    if tensor.layout == torch.strided and tensor.is_contiguous():
+        return not tensor.is_inference()
+    is_expanded = has_storage(tensor) and any(
+        num_items > 1 and stride == 0 for num_items, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return not is_expanded and not tensor.is_inference()

@@ -1,0 +1,144 @@
+"""Gradient release: each parameter is updated in backward, as soon as its gradient is complete, which is then freed.
+
+A hook of autograd (``register_post_accumulate_grad_hook``) runs when everything that adds to a parameter's gradient has
+been added, so a tied weight is updated once. Parameters wait for each other until they make up a piece, since small
+updates cost more than they free.
+
+The step stays a transaction. Memory may run out in the middle of backward, when some parameters are updated already, so
+before a piece is updated its values and states are copied to where they take no memory of the device, and copied back
+if the step is undone. Every step pays for these copies.
+
+Numerics: bitwise; the same update on the same gradients. Does NOT cover what needs all gradients first (accumulation,
+clipping, a gradient scaler), optimizers that look at several parameters together, and a parameter whose gradient comes
+in parts, each of which looks complete (checkpointing with ``use_reentrant=True``): that is noticed, and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import InputError
+from plimsoll.models.optimizers import is_separable, settings_of
+from plimsoll.models.workload import Workload
+from plimsoll.step.failpoints import failpoint
+from plimsoll.step.update.commit import only
+
+# Pieces on a GPU are larger because each costs launches.
+_PIECE_BYTES = {"cpu": 2 << 20, "cuda": 16 << 20}
+
+
+class EarlyUpdate:
+    """The updates of one step of one optimizer, done in backward; a new one for each step.
+
+    Args:
+        optimizer: the optimizer; nothing in its step may look at several parameters together.
+        copy_outside: copies a tensor to where it takes no memory of the device.
+        kind: the kind of the device.
+        piece_bytes: gradients that may wait, in bytes; ``None`` for what suits the device.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        copy_outside: Callable[[Tensor], Tensor],
+        kind: str,
+        piece_bytes: int | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._copy_outside = copy_outside
+        self._piece_bytes = piece_bytes or _PIECE_BYTES[kind]
+        self._group_of = {
+            parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+        }
+        self._settings = settings_of(optimizer)
+        self._lock = Lock()  # gradients on a device and on the host are complete in different threads
+        self._waiting: list[nn.Parameter] = []
+        self._before: dict[nn.Parameter, _Before] = {}
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Update in every backward of the block; when it ends without an error, nothing waits any more."""
+        trainable = [parameter for parameter in self._group_of if parameter.requires_grad]
+        handles = [parameter.register_post_accumulate_grad_hook(self._is_complete) for parameter in trainable]
+        try:
+            yield
+            self._update()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Put every parameter back that was updated, and its states."""
+        self._waiting.clear()
+        for parameter, before in self._before.items():
+            before.restore(parameter, self._optimizer)
+        self._before.clear()
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)
+
+    def _is_complete(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        with self._lock:
+            self._add(parameter)
+
+    def _add(self, parameter: nn.Parameter) -> None:
+        if parameter in self._before or any(parameter is one for one in self._waiting):
+            raise InputError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} came in more than one part, so it "
+                "cannot be updated in backward: use checkpoint(..., use_reentrant=False), or --forbid "
+                "optimizer_in_backward"
+            )
+        self._waiting.append(parameter)
+        if sum(one.nbytes for one in self._waiting) >= self._piece_bytes:
+            self._update()
+
+    def _update(self) -> None:
+        """Update what waits, after what undoes it has been noted."""
+        if not self._waiting:
+            return
+        piece, self._waiting = self._waiting, []
+        members: dict[int, list[nn.Parameter]] = {}
+        for parameter in piece:
+            self._before[parameter] = _Before(parameter, self._optimizer.state.get(parameter), self._copy_outside)
+            members.setdefault(self._group_of[parameter], []).append(parameter)
+        with only(self._optimizer, members):
+            self._optimizer.step()
+        failpoint("optimizer")
+        for parameter in piece:
+            parameter.grad = None
+
+
+def early_update(workload: Workload, micro_batch: int, num_samples: int) -> EarlyUpdate | None:
+    """Make what updates in the backward of a step, or ``None`` where it is not asked for or not possible."""
+    needs_all = workload.clip_norm is not None or workload.precision == "fp16" or not is_separable(workload.optimizer)
+    is_cut = micro_batch < num_samples or workload.cuts_by_length or not workload.ranks.is_alone
+    if workload.copy_outside is None or is_cut or needs_all:
+        return None
+    return EarlyUpdate(workload.optimizer, workload.copy_outside, workload.device.type)
+
+
+class _Before:
+    """A parameter and its optimizer states as they were; ``None`` for states that were not there."""
+
+    def __init__(
+        self, parameter: nn.Parameter, state: dict[str, Any] | None, copy_outside: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._state = None if state is None else dict(state)
+        tensors = [parameter, *(value for value in (state or {}).values() if isinstance(value, Tensor))]
+        self._copies = [(tensor, copy_outside(tensor)) for tensor in tensors]
+
+    def restore(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
+        if self._state is None:
+            optimizer.state.pop(parameter, None)
+        else:
+            optimizer.state[parameter].clear()
+            optimizer.state[parameter].update(self._state)

@@ -1,0 +1,74 @@
+"""Copies of many tensors, made together and in memory that is kept: what undoing a part of an update needs.
+
+Where the tensors lie is found once (`Layout`); those of one dtype and device are copied by one call into memory that
+stays from step to step (`Scratch`). Does NOT know parameters, states or optimizers: see `plimsoll.step.update.commit`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from plimsoll.device.cpu import pages
+
+ADDRESS_OF: dict[type[torch.Tensor], Callable[[torch.Tensor], int]] = {
+    torch.Tensor: torch.Tensor.data_ptr,
+    nn.Parameter: torch.Tensor.data_ptr,
+}
+"""Where the memory of a tensor begins, for classes whose memory can be copied together; a rehearsal adds its own."""
+
+
+class Layout:
+    """Where the tensors of a piece lie: found once, since looking it up in every step took longer than the copying.
+
+    ``alike`` has the tensors of one dtype and device as views of one dimension, which are copied together; ``others``
+    are not contiguous, or of a class of their own, and copied one by one.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        plain = [t for t in tensors if type(t) in ADDRESS_OF and t.is_contiguous()]
+        self._plain, self._places = plain, _places(plain)
+        are_plain = set(map(id, plain))
+        self.others = [tensor for tensor in tensors if id(tensor) not in are_plain]
+        self.alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in plain:
+            self.alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().view(-1))
+        self.num_elements = {key: sum(map(len, flat)) for key, flat in self.alike.items()}
+
+    def is_of(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether these are the tensors, and their memory (``.data`` can be exchanged) is where it was."""
+        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        return same and _places(self._plain) == self._places
+
+
+def _places(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(ADDRESS_OF[type(tensor)](tensor), tensor.numel() if tensor.is_contiguous() else -1) for tensor in tensors]
+
+
+class Scratch:
+    """Memory for copies, kept from step to step up to ``kept_bytes`` for each dtype and device."""
+
+    def __init__(self, kept_bytes: int) -> None:
+        self.kept_bytes = kept_bytes
+        self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def copy_of(
+        self, key: tuple[torch.dtype, torch.device], flat: list[torch.Tensor], num_elements: int
+    ) -> torch.Tensor:
+        """All the tensors, of so many elements together, in one."""
+        memory = self._kept.get(key)
+        if memory is None or len(memory) < num_elements:
+            memory = torch.empty(num_elements, dtype=key[0], device=key[1])
+            if memory.nbytes <= self.kept_bytes:
+                self._kept[key] = memory
+            elif type(memory) is torch.Tensor and memory.is_cpu:  # its pages come anew each time
+                pages.prefer_large(pages.stretches_of([memory]))
+        return torch.cat(flat, out=memory[:num_elements])
+
+    def clear(self) -> None:
+        """Let go of the memory."""
+        self._kept.clear()

@@ -1,0 +1,1 @@
+"""Code that techniques install: streams, sliced computations, sharding, replaced optimizers."""

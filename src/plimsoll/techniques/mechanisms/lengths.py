@@ -1,0 +1,129 @@
+"""Samples of alike length together, without the columns that are padding for all of them.
+
+A sample ends at its last position that the ``attention_mask`` has, or that has a label (the decoder's labels of an
+encoder-decoder may by chance be as many as the encoder's tokens). Nothing is done, and the batch is cut as any other,
+where that cannot be known: without an ``attention_mask`` of (B, T), or with a field of T columns that is not among
+`_FIELDS`, for it may or may not be along time.
+
+Does NOT trim on the left: the first token of a language model's sample is predicted from the padding before it.
+
+Shapes: B samples, T tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plimsoll.memory.known import values_of
+from plimsoll.models.workload import IGNORED_LABEL, count_elements
+
+_FIELDS = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids")
+"""Fields that are trimmed where they are of shape (B, T)."""
+
+_FEWEST_COLUMNS = 8
+"""Shorter samples count as this long: a sample also takes memory that does not follow its length, and attention and
+matrix kernels work on blocks of 8."""
+
+Group = tuple[Sequence[int], int]
+"""The numbers of some samples of a batch, and the columns that are left of them."""
+
+
+def groups_by_length(batch: Any, num_samples: int, full_length: int | None = None) -> list[Group] | None:
+    """Cut a batch into groups of alike lengths, the longest first.
+
+    Args:
+        batch: the batch.
+        num_samples: so many samples of the batch's full length may be in one group, and more of shorter ones: as many
+            as have no more elements in all their fields.
+        full_length: the tokens of a sample of full length, where those of this batch may all be shorter.
+
+    Returns:
+        each sample in one group; ``None`` where nothing is known of the lengths.
+    """
+    lengths = lengths_of(batch)
+    if lengths is None:
+        return None
+    if num_samples >= len(lengths):
+        return [(range(len(lengths)), max(lengths))]
+    elements = _elements_by_length(batch)
+    most_elements = num_samples * elements(max(batch["attention_mask"].shape[1], full_length or 0))
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])  # stable: as they came where equal
+    groups: list[Group] = []
+    while order:
+        longest = lengths[order[0]]
+        taken = most_elements // elements(longest)
+        groups.append((order[:taken], longest))
+        order = order[taken:]
+    return groups
+
+
+def elements_of_full_length(batch: Any, full_length: int) -> int | None:
+    """Return the elements that a sample of this batch would have at full length, ``None`` if that cannot be known."""
+    if lengths_of(batch) is None:
+        return None
+    return _elements_by_length(batch)(max(batch["attention_mask"].shape[1], full_length))
+
+
+def _elements_by_length(batch: Mapping[str, Any]) -> Callable[[int], int]:
+    """Return the elements of a sample of a batch as a function of its length."""
+    num_samples, num_columns = batch["attention_mask"].shape
+    along_time = sum(1 for _ in _trimmable(batch, num_columns))
+    beside_time = count_elements(batch) // num_samples - along_time * num_columns
+    return lambda length: beside_time + along_time * max(length, min(_FEWEST_COLUMNS, num_columns))
+
+
+def lengths_of(batch: Any) -> list[int] | None:
+    """Return the columns up to the end of each sample, ``None`` where they are not known; all of a sample of padding.
+
+    A sample of nothing but padding keeps it: its attention is spread over all there is.
+    """
+    mask_BT = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask_BT, Tensor) or mask_BT.ndim != 2 or _has_other_of(batch, mask_BT.shape[1]):
+        return None
+    num_columns = mask_BT.shape[1]
+    is_inside_BT = mask_BT != 0
+    has_token_B = is_inside_BT.any(dim=1)
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.shape == mask_BT.shape:
+        is_inside_BT = is_inside_BT | (labels != IGNORED_LABEL)
+    places_T = torch.arange(1, num_columns + 1, device=mask_BT.device)
+    ends_B = (is_inside_BT * places_T).amax(dim=1)
+    return values_of(torch.where(has_token_B, ends_B, torch.full_like(ends_B, num_columns)))
+
+
+def trimmed(batch: Any, num_columns: int) -> Any:
+    """Return a batch whose lengths are known with so many columns; what is along time is copied, if it is cut."""
+    before = batch["attention_mask"].shape[1]
+    if num_columns == before:
+        return batch
+    cut = copy.copy(batch)
+    for name in _trimmable(batch, before):
+        cut[name] = batch[name][:, :num_columns].contiguous()
+    return cut
+
+
+def _trimmable(batch: Mapping[str, Any], num_columns: int) -> Iterator[str]:
+    for name in _FIELDS:
+        field = batch.get(name)
+        if isinstance(field, Tensor) and field.ndim == 2 and field.shape[1] == num_columns:
+            yield name
+
+
+def _has_other_of(batch: Mapping[str, Any], num_columns: int) -> bool:
+    """Whether something that is not known to be along time has as many columns, or cannot be looked into."""
+    known = set(_trimmable(batch, num_columns))
+    others = [value for name, value in batch.items() if name not in known]
+    return any(
+        num_columns in value.shape[1:] if isinstance(value, Tensor | np.ndarray) else _holds_others(value)
+        for value in others
+    )
+
+
+def _holds_others(value: Any) -> bool:
+    return isinstance(value, list | tuple | Mapping)

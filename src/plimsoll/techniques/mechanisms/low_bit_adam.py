@@ -1,0 +1,328 @@
+"""Adam with moments of 8 or 4 bits, in the blocks and with the codes of torchao's ``AdamW8bit`` and ``AdamW4bit``.
+
+A moment is a code for each number (1 byte, or half of one) and a scale for each block of 256 or 128 numbers. Where a
+parameter's numbers make up whole blocks the update is that of torchao bit for bit; torchao leaves others as they are,
+and here what is left over makes a smaller block of its own. The differences are in memory and time:
+
+- The states are plain tensors, so that whatever holds for states of ``torch.optim`` holds for them: they are counted,
+  copied for an undo, saved and loaded as others are.
+- A large parameter is updated a part at a time. torchao's temporaries are several times as large as the parameter
+  unless they are compiled away, and compiling took more than a minute on a CPU.
+- A code is looked up by the upper half of a number's bits, where torchao searches for it.
+
+Does NOT cover amsgrad, sparse gradients and complex numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from plimsoll.device.off_device import keeps_states_outside
+from plimsoll.errors import CheckpointError
+from plimsoll.models.optimizers import SeparableOptimizer
+
+LEAST_ELEMENTS = 4096
+"""A parameter of fewer has the moments of plain Adam, as in torchao: biases and normalisations are sensitive."""
+
+_BLOCK_ELEMENTS = {8: 256, 4: 128}  # torchao's
+# Numbers that are updated together, in some 60 ops. With fewer, what is taken in between (8 floats for each) would be
+# less, and stay in a cache; but a rehearsal takes a fraction of a millisecond for each op, whatever its size.
+_PART_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}
+_MOST_TEMPORARIES = 12  # times 4 bytes for each number that is updated; a test counts them
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
+
+
+class Table(NamedTuple):
+    """The number that each code stands for; and by the upper 16 bits of a float, its code or the one before that.
+
+    It is the next code from ``next_from`` on.
+    """
+
+    numbers: NDArray[np.float32]
+    code: NDArray[np.uint8]
+    next_from: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Codes and scales of some blocks, and the table (see `Table`) on their device."""
+
+    bits: int
+    codes: Tensor
+    scale: Tensor
+    numbers: Tensor
+    code: Tensor
+    next_from: Tensor
+
+    def unpacked(self) -> Tensor:
+        codes = self.codes
+        if self.bits == 4:
+            codes = torch.stack([codes >> 4, codes & 15], dim=-1).view(-1)
+        blocks = self.numbers.index_select(0, codes.int()).view(len(self.scale), -1)
+        return blocks.mul_(self.scale[:, None]).view(-1)
+
+    def pack(self, moment: Tensor) -> None:
+        blocks = moment.view(len(self.scale), -1)
+        torch.clip(blocks.abs().amax(-1), 1e-12, out=self.scale)
+        shares = (blocks / self.scale[:, None]).view(-1)
+        upper_bits = (shares.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
+        codes = self.code.index_select(0, upper_bits)
+        codes += shares >= self.next_from.index_select(0, upper_bits)
+        self.codes.copy_(codes if self.bits == 8 else (codes[::2] << 4) | codes[1::2])
+
+
+class _Rule(NamedTuple):
+    """What an update depends on beside the numbers; in 0-dimensional tensors, rounded as torchao rounds them."""
+
+    rate: Tensor
+    corrections: tuple[Tensor, Tensor]
+    betas: tuple[float, float]
+    epsilon: float
+    decay: float
+    is_decoupled: bool
+    maximizes: bool
+
+
+class LowBitAdam(SeparableOptimizer):
+    """Adam or AdamW (``decoupled_weight_decay``) with moments of 8 or 4 bits.
+
+    Args:
+        params: as of ``torch.optim.Adam``, as are the others but for ``bits``.
+        bits: 8 or 4.
+        lr: see ``params``.
+        betas: see ``params``.
+        eps: see ``params``.
+        weight_decay: see ``params``.
+        maximize: see ``params``.
+        decoupled_weight_decay: see ``params``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        bits: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        self.bits = bits
+        self._tables: dict[torch.device, dict[str, list[Tensor]]] = {}
+        # Its groups say how many bits, so that a checkpoint does.
+        defaults = {
+            "bits": bits,
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, {**defaults, "decoupled_weight_decay": decoupled_weight_decay})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"bits": self.bits, "_tables": {}}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def state_bytes_of(self, parameter: Tensor) -> int:
+        """Of both moments and the count of steps."""
+        if not is_quantized(parameter):
+            return 2 * parameter.nbytes + 4
+        num_blocks = -(-parameter.numel() // _BLOCK_ELEMENTS[self.bits])
+        return 2 * (parameter.numel() * self.bits // 8 + 4 * num_blocks) + 4
+
+    def temporary_bytes_of(self, parameter: Tensor) -> int:
+        """What an update takes at most: of a part of a large parameter."""
+        most = self._part_elements(parameter) if is_quantized(parameter) else parameter.numel()
+        copies = 0 if parameter.grad is None or parameter.grad.is_contiguous() else parameter.nbytes
+        return _MOST_TEMPORARIES * 4 * min(most, parameter.numel()) + copies
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states; torch alone would make the codes numbers of the parameter's type.
+
+        Raises:
+            CheckpointError: if they are of other bits.
+        """
+        saved_bits = {group.get("bits") for group in state_dict["param_groups"]}
+        if saved_bits != {self.bits}:
+            raise CheckpointError(
+                f"the states are of an optimizer of {saved_bits.pop() or 32} bits, and this one has {self.bits}: "
+                "go on under the budget and with the choices they were trained with, or start anew"
+            )
+        packed = {
+            number: {key: value for key, value in state.items() if _is_packed(key)}
+            for number, state in state_dict["state"].items()
+        }
+        others = {
+            number: {key: value for key, value in state.items() if not _is_packed(key)}
+            for number, state in state_dict["state"].items()
+        }
+        super().load_state_dict(state_dict | {"state": others})
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        is_file = keeps_states_outside(self)  # which must not be written to
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for key, value in packed.get(number, {}).items():
+                self.state[parameter][key] = value.to(parameter.device, copy=is_file)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise RuntimeError("LowBitAdam takes no sparse gradients: set sparse=False of the embedding")
+        if not state:
+            state.update(self._zeros(parameter))
+        state["step"] += 1
+        rule = _rule(group, state["step"])
+        if "exp_avg" in state:
+            moments = _adam(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], rule)
+            for key, moment in zip(_MOMENTS, moments, strict=True):
+                state[key].copy_(moment)
+            return
+        numbers, gradients = parameter.detach().view(-1), gradient.reshape(-1)
+        for begin, end in _parts(parameter.numel(), _BLOCK_ELEMENTS[self.bits], self._part_elements(parameter)):
+            first, second = (self._packed(state, key, begin, end, parameter.device) for key in _MOMENTS)
+            moments = _adam(numbers[begin:end], gradients[begin:end], first.unpacked(), second.unpacked(), rule)
+            first.pack(moments[0])
+            second.pack(moments[1])
+
+    def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = {"step": torch.tensor(0.0)}
+        if not is_quantized(parameter):
+            return state | {key: torch.zeros_like(parameter) for key in _MOMENTS}
+        num_blocks = -(-parameter.numel() // _BLOCK_ELEMENTS[self.bits])
+        for key in _MOMENTS:
+            num_bytes = parameter.numel() * self.bits // 8
+            state[f"{key}_codes"] = torch.zeros(num_bytes, dtype=torch.uint8, device=parameter.device)
+            state[f"{key}_scale"] = torch.zeros(num_blocks, dtype=torch.float32, device=parameter.device)
+        return state
+
+    def _packed(self, state: dict[str, Tensor], key: str, begin: int, end: int, device: torch.device) -> _Packed:
+        if device not in self._tables:
+            self._tables[device] = {
+                moment: [torch.tensor(column, device=device) for column in table_of(self.bits, has_sign)]
+                for moment, has_sign in _MOMENTS.items()
+            }
+        block = _BLOCK_ELEMENTS[self.bits]
+        codes = state[f"{key}_codes"][begin * self.bits // 8 : end * self.bits // 8]
+        scale = state[f"{key}_scale"][begin // block : -(-end // block)]
+        return _Packed(self.bits, codes, scale, *self._tables[device][key])
+
+    def _part_elements(self, parameter: Tensor) -> int:
+        return _PART_ELEMENTS["cpu" if parameter.device.type == "cpu" else "cuda"]
+
+
+def is_quantized(parameter: Tensor) -> bool:
+    """Whether a parameter's moments are of few bits: 4 bits need an even number of them."""
+    num_elements = parameter.numel()
+    return num_elements >= LEAST_ELEMENTS and num_elements % 2 == 0 and parameter.is_contiguous()
+
+
+@cache
+def table_of(bits: int, has_sign: bool) -> Table:
+    """The codes for moments with a sign or without, as in torchao."""
+    with _disable_current_modes():  # a rehearsal's: they are numbers, not a part of the training
+        numbers = _numbers(bits, has_sign).numpy()
+    least = np.append(_least(numbers), np.float32(np.inf))
+    nearest_0 = np.arange(1 << 16, dtype=np.uint32) << 16
+    smallest = np.fmin(nearest_0.view(np.float32), (nearest_0 | 0xFFFF).view(np.float32))
+    code = np.searchsorted(least[:-1], smallest, side="right")
+    return Table(numbers, code.astype(np.uint8), least[code])
+
+
+def _numbers(bits: int, has_sign: bool) -> Tensor:
+    """The numbers that the codes stand for, rising, the largest 1."""
+    if bits == 4 and not has_sign:  # evenly spaced and without 0: Li et al. 2023, section 3
+        return torch.linspace(0, 1, 17)[1:]
+    # In each power of ten twice as many as in the one below it: Dettmers et al. 2021, section 1.3.
+    found, num_powers = [0.0, 1.0], bits - 1
+    for power in range(num_powers):
+        edges = torch.linspace(0.1, 1, 2 ** (power + (not has_sign)) + 1)
+        middles = (edges[:-1] + edges[1:]) / 2
+        for sign in (1, -1) if has_sign else (1,):
+            found += (sign * 10 ** (power + 1 - num_powers) * middles).tolist()
+    return torch.tensor(sorted(found))
+
+
+def _least(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The smallest float that torchao rounds up to each number: it compares a difference with half of the gap."""
+    below, above = numbers[:-1], numbers[1:]
+    half = (above - below) * np.float32(0.5)
+    least = below + half
+
+    def is_rounded_up(value: NDArray[np.float32]) -> NDArray[np.bool_]:
+        return value - below >= half
+
+    while not is_rounded_up(least).all():
+        least = np.where(is_rounded_up(least), least, np.nextafter(least, np.float32(np.inf)))
+    while True:
+        before = np.nextafter(least, np.float32(-np.inf))
+        if not is_rounded_up(before).any():
+            return least
+        least = np.where(is_rounded_up(before), before, least)
+
+
+def _parts(num_elements: int, block: int, most: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of what is updated together: whole blocks, and at last what is left over."""
+    whole = num_elements - num_elements % block
+    for begin in range(0, whole, most):
+        yield begin, min(begin + most, whole)
+    if whole < num_elements:
+        yield whole, num_elements
+
+
+def _rule(group: dict[str, Any], step: Tensor) -> _Rule:
+    first, second = group["betas"]
+    return _Rule(
+        torch.as_tensor(group["lr"], dtype=torch.float32),
+        (1 - first**step, 1 - second**step),
+        (first, second),
+        group["eps"],
+        group["weight_decay"],
+        group["decoupled_weight_decay"],
+        group["maximize"],
+    )
+
+
+def _adam(numbers: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rule: _Rule) -> tuple[Tensor, Tensor]:
+    """Update numbers in place from their moments so far, and return the new ones; in torchao's order, for its bits."""
+    weights, gradient = numbers.float(), gradient.float()
+    if rule.maximizes:
+        gradient = -gradient
+    if rule.decay and rule.is_decoupled:
+        weights = weights - rule.rate * rule.decay * weights
+    elif rule.decay:
+        gradient = gradient + rule.decay * weights
+    first = first.float().lerp(gradient, 1 - rule.betas[0])
+    second = second.float().lerp(gradient.square(), 1 - rule.betas[1])
+    root = second.sqrt().div_(rule.corrections[1].sqrt()).add_(rule.epsilon)
+    numbers.copy_(weights - (first / rule.corrections[0]).mul_(rule.rate).div_(root))
+    return first, second
+
+
+def _is_packed(key: str) -> bool:
+    return key.endswith(("_codes", "_scale"))

@@ -1,0 +1,401 @@
+"""A chain of segments in time, walked without a graph and computed again, one segment at a time, in backward.
+
+    passed = over_time(walk, sequences, state, parameters)
+
+Forward keeps the state before some of the segments (all, or as many as `_schedule` is given slots for) and nothing else
+of what the layers compute; backward has the graph of one segment at a time. So what is kept for T steps in segments of
+S is T / S states and the activations of S steps, instead of those of T.
+
+Loss and gradients are those of plain backpropagation through time; gradients of parameters are added up over segments,
+in another order. Random numbers and autocast are in the second pass as they were in the first. With ``truncates`` the
+gradient ends where a segment begins (truncated backpropagation through time): then each segment's gradients are made
+as it is walked, and nothing is computed twice.
+
+Parameters are inputs of one autograd node, which adds up their gradients and hands them on once: hooks on gradients
+that have been accumulated, DDP's and those that update in backward, run once as they should. Does NOT cover a second
+derivative and hooks on parameters themselves (``Tensor.register_hook``: they would see each segment's part), which are
+refused, and generators of random numbers of one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import InputError
+from plimsoll.models.recurrent.segments import Passed, State
+from plimsoll.techniques.mechanisms.off_device import next_operation, refuse_what_is_outside
+from plimsoll.techniques.mechanisms.purity import run_purely
+from plimsoll.techniques.mechanisms.replay import Autocast, RandomNumbers
+from plimsoll.techniques.mechanisms.schedule import backward_states, kept_on_the_way
+
+RunNumbered = Callable[[int, State, tuple[Tensor, ...]], Passed]
+"""``run(segment, state, slices)``."""
+
+
+class SecondBackward(InputError):
+    """Backward came a second time to segments that have given back what they kept."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How a chain is walked.
+
+    Args:
+        run: computes one segment; with a tuple of no tensors as the state where there is none yet.
+        spans: the first step and the number of steps of each segment, in the order they are walked; together they are
+            all steps of the sequences, each once.
+        dim: where the sequences, and the outputs, have their steps.
+        num_slots: states kept beside the first; ``None`` keeps all.
+        draws: whether ``run`` may draw random numbers.
+        truncates: whether the gradient ends where a segment begins.
+        sparse: the numbers of the parameters whose gradients stay sparse if they are.
+    """
+
+    run: RunNumbered
+    spans: tuple[tuple[int, int], ...]
+    dim: int
+    num_slots: int | None = None
+    draws: bool = True
+    truncates: bool = False
+    sparse: frozenset[int] = frozenset()
+
+    @property
+    def num_slots_at_most(self) -> int:
+        """States kept beside the first: no more than there are segments for."""
+        most = len(self.spans) - 1
+        return most if self.num_slots is None else min(self.num_slots, most)
+
+
+def equal_spans(num_steps: int, segment_steps: int) -> tuple[tuple[int, int], ...]:
+    """Cut steps into segments of so many, the last what is left.
+
+    >>> equal_spans(10, 4)
+    ((0, 4), (4, 4), (8, 2))
+    """
+    return tuple((start, min(segment_steps, num_steps - start)) for start in range(0, num_steps, segment_steps))
+
+
+def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters: Sequence[Tensor]) -> Passed:
+    """Walk a chain, so that it can be differentiated by its sequences, its first state and its parameters.
+
+    Args:
+        walk: see there. A walk of one segment is computed plainly.
+        sequences: what is cut into segments.
+        state: before the first segment.
+        parameters: every other tensor that ``walk.run`` uses and that needs a gradient.
+
+    Raises:
+        InputError: in backward, if it is differentiated twice, or a second time.
+    """
+    # One that is given twice (layers that share weights) would get the whole gradient twice.
+    parameters = [*{id(parameter): parameter for parameter in parameters}.values()]
+    inputs = [*state, *sequences, *parameters]
+    _refuse_hooks(parameters, len(walk.spans))
+    if len(walk.spans) == 1:
+        return walk.run(0, state, tuple(sequences))
+    places = _Places(len(state), len(sequences))
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
+        with Autocast.now(sequences[0].device).again():
+            return _walked(walk, tuple(sequences), state, lambda segment, state: None)
+    node = _Truncated if walk.truncates else _Recomputed
+    shape: list[int] = []
+    flat = node.apply(walk, places, shape, *inputs)  # type: ignore[no-untyped-call]
+    num_outputs, num_sums = shape
+    return Passed(flat[:num_outputs], flat[num_outputs : num_outputs + num_sums], flat[num_outputs + num_sums :])
+
+
+def has_hook(parameter: Tensor) -> bool:
+    """Whether a hook of ``Tensor.register_hook`` would be called for each segment's part of a gradient."""
+    return parameter.is_leaf and bool(parameter._backward_hooks)
+
+
+def _refuse_hooks(parameters: Sequence[Tensor], num_segments: int) -> None:
+    if any(map(has_hook, parameters)):
+        raise InputError(
+            f"a parameter has a hook (register_hook) that {num_segments} segments in time would call with a part of "
+            "its gradient each: use register_post_accumulate_grad_hook, or leave the technique out"
+        )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Which of a node's tensors are what."""
+
+    num_state: int
+    num_sequences: int
+
+    def split(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """Return the state, the sequences and the parameters."""
+        end = self.num_state + self.num_sequences
+        return tuple(tensors[: self.num_state]), tuple(tensors[self.num_state : end]), tuple(tensors[end:])
+
+
+class _Recomputed(torch.autograd.Function):
+    """The exact gradient: segments are computed again in backward, the last first."""
+
+    @staticmethod
+    def forward(ctx: Any, walk: Walk, places: _Places, shape: list[int], *inputs: Tensor) -> tuple[Tensor, ...]:
+        state, sequences, _ = places.split(inputs)
+        ctx.walk, ctx.places, ctx.autocast = walk, places, Autocast.now(sequences[0].device)
+        kept: dict[int, _Before] = {0: _Before(state, _random_numbers(walk, sequences))}
+        keeps = set(kept_on_the_way(len(walk.spans), walk.num_slots_at_most))
+
+        def keep(segment: int, state: State) -> None:
+            if segment in keeps:
+                kept[segment] = _Before(state, _random_numbers(walk, sequences))
+
+        with ctx.autocast.again():
+            passed = _walked(walk, sequences, state, keep)
+        ctx.kept = kept
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        return _flat(passed, ctx, shape)
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
+        _refuse_second(ctx, ctx.kept)
+        walk: Walk = ctx.walk
+        inputs = ctx.saved_tensors
+        _, sequences, _ = ctx.places.split(inputs)
+        gradients = _Gradients(walk, ctx.places, inputs, ctx.needs_input_grad[3:], _arriving(ctx, arriving))
+        kept, ctx.kept = ctx.kept, None
+
+        def advance(before: _Before, begin: int, end: int) -> _Before:
+            before.random.restore()
+            state = before.state
+            with torch.no_grad(), ctx.autocast.again():
+                for segment in range(begin, end):
+                    state = run_purely(walk.run, segment, state, _slices(walk, segment, sequences)).state
+            return _Before(state, _random_numbers(walk, sequences))
+
+        with _random_numbers(walk, sequences).kept():
+            for segment, before in backward_states(len(walk.spans), walk.num_slots_at_most, kept, advance):
+                before.random.restore()
+                gradients.add_segment(segment, before.state, ctx.autocast)
+        return (None, None, None, *gradients.result())
+
+
+class _Truncated(torch.autograd.Function):
+    """The gradient within each segment, made as the segments are walked, of a single sum of them."""
+
+    @staticmethod
+    def forward(ctx: Any, walk: Walk, places: _Places, shape: list[int], *inputs: Tensor) -> tuple[Tensor, ...]:
+        state, sequences, _ = places.split(inputs)
+        autocast = Autocast.now(sequences[0].device)
+        gradients = _Gradients(walk, places, inputs, ctx.needs_input_grad[3:], _Arriving((), (None,), ()))
+        sums: list[Tensor] = []
+        for segment in range(len(walk.spans)):
+            passed = gradients.add_segment(segment, state, autocast)
+            if passed.outputs or len(passed.sums) != 1:
+                raise InputError(
+                    f"truncated_bptt needs a model whose segments give one sum, its loss, and no outputs, and this one "
+                    f"gives {len(passed.outputs)} outputs and {len(passed.sums)} sums: use time_segments, or return "
+                    "the loss of a segment as its sum"
+                )
+            state = tuple(part.detach() for part in passed.state)
+            sums = _added(sums, passed.sums)
+        ctx.walk, ctx.gradients = walk, gradients.result()
+        ctx.set_materialize_grads(False)
+        flat = _flat(Passed((), tuple(sums), state), ctx, shape)
+        ctx.mark_non_differentiable(*flat[1:])
+        return flat
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
+        _refuse_second(ctx, ctx.gradients)
+        gradients, ctx.gradients = ctx.gradients, None
+        of_loss = arriving[0]
+        if of_loss is None:
+            return (None,) * (3 + len(gradients))
+        return (None, None, None, *(None if one is None else one * of_loss for one in gradients))
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """The gradients that arrive at a node; in ``sums``, ``None`` stands for 1 where nothing has arrived yet."""
+
+    outputs: tuple[Tensor | None, ...]
+    sums: tuple[Tensor | None, ...]
+    state: tuple[Tensor | None, ...]
+
+
+class _Gradients:
+    """The gradients of a node's inputs, as far as they are known: one segment after another is added."""
+
+    def __init__(
+        self, walk: Walk, places: _Places, inputs: Sequence[Tensor], needed: Sequence[bool], arriving: _Arriving
+    ) -> None:
+        self._walk, self._arriving = walk, arriving
+        self._first_state, self._sequences, self._parameters = places.split(inputs)
+        self._needs_state, self._needs_sequence, self._needs_parameter = places.split(needed)
+        self._of_state: tuple[Tensor | None, ...] = arriving.state
+        self._of_sequences: list[Tensor | None] = [
+            torch.empty_like(sequence) if needs else None
+            for sequence, needs in zip(self._sequences, self._needs_sequence, strict=True)
+        ]
+        self._of_parameters: list[Tensor | None] = [None] * len(self._parameters)
+        self._is_checked = False  # one segment uses what the others do
+        self._are_sums: set[int] = set()  # those that are nobody else's, and can be added to in place
+
+    def add_segment(self, segment: int, state: State, autocast: Autocast) -> Passed:
+        """Compute a segment with its graph, go backward through it, and add what that gives."""
+        walk = self._walk
+        differ = [part.is_floating_point() and not walk.truncates for part in state]
+        with torch.enable_grad(), autocast.again():
+            begin = tuple(part.detach().requires_grad_(differs) for part, differs in zip(state, differ, strict=True))
+            slices = tuple(
+                one.detach().requires_grad_(needs)
+                for one, needs in zip(_slices(walk, segment, self._sequences), self._needs_sequence, strict=True)
+            )
+            number = next_operation()
+            passed = run_purely(walk.run, segment, begin, slices)
+        if not self._is_checked:
+            refuse_what_is_outside(
+                [*passed.outputs, *passed.sums, *passed.state], [*begin, *slices, *self._parameters], number
+            )
+            self._is_checked = True
+        wanted = [
+            *(one for one in begin if one.requires_grad),
+            *(one for one in slices if one.requires_grad),
+            *self._wanted_parameters(),
+        ]
+        found = iter(self._differentiated(segment, passed, wanted))
+        self._of_state = tuple(next(found) if differs else None for differs in differ)
+        for number, needs in enumerate(self._needs_sequence):
+            if needs:
+                _put(_slices(walk, segment, (self._of_sequences[number],))[0], next(found))
+        for number, needs in enumerate(self._needs_parameter):
+            if needs:
+                self._add_parameter(number, next(found))
+        return passed
+
+    def result(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all inputs."""
+        of_state = self._of_state if not self._walk.truncates else (None,) * len(self._first_state)
+        if len(of_state) != len(self._first_state):  # there was no state before the first segment
+            of_state = ()
+        return (*of_state, *self._of_sequences, *self._of_parameters)
+
+    def _wanted_parameters(self) -> Iterator[Tensor]:
+        return (one for one, needs in zip(self._parameters, self._needs_parameter, strict=True) if needs)
+
+    def _differentiated(self, segment: int, passed: Passed, wanted: list[Tensor]) -> Sequence[Tensor | None]:
+        pairs = []
+        for output, arriving in zip(passed.outputs, self._arriving.outputs, strict=False):
+            pairs.append((output, None if arriving is None else _slices(self._walk, segment, (arriving,))[0]))
+        for total, arriving in zip(passed.sums, self._arriving.sums, strict=False):
+            pairs.append((total, torch.ones_like(total) if arriving is None and self._walk.truncates else arriving))
+        if not self._walk.truncates:
+            pairs += zip(passed.state, self._of_state, strict=False)
+        roots = [(root, given) for root, given in pairs if given is not None and root.requires_grad]
+        if not roots or not wanted:
+            return [None] * len(wanted)
+        return torch.autograd.grad(
+            [root for root, _ in roots], wanted, [given for _, given in roots], allow_unused=True
+        )
+
+    def _add_parameter(self, number: int, part: Tensor | None) -> None:
+        if part is None:
+            return
+        total = self._of_parameters[number]
+        if total is None and part.layout is torch.sparse_coo and number not in self._walk.sparse:
+            # Of a row lookup: adding a few rows to a sum costs what they are, making all rows of each segment does not.
+            total = torch.zeros_like(self._parameters[number])
+            self._are_sums.add(number)
+        if total is None:
+            self._of_parameters[number] = part  # which may be the gradient of another parameter too
+        elif number in self._are_sums and total.layout is torch.strided:
+            self._of_parameters[number] = _with_added(total, part)
+        else:
+            self._of_parameters[number] = total + part
+            self._are_sums.add(number)
+
+
+def _with_added(total: Tensor, part: Tensor) -> Tensor:
+    """Add to a sum in place."""
+    if part.layout is not torch.sparse_coo:
+        return total.add_(part)
+    # As `add_` does it; but that cannot be rehearsed where there is a single row, which it takes for coalesced.
+    return total.index_add_(0, part._indices()[0], part._values())
+
+
+def _put(place: Tensor, gradient: Tensor | None) -> None:
+    if gradient is None:
+        place.zero_()
+    else:
+        place.copy_(gradient)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a segment begins with."""
+
+    state: State
+    random: RandomNumbers
+
+
+def _random_numbers(walk: Walk, tensors: Sequence[Tensor]) -> RandomNumbers:
+    return RandomNumbers.now(tensors) if walk.draws else RandomNumbers.none()
+
+
+def _walked(walk: Walk, sequences: tuple[Tensor, ...], state: State, keep: Callable[[int, State], None]) -> Passed:
+    """Walk from the first segment to the last without a graph; ``keep`` is shown the state before each."""
+    outputs: list[Tensor] = []
+    sums: list[Tensor] = []
+    for segment, (start, length) in enumerate(walk.spans):
+        if segment:
+            keep(segment, state)
+        passed = run_purely(walk.run, segment, state, _slices(walk, segment, sequences))
+        if not outputs:
+            outputs = [_room_for(output, sequences[0].shape[walk.dim], walk.dim) for output in passed.outputs]
+        for whole, part in zip(outputs, passed.outputs, strict=True):
+            whole.narrow(walk.dim, start, length).copy_(part)
+        sums, state = _added(sums, passed.sums), passed.state
+    return Passed(tuple(outputs), tuple(sums), state)
+
+
+def _added(sums: list[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    return [part.detach() for part in parts] if not sums else [a + b.detach() for a, b in zip(sums, parts, strict=True)]
+
+
+def _room_for(output: Tensor, num_steps: int, dim: int) -> Tensor:
+    shape = list(output.shape)
+    shape[dim] = num_steps
+    return output.new_empty(shape)
+
+
+def _slices(walk: Walk, segment: int, sequences: Sequence[Any]) -> tuple[Tensor, ...]:
+    start, length = walk.spans[segment]
+    return tuple(sequence.narrow(walk.dim, start, length) for sequence in sequences)
+
+
+def _flat(passed: Passed, ctx: Any, shape: list[int]) -> tuple[Tensor, ...]:
+    """The tensors of a pass one after another; how many are what is noted for both sides of the node."""
+    ctx.counts = len(passed.outputs), len(passed.sums)
+    shape[:] = ctx.counts
+    return (*passed.outputs, *passed.sums, *passed.state)
+
+
+def _arriving(ctx: Any, gradients: Sequence[Tensor | None]) -> _Arriving:
+    num_outputs, num_sums = ctx.counts
+    end = num_outputs + num_sums
+    return _Arriving(tuple(gradients[:num_outputs]), tuple(gradients[num_outputs:end]), tuple(gradients[end:]))
+
+
+def _refuse_second(ctx: Any, kept: Any) -> None:
+    num_segments = len(ctx.walk.spans)
+    if torch.is_grad_enabled():
+        raise InputError(
+            f"cannot differentiate {num_segments} segments in time twice, with create_graph=True, because their "
+            "gradients are computed without a graph: leave the technique out"
+        )
+    if kept is None:
+        raise SecondBackward(
+            f"cannot go backward through {num_segments} segments in time a second time, because the first backward has "
+            "given back what they kept: add up the losses and call backward once"
+        )

@@ -1,0 +1,257 @@
+"""Whether a module computes each row by itself: a few rows together against the same rows apart, values and gradients.
+
+Each of a few rows that differ is computed with the others and in two parts of unequal size. What comes out must be the
+same to rounding, and so must the gradients of the module's smallest weights (of the first two rows), by any result:
+something that is added and taken away again (``mean - mean.detach()``) has no value, and a gradient.
+
+Random numbers are constants meanwhile: dropout keeps everything, whoever asks for it, and the generators stay as they
+are. Where parameters are float32 it computes in full float32 (no autocast, no TF32) and sees shares from 1e-4 on; of
+what computes in half precision by itself it sees less: 8 times the rounding of its type.
+
+Does NOT see what happens between certain rows only (the 5th and the 9th), or from some number of rows on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plimsoll.errors import InputError
+from plimsoll.techniques.mechanisms.replay import RandomNumbers
+from plimsoll.techniques.mechanisms.rows import Arguments, row_leaves, single_values
+
+_MOST_ROWS = 4
+_MOST_TRIED = 64  # rows that are looked at to find some that differ
+_MOST_WEIGHTS = 1 << 20  # elements whose gradients are compared
+_ROUNDINGS = {torch.float32: 256.0, torch.float64: 256.0}  # of a type, in which results may differ
+_ROUNDINGS_OF_HALVES = 8.0
+_SHARE_OF_GRADIENTS = 4.0  # sums over rows and tokens round more
+_LEAST_SHARE = 1e-3  # of the norm of all tensors, to which one that is smaller is compared
+_SMALLEST_NORM = 1e-30
+
+Forward = Callable[..., Any]
+
+
+def computes_rows_alone(name: str, module: nn.Module, forward: Forward, arguments: Arguments) -> bool | None:
+    """Say whether a module's results are rows that each depend on their own row of its arguments.
+
+    Args:
+        name: of the module, for a message.
+        module: whose parameters it has.
+        forward: what computes.
+        arguments: a call of it with two rows or more.
+
+    Returns:
+        ``False`` where what it returns is not one row for each, as a loss or a matrix of similarities is; ``None`` if
+        all rows are equal, so that nothing can be told.
+
+    Raises:
+        InputError: if the rows differ by what they are computed with.
+    """
+    is_real = not any(isinstance(tensor, FakeTensor) for tensor in arguments.tensors)
+    rows = _different_rows(arguments) if is_real else list(range(min(arguments.num_rows or 0, _MOST_ROWS)))
+    if len(rows) < 2:
+        return None
+    with _constants_for_random_numbers(module, arguments) as constants, _explained(name, len(rows), arguments):
+        with torch.no_grad():
+            values = _both_ways(forward, arguments, rows)
+        if values is None:
+            return False
+        weights = _smallest_weights(module) if torch.is_grad_enabled() else []
+        gradients = _gradients(forward, arguments, rows[:2], weights)
+    if is_real:
+        bound = constants.bound
+        _require_same(name, len(rows), "output", values, bound)
+        _require_same(name, 2, "gradient", gradients, bound * _SHARE_OF_GRADIENTS)
+    return True
+
+
+Both = tuple[list[Tensor], list[Tensor]]
+
+
+def _both_ways(forward: Forward, arguments: Arguments, rows: Sequence[int]) -> Both | None:
+    """The results of rows together, and of the first and the others put together; ``None`` if they are no rows."""
+    together = _computed(forward, arguments, rows)
+    parts = [_computed(forward, arguments, part) for part in (rows[:1], rows[1:])]
+    if together is None or None in parts:
+        return None
+    singles, whole = together
+    first, others = (part[1] for part in parts if part is not None)
+    fits = [part is not None and part[0] == singles and len(part[1]) == len(whole) for part in parts]
+    shapes = [{one.shape[1:] for one in same} for same in zip(whole, first, others, strict=False)]
+    if not all(fits) or any(len(different) > 1 for different in shapes):
+        return None
+    return whole, [torch.cat(both) for both in zip(first, others, strict=True)]
+
+
+def _computed(forward: Forward, arguments: Arguments, rows: Sequence[int]) -> tuple[list[Any], list[Tensor]] | None:
+    args, kwargs = arguments.picked(rows)
+    result = forward(*args, **kwargs)
+    leaves = row_leaves(result, len(rows))
+    return None if leaves is None else (single_values(result), leaves)
+
+
+def _gradients(forward: Forward, arguments: Arguments, rows: Sequence[int], weights: list[Tensor]) -> Both:
+    """The gradients of some weights by two rows together, and the sum of those by each."""
+    if not weights:
+        return [], []
+
+    def by(numbers: Sequence[int], first: int) -> list[Tensor]:
+        computed = _computed(forward, arguments, numbers)
+        assert computed is not None, "values of the same rows were there"
+        roots = [leaf for leaf in computed[1] if leaf.requires_grad]
+        if not roots:
+            return [torch.zeros_like(weight) for weight in weights]
+        given = [_direction(root, first) for root in roots]
+        return list(torch.autograd.grad(roots, weights, given, allow_unused=True, materialize_grads=True))
+
+    with torch.enable_grad():
+        together, apart = by(rows, 0), [by([row], number) for number, row in enumerate(rows)]
+    return together, [one + other for one, other in zip(*apart, strict=True)]
+
+
+def _direction(root: Tensor, first: int) -> Tensor:
+    """Numbers to weigh a result with, another for each element; those of row ``first`` on, if it were one of many."""
+    num_columns = root[0].numel()
+    numbers = torch.arange(first * num_columns, first * num_columns + root.numel(), device=root.device)
+    return torch.cos(numbers.float()).to(root.dtype).view(root.shape)
+
+
+def _smallest_weights(module: nn.Module) -> list[Tensor]:
+    """The smallest parameters that are trained, as many as are worth it."""
+    trained = sorted((one for one in module.parameters() if one.requires_grad), key=lambda one: one.numel())
+    chosen, room = list[Tensor](), _MOST_WEIGHTS
+    for parameter in trained:
+        room -= parameter.numel()
+        if room >= 0:
+            chosen.append(parameter)
+    return chosen
+
+
+def _different_rows(arguments: Arguments) -> list[int]:
+    """Rows of which no two are the same in all that was given."""
+    num_rows = arguments.num_rows or 0
+    tried = dict.fromkeys([0, num_rows - 1, num_rows // 2, *range(min(num_rows, _MOST_TRIED))])
+    chosen: list[int] = []
+    for number in tried:
+        if len(chosen) < _MOST_ROWS and not any(_same_row(arguments, number, other) for other in chosen):
+            chosen.append(number)
+    return chosen
+
+
+def _same_row(arguments: Arguments, one: int, other: int) -> bool:
+    rows = [tensor for tensor in arguments.tensors if arguments.of_rows(tensor)]
+    if not rows:  # texts
+        return bool(arguments.picked([one]) == arguments.picked([other]))
+    return all(torch.equal(tensor[one], tensor[other]) for tensor in rows)
+
+
+# -- compared ----------------------------------------------------------------------------------------------------------
+
+
+def _require_same(name: str, num_rows: int, what: str, both: Both, bound: float) -> None:
+    scale = sum(_norm(one) ** 2 for one in both[0]) ** 0.5 * _LEAST_SHARE  # a gradient may be nothing but rounding
+    for together, apart in zip(*both, strict=True):
+        share = _distance(together, apart) / max(_norm(together), scale, _SMALLEST_NORM)
+        if not share <= bound:
+            raise InputError(
+                f"gradient_cache embeds a batch in slices, but `{name}` does not compute each row by itself: the "
+                f"{what} of {num_rows} rows together is another than apart (by a share of {share:.2g}, where rounding "
+                f"explains {bound:.2g}), because rows are compared in it, or random numbers are not torch's; name the "
+                "part that embeds each row by itself, as in gradient_cache(samples=16,part=encoder), or leave "
+                "gradient_cache out"
+            )
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The norm of a difference; infinities and NaN at the same places are none."""
+    if not one.is_floating_point():
+        return 0.0 if torch.equal(one, other) else float("inf")
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    return float(torch.where(is_same, 0.0, one.double() - other.double()).norm())
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.where(tensor.isfinite(), tensor.double(), 0.0).norm())
+
+
+# -- constants for random numbers --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _constants_for_random_numbers(module: nn.Module, arguments: Arguments) -> Iterator[_Constants]:
+    """Compute without chance, in full precision where the parameters are."""
+    tensors = [*arguments.tensors, *module.parameters()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    precision = torch.get_float32_matmul_precision()
+    with RandomNumbers.now(tensors).kept(), torch.autocast(device.type, enabled=False), _Constants() as constants:
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield constants
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives ones for what keeps elements or not, and the mean for other random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._types: set[torch.dtype] = set()
+
+    @property
+    def bound(self) -> float:
+        """The share by which results may differ for rounding, in the coarsest type that was computed in."""
+        types = self._types or {torch.float32}
+        return max(torch.finfo(one).eps * _ROUNDINGS.get(one, _ROUNDINGS_OF_HALVES) for one in types)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self._run(func, args, kwargs or {})
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self._types.add(result.dtype)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        value = _CONSTANTS.get(name.removesuffix("_").removesuffix("_like"))
+        if value is not None and name.endswith("_"):
+            return args[0].fill_(value)
+        if value is not None and isinstance(args[0], Tensor):
+            return torch.full_like(args[0], value)
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return func(**{**given, **{one: 0.0 for one in ("dropout_p", "dropout") if one in given}})
+
+
+_CONSTANTS = {"bernoulli": 1.0, "uniform": 0.5, "rand": 0.5, "normal": 0.0, "randn": 0.0}
+
+
+class _explained:
+    """Let an error of the module's own say what it was called with.
+
+    A class, because it must see errors of any type on their way out; none is held back.
+    """
+
+    def __init__(self, name: str, num_rows: int, arguments: Arguments) -> None:
+        self._note = (
+            f"(gradient_cache called `{name}` with {num_rows} of {arguments.num_rows} rows, to see whether each is "
+            "computed by itself; where that cannot be, leave gradient_cache out)"
+        )
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Add what was done."""
+        if error is not None:
+            error.add_note(self._note)

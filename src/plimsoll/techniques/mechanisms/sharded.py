@@ -1,0 +1,376 @@
+"""A model whose parameters are torch's FSDP2 shards, so that a failure on one rank can be undone on all of them.
+
+Every exchange of torch's goes through `_AgreedAllGather` and `_AgreedReduceScatter`: memory for it is taken first, then
+the ranks ask each other whether all got here, and only then something is exchanged. A rank whose memory ran out takes
+part in the next question, so that nobody waits for it (`plimsoll.distributed.ranks.Ranks.require_all`).
+
+The optimizer has this rank's rows of each parameter as plain parameters, in the same memory as torch's shards: its
+update, which works number by number, is then that of plain tensors, and is done and undone as any other.
+
+With a pool these rows and their gradients lie in it, off the device; what is gathered is on the device. On CUDA the
+place is the host's memory and torch's `CPUOffloadPolicy` brings them; on a CPU it is a mapped file, of which torch
+knows nothing: there rows are exchanged for the file's, and each gradient as soon as it is added up.
+
+Does NOT cover optimizers that look at a whole matrix.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; torch 2.13's `reset_iter_state` leaves
+the gradients of gathered parameters, to which the next try would add. How the ranks of a `GradScaler` agree is that of
+torch's `ShardedGradScaler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _composable_state
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.utils._python_dispatch import _disable_current_modes
+
+from plimsoll.device.mapped_memory import MappedPool
+from plimsoll.distributed.ranks import Ranks
+from plimsoll.models.workload import Workload
+from plimsoll.techniques.mechanisms.blocks import blocks_of
+
+# By their names since torch 2.13, or as before.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_ELEMENT_BITS = 44  # of a block, in an integer of 64
+_GLOO_BYTES = 2 << 20  # beside the copy; measured with 64 MiB on 2 and 4 ranks
+
+
+class _AgreedAllGather(AllGather):
+    """Gathers what all ranks have of the module with this number, when all of them are about to."""
+
+    def __init__(self, ranks: Ranks, number: int) -> None:
+        self._ranks, self._number = ranks, number
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:  # type: ignore[override]
+        """Take the memory before anything is agreed."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Agree, and gather; returns what to wait for."""
+        _show_room(output_tensor)
+        self._ranks.require_all(_place(self._number, output_tensor.numel(), is_sum=False))
+        return self._ranks.exchange(lambda: _all_gather(output_tensor, input_tensor, group=group, async_op=async_op))
+
+
+class _AgreedReduceScatter(ReduceScatter):
+    """Adds up gradients of a module, each rank its own rows, when all of them are about to, of the same parameters."""
+
+    def __init__(self, ranks: Ranks, number: int) -> None:
+        self._ranks, self._number = ranks, number
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:  # type: ignore[override]
+        """Take the memory before anything is agreed."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        """Agree, and add up; returns what to wait for."""
+        _show_room(input_tensor)
+        self._ranks.require_all(_place(self._number, input_tensor.numel(), is_sum=True))
+        return self._ranks.exchange(
+            lambda: _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        )
+
+
+def _place(number: int, num_elements: int, is_sum: bool) -> int:
+    """A number for an exchange that ranks which skip a block, or do not reach some parameters, do not have."""
+    return (2 * number + is_sum << _ELEMENT_BITS) + num_elements
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor.shape[1:].numel() * tensor.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a model is shared out.
+
+    ``keeps_gathered``: the parameters of a block stay gathered from its forward pass to its backward pass. ``dtype`` is
+    that in which parameters are gathered and compute, ``None`` for the one they are kept in; gradients are added up in
+    fp32 either way. With ``pool`` the rows of this rank and their gradients lie in a mapped file; ``on_host`` says that
+    torch keeps them in the host's memory, for a device that is not the host.
+    """
+
+    keeps_gathered: bool
+    dtype: torch.dtype | None = None
+    pool: MappedPool | None = None
+    on_host: bool = False
+
+    def precision(self, is_block: bool) -> MixedPrecisionPolicy:
+        """What is cast: the inputs of the blocks too, but not those of the model, which has labels among them."""
+        if self.dtype is None:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=is_block)
+
+    def place(self, device: torch.device) -> OffloadPolicy:
+        """Where torch keeps the rows."""
+        return CPUOffloadPolicy(pin_memory=device.type == "cuda") if self.on_host else OffloadPolicy()
+
+
+class ShardedTraining:
+    """The model of a workload in shards, one of them here, until `gather`.
+
+    Args:
+        workload: its model and its optimizer, which has no states yet; each rank has made the same ones.
+        sharding: how it is shared out.
+        mesh: the ranks.
+    """
+
+    def __init__(self, workload: Workload, sharding: Sharding, mesh: DeviceMesh) -> None:
+        self._ranks, self._model, self._optimizer = workload.ranks, workload.model, workload.optimizer
+        self._sharding, self._mesh, self._device, self._files = sharding, mesh, workload.device, workload.files
+        self._whole = dict(self._model.named_parameters())
+        self._before = _AsItWas(self._model)
+        self._in_files = {name for name, one in self._whole.items() if self._files and self._files.holds(one)}
+        self.shapes = {name: parameter.shape for name, parameter in self._whole.items()}
+        self.shards: dict[str, DTensor] = {}
+        self.rows: dict[str, nn.Parameter] = {}
+        """This rank's rows of each parameter, by its name in the model: what the optimizer has."""
+
+    def shard(self) -> None:
+        """Leave this rank's rows of each parameter, and give the rest of the memory back; all of it, or nothing."""
+        with ExitStack() as undo:
+            undo.callback(self._before.restore)
+            self._cut()
+            undo.pop_all()
+        self._exchange_in_optimizer({id(self._whole[name]): rows for name, rows in self.rows.items()})
+        for whole in self._whole.values():
+            whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
+
+    def _cut(self) -> None:
+        sharding, modules = self._sharding, [block for _, block in blocks_of(self._model)]
+        for number, module in enumerate((*modules, self._model), start=1):
+            is_block = module is not self._model
+            fully_shard(
+                module, mesh=self._mesh, reshard_after_forward=is_block and not sharding.keeps_gathered,
+                mp_policy=sharding.precision(is_block), offload_policy=sharding.place(self._device),
+            )  # fmt: skip
+            self._agree_in(module, number)
+            if sharding.pool is not None:
+                _move_rows(module, sharding.pool)
+        fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # else `reset` works after a pass only
+        self.shards = {name: one for name, one in self._model.named_parameters() if isinstance(one, DTensor)}
+        for name, shard in self.shards.items():
+            if sharding.pool is not None and shard.requires_grad:
+                shard.register_post_accumulate_grad_hook(_GradientMover(sharding.pool))  # type: ignore[no-untyped-call]
+            rows = nn.Parameter(shard.to_local().detach(), requires_grad=shard.requires_grad)
+            rows.is_part = True  # type: ignore[attr-defined]  # of a parameter: `plimsoll.distributed.reduction` leaves it out
+            # Those of the rank that has most: the update is cut alike on all of them.
+            rows.cut_bytes = -(-shard.shape[0] // shard.device_mesh.size()) * _row_bytes(shard)  # type: ignore[attr-defined]
+            self.rows[name] = rows
+
+    def _agree_in(self, module: nn.Module, number: int) -> None:
+        """Let all ranks agree before each exchange of the module with this number."""
+        assert isinstance(module, FSDPModule)
+        module.set_custom_all_gather(_AgreedAllGather(self._ranks, number))
+        module.set_custom_reduce_scatter(_AgreedReduceScatter(self._ranks, number))
+        module.set_gradient_divide_factor(1.0)  # losses are weighted by the whole batch
+        module.set_force_sum_reduction_for_comms(True)
+
+    def hand_over(self) -> None:
+        """Give the gradients that torch has added up to the optimizer's parameters; those of all passes are there."""
+        for name, shard in self.shards.items():
+            gradient = shard.grad
+            if gradient is not None:
+                assert isinstance(gradient, DTensor)
+                self.rows[name].grad = gradient.to_local()
+                shard.grad = None
+
+    def reset(self) -> None:
+        """Make the model ready for another try, wherever the last one ended."""
+        assert isinstance(self._model, FSDPModule)
+        self._drop_gradients()
+        self._model.reset_iter_state()
+        self._drop_gradients()
+
+    def clip(self, clip_norm: float) -> Tensor:
+        """Clip the gradients of all ranks together; returns their norm before.
+
+        Raises:
+            PeerOutOfMemory: if memory ran out on another rank before its part was known.
+        """
+        gradients = [rows.grad for rows in self.rows.values() if rows.grad is not None]
+        own = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self._mesh.device_type)
+        squares = own.detach().to("cpu", torch.float64).square()
+        self._ranks.require_all()
+        norm = self._ranks.add_up(squares).sqrt().float()
+        nn.utils.clip_grads_with_norm_(self.rows.values(), clip_norm, norm)
+        return norm
+
+    def agree_on_infinities(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+        """Let the update be skipped on all ranks where the rows of one have an infinite gradient.
+
+        Args:
+            scaler: it has unscaled the gradients of ``optimizer`` on this rank.
+            optimizer: what it knows as the optimizer.
+
+        Raises:
+            PeerOutOfMemory: if memory ran out on another rank before it knew.
+        """
+        found = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+        is_infinite = any(bool(one.item()) for one in found)
+        self._ranks.require_all()
+        if self._ranks.agree(is_infinite):
+            for one in found:
+                one.fill_(1.0)
+
+    def gather(self) -> None:
+        """Put the whole model and the optimizer's states back, as one process has them; all of it, or nothing.
+
+        Raises:
+            PeerOutOfMemory: if memory ran out on another rank.
+        """
+        wholes = {
+            name: self.whole_of(rows, self.shapes[name], name in self._in_files) for name, rows in self.rows.items()
+        }
+        states = {
+            name: self.whole_state(self._optimizer.state[rows], rows, self.shapes[name])
+            for name, rows in self.rows.items()
+            if rows in self._optimizer.state
+        }
+        for name, rows in self.rows.items():
+            self._whole[name].data = wholes[name]
+            self._optimizer.state.pop(rows, None)
+            if name in states:
+                self._optimizer.state[self._whole[name]] = states[name]
+        self._exchange_in_optimizer({id(rows): self._whole[name] for name, rows in self.rows.items()})
+        self._before.restore()
+
+    def whole_state(self, state: dict[str, Any], rows: Tensor, shape: torch.Size) -> dict[str, Any]:
+        """Gather the tensors of a state that are of the size of this rank's rows."""
+        return {
+            key: self.whole_of(value, shape) if isinstance(value, Tensor) and value.shape == rows.shape else value
+            for key, value in state.items()
+        }
+
+    @torch.no_grad()
+    def whole_of(self, rows: Tensor, shape: torch.Size, in_files: bool = False) -> Tensor:
+        """Gather the rows that each rank has of a tensor of this shape, as `torch.chunk` has cut them.
+
+        They come to the device, or to the workload's files.
+        """
+        world_size, device = self._ranks.world_size, self._device
+        size = (-(-shape[0] // world_size), *shape[1:])
+        own = torch.zeros(size, dtype=rows.dtype, device=device)
+        own[: rows.shape[0]] = rows
+        every = torch.empty((size[0] * world_size, *size[1:]), dtype=rows.dtype, device=device)
+        whole = every[: shape[0]] if in_files else torch.empty(shape, dtype=rows.dtype, device=device)
+        if in_files:
+            assert self._files is not None
+            whole = self._files.empty_like(whole)
+        _show_room(every)
+        self._ranks.require_all()
+        self._ranks.exchange(lambda: _all_gather(every, own, group=self._mesh.get_group()))
+        return whole.copy_(every[: shape[0]])
+
+    @torch.no_grad()
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Take this rank's rows of whole parameters, by their names."""
+        for name, rows in self.rows.items():
+            rows.copy_(self.rows_of(weights[name]))
+
+    def as_part(self, name: str, rows: Tensor) -> DTensor:
+        """Return rows of this rank (a parameter's, or those of its state) as torch's part of a larger tensor."""
+        spec = self.shards[name]._spec
+        meta = TensorMeta(spec.shape, spec.stride, rows.dtype)
+        # `from_local` would copy what is on the host to the device, and what is read into the copy would be lost.
+        return DTensor(rows, replace(spec, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """Return this rank's rows of a tensor, a view."""
+        size = -(-whole.shape[0] // self._ranks.world_size)
+        start = min(size * self._ranks.rank, whole.shape[0])
+        return whole[start : start + size]
+
+    def _drop_gradients(self) -> None:
+        for parameter in (*self._model.parameters(), *self.shards.values(), *self.rows.values()):
+            parameter.grad = None
+
+    def _exchange_in_optimizer(self, others: dict[int, nn.Parameter]) -> None:
+        for group in self._optimizer.param_groups:
+            group["params"] = [others.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+class _GradientMover:
+    """Moves a gradient to where its parameter is, when it has been added up over the ranks; later ones add to it."""
+
+    def __init__(self, pool: MappedPool) -> None:
+        self._pool = pool
+
+    def __call__(self, shard: Tensor) -> None:
+        gradient = shard.grad
+        assert isinstance(gradient, DTensor)
+        if not self._pool.holds(gradient._local_tensor):
+            gradient._local_tensor = self._pool.copy_of(gradient._local_tensor)
+
+
+def _move_rows(module: nn.Module, pool: MappedPool) -> None:
+    """Exchange the memory of a module's rows for that of a pool; torch pads them to those of the rank that has most."""
+    state = fully_shard.state(module)  # type: ignore[attr-defined]
+    groups: Iterable[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.12
+    for group in groups:
+        for one in group.fsdp_params if group is not None else ():
+            padded = pool.copy_of(one._sharded_param_data)
+            rows = one.sharded_param._local_tensor
+            one._sharded_param_data = padded
+            one.sharded_param._local_tensor = padded.view(one.padded_sharded_param_size).narrow(0, 0, rows.shape[0])
+
+
+def _show_room(gathered: Tensor) -> None:
+    """Take, and give back, what an exchange takes inside: on the processor gloo copies all that is exchanged.
+
+    Memory may run out here, before anything is agreed, and not in the exchange.
+    """
+    if gathered.device.type == "cpu":
+        torch.empty(gathered.nbytes + _GLOO_BYTES, dtype=torch.uint8)
+
+
+def mesh_of(workload: Workload) -> DeviceMesh:
+    """Return the ranks as torch's mesh of one dimension."""
+    with _disable_current_modes():  # it works with real numbers, also in a rehearsal
+        return init_device_mesh(workload.device.type, (workload.ranks.world_size,))
+
+
+class _AsItWas:
+    """The modules of a model before torch has put its classes, hooks and parameters there, for which it has no undo."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(module, type(module), self._kept(module)) for module in model.modules()]
+
+    def restore(self) -> None:
+        """Put back what each module had."""
+        for module, kind, kept in self._modules:
+            module.__class__ = kind
+            for key in (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+                vars(module).pop(key, None)
+            for key, entries in kept.items():
+                now = vars(module)[key]
+                now.clear()
+                now.update(entries)
+            _composable_state._module_state_mapping.pop(module, None)
+
+    @staticmethod
+    def _kept(module: nn.Module) -> dict[str, dict[Any, Any]]:
+        return {
+            key: dict(entries)
+            for key, entries in vars(module).items()
+            if isinstance(entries, dict) and (key == "_parameters" or "_hooks" in key)
+        }

@@ -1,0 +1,362 @@
+"""Blocks whose parameters are elsewhere, and are copied to the device for as long as a block computes.
+
+    with streamed(model, ["transformer.h.0", ...], device=device):
+        model(**batch)
+
+The home of a parameter is the parameter itself, on the host (training: its gradient goes there, and the optimizer
+updates it there), or a tensor that ``home_of`` gives (inference: pinned memory, or a read-only mapping of a file).
+While a block computes, the copies of the next one are on their way on a stream of their own; in backward, and in what
+is recomputed there, those of the one before. So at most two blocks are on the device. Gradients leave on another
+stream, at most two at a time: the thread that asked for backward, to which autograd gives what is on the host, waits
+for each and adds it up there, while that of the device goes on.
+
+Backward does not keep the copies: where autograd would save one, it saves where it is from, and the block is copied
+once more. That goes beside other hooks on saved tensors (checkpointing's, those that offload activations), which see
+everything else. What forward makes of a weight and saves, such as autocast's cast, is an activation: recomputation
+drops it.
+
+On the CPU copies are made in the same way, at once: that is how it is tested, and of no use. Does NOT cover parameters
+that are not plain dense tensors and those that a block shares with what is not streamed, which stay where they are;
+recurrent layers, which keep lists of their weights; and code that reads a block's parameters while it does not run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
+
+from plimsoll.device.mapped_memory import dense_strides
+from plimsoll.techniques.mechanisms.forwards import replaced_forward
+from plimsoll.techniques.mechanisms.pinned import PinnedPool
+from plimsoll.techniques.mechanisms.side_stream import Leaving, SideStream, Transfer
+
+HomeOf = Callable[[str, nn.Parameter], Tensor]
+"""``(qualified name, parameter) -> where its values are``, a tensor of its shape and type."""
+
+# How a recomputation of torch's ends, when it has what backward needs; private, and without it copies come twice.
+_STOPS: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
+_MOST_LEAVING = 2  # gradients that are still on the device while their copies are on the way
+_AT_ONCE = 1 << 63  # autograd's number of a node: of those that are ready, the one with the highest goes first
+
+
+@contextmanager
+def streamed(
+    model: nn.Module,
+    block_names: Sequence[str],
+    *,
+    device: torch.device,
+    home_of: HomeOf | None = None,
+    is_cyclic: bool = False,
+) -> Iterator[None]:
+    """Run some blocks of a model on copies of their parameters; on exit the model is as it was.
+
+    Args:
+        model: the model; what is not in these blocks is on ``device``. Parameters of the blocks need no memory where
+            ``home_of`` gives them a home.
+        block_names: the qualified names of the blocks, in the order in which they run.
+        device: where they compute.
+        home_of: where the values of a parameter are; by default the parameter itself.
+        is_cyclic: without gradients, the first block is fetched while the last one computes, as generation needs it.
+    """
+    homes = streamable_parameters(model, block_names)
+    blocks = [_Block(model.get_submodule(name), name, homes, home_of) for name in block_names]
+    stream = _Stream(blocks, device, is_cyclic)
+    with ExitStack() as stack:
+        stack.callback(stream.clear)
+        for number, block in enumerate(blocks):
+            stack.enter_context(replaced_forward(block.module, _Forward(stream, number, block.module.forward)))
+        yield
+
+
+def streamable_parameters(model: nn.Module, block_names: Sequence[str]) -> set[nn.Parameter]:
+    """Return the parameters of blocks that can be streamed: plain, dense, and of nothing else in the model."""
+    within = Counter(one for name in block_names for one in _all_parameters(model.get_submodule(name)))
+    everywhere = Counter(_all_parameters(model))
+    return {one for one, times in within.items() if everywhere[one] == times and _is_plain(one)}
+
+
+def _all_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Each parameter as often as a module has it."""
+    for part in module.modules():
+        yield from (one for one in part._parameters.values() if one is not None)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return type(parameter) in {nn.Parameter, FakeTensor} and parameter.layout is torch.strided
+
+
+class _Place(NamedTuple):
+    """Where a module has a parameter, and the number of its home."""
+
+    parameters: dict[str, Any]
+    key: str
+    number: int
+
+
+class _Block:
+    """One block: where its modules have parameters, and where the values of these are."""
+
+    def __init__(self, module: nn.Module, name: str, streamable: set[nn.Parameter], home_of: HomeOf | None) -> None:
+        self.module = module
+        self.homes: list[Tensor] = []
+        self.places: list[_Place] = []
+        numbers: dict[nn.Parameter, int] = {}
+        for path, part in module.named_modules(prefix=name):
+            for key, parameter in part._parameters.items():
+                if parameter is None or parameter not in streamable:
+                    continue
+                if parameter not in numbers:
+                    numbers[parameter] = len(self.homes)
+                    self.homes.append(home_of(f"{path}.{key}", parameter) if home_of else parameter)
+                self.places.append(_Place(part._parameters, key, numbers[parameter]))
+
+    @contextmanager
+    def having(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Let the modules of the block have tensors in place of their parameters."""
+        before = [place.parameters[place.key] for place in self.places]
+        try:
+            for place in self.places:
+                place.parameters[place.key] = tensors[place.number]
+            yield
+        finally:
+            for place, parameter in zip(self.places, before, strict=True):
+                place.parameters[place.key] = parameter
+
+
+@dataclass
+class _Here:
+    """Copies of a block's parameters on the device, and what to wait for before they are read."""
+
+    copies: list[Tensor]
+    versions: list[int]
+    arrival: Transfer | None = None
+
+    def wait(self) -> None:
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None
+
+
+class _Stream:
+    """The blocks, and which of them are on the device."""
+
+    def __init__(self, blocks: Sequence[_Block], device: torch.device, is_cyclic: bool) -> None:
+        self.blocks, self._device, self._is_cyclic = blocks, device, is_cyclic
+        self._pool = PinnedPool()
+        self._side = SideStream(device)
+        self._leaving = Leaving(_MOST_LEAVING)
+        self._here: dict[int, _Here] = {}
+        self._cleared_after: int | None = None
+
+    def run(self, number: int, forward: Callable[[], Any]) -> Any:
+        """Compute a block on copies."""
+        block, in_backward = self.blocks[number], _graph_task() is not None
+        here = self.fetch(number)
+        tensors = here.copies
+        hooks: AbstractContextManager[None] = nullcontext()
+        if torch.is_grad_enabled():
+            pairs = zip(block.homes, here.copies, strict=True)
+            tensors = [_on_the_way(home, copy, self) for home, copy in pairs]
+            hooks = _hooks(self, number, here.copies)
+        is_done = False
+        try:
+            with block.having(tensors), hooks:
+                result = forward()
+            is_done = True
+        except _STOPS:
+            is_done = True
+            raise
+        finally:
+            if not is_done:
+                self.clear()
+            elif not in_backward:  # there autograd asks for them next
+                self._drop(number)
+        return result
+
+    def fetch(self, number: int) -> _Here:
+        """The copies of a block, and those of the next on their way; others go."""
+        in_backward, num_blocks = _graph_task() is not None, len(self.blocks)
+        following = number - 1 if in_backward else number + 1
+        if self._is_cyclic and not torch.is_grad_enabled():
+            following %= num_blocks
+        for other in [one for one in self._here if one not in {number, following}]:
+            self._drop(other)
+        if in_backward:
+            self._clear_after_backward()
+        else:
+            self._leaving.wait()  # after a backward that failed there may be some
+        here = self._start(number)
+        here.wait()
+        if 0 <= following < num_blocks and following != number:
+            self._start(following)
+        return here
+
+    def send_home(self, gradient: Tensor) -> tuple[Tensor, Transfer]:
+        """Copy a gradient to the host; it must not be read before the copy has been made."""
+        target = self._pool.empty_like(gradient, self._device)
+        transfer = self._side.send([(target, gradient)])
+        self._leaving.add(transfer)
+        return target, transfer
+
+    def clear(self) -> None:
+        """Let go of all copies."""
+        self._cleared_after = None
+        self._leaving.wait()
+        for number in [*self._here]:
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        here = self._here.pop(number, None)
+        if here is not None:  # a copy nobody used may still be on its way into memory that is given back
+            here.wait()
+
+    @torch.no_grad()
+    def _start(self, number: int) -> _Here:
+        homes = self.blocks[number].homes
+        here = self._here.get(number)
+        if here is not None and here.versions == [home._version for home in homes]:
+            return here
+        self._drop(number)
+        here = self._here[number] = _Here([], [])  # of no version, until all of it is asked for
+        for home in homes:
+            made = torch.empty_strided(home.shape, dense_strides(home), dtype=home.dtype, device=self._device)
+            here.copies.append(made)
+        here.arrival = self._side.bring([(made, home.detach()) for made, home in zip(here.copies, homes, strict=True)])
+        here.versions = [home._version for home in homes]
+        return here
+
+    def _clear_after_backward(self) -> None:
+        """Ask autograd to say when the backward that is running has ended; once for each."""
+        if self._cleared_after != _graph_task():
+            self._cleared_after = _graph_task()
+            torch.autograd.Variable._execution_engine.queue_callback(self.clear)
+
+
+class _Forward:
+    """The forward of a streamed block. An object and no function, so that a copy of the model runs its own."""
+
+    def __init__(self, stream: _Stream, number: int, forward: Callable[..., Any]) -> None:
+        self._stream, self._number, self.forward = stream, number, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stream.run(self._number, lambda: self.forward(*args, **kwargs))
+
+
+def _on_the_way(home: Tensor, copy: Tensor, stream: _Stream) -> Tensor:
+    """From a parameter at home to its copy, which is there already; the gradient goes the other way."""
+    passage = _Passage(stream, home.device)
+    left = _Leave.apply(home, passage)  # type: ignore[no-untyped-call]
+    arrived: Tensor = _Arrive.apply(left, copy, passage)  # type: ignore[no-untyped-call]
+    if arrived.grad_fn is not None:
+        # By its own number it would go after all ops of the block, and gradients would leave together at the end.
+        arrived.grad_fn._set_sequence_nr(_AT_ONCE)  # type: ignore[attr-defined]
+    return arrived
+
+
+@dataclass
+class _Passage:
+    """The way of one gradient home, which two threads of autograd go."""
+
+    stream: _Stream
+    home: torch.device
+    transfer: Transfer | None = None
+
+
+class _Arrive(torch.autograd.Function):
+    """The end of the way that is on the device: backward asks for the copy of the gradient, and waits for nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, home: Tensor, copy: Tensor, passage: _Passage) -> Tensor:
+        ctx.passage = passage
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        passage: _Passage = ctx.passage
+        if gradient.layout is not torch.strided:
+            return gradient.to(passage.home), None, None
+        target, passage.transfer = passage.stream.send_home(gradient)
+        return target, None, None
+
+
+class _Leave(torch.autograd.Function):
+    """The end of the way that is on the host: autograd reads the gradient next, to add it up."""
+
+    @staticmethod
+    def forward(ctx: Any, home: Tensor, passage: _Passage) -> Tensor:
+        ctx.passage = passage
+        return home.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        transfer, ctx.passage.transfer = ctx.passage.transfer, None
+        if transfer is not None:
+            transfer.synchronize()
+        return gradient, None
+
+
+class _Ref(NamedTuple):
+    """What autograd holds in place of a copy, or a view of one, that it saves."""
+
+    stream: _Stream
+    block: int
+    copy: int
+    size: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        copy = self.stream.fetch(self.block).copies[self.copy]
+        return copy.as_strided(self.size, self.strides, self.offset)
+
+
+def _hooks(stream: _Stream, block: int, copies: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Hooks that take copies of weights, and leave the rest to those that are in force."""
+    number_of = {copy.untyped_storage()._cdata: number for number, copy in enumerate(copies)}
+    outer = _hooks_in_force()
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.layout is torch.strided:
+            number = number_of.get(tensor.untyped_storage()._cdata)
+            if number is not None:
+                return _Ref(stream, block, number, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return tensor if outer is None else _Outer(outer[1], outer[0](tensor))
+
+    return saved_tensors_hooks(pack, _unpack)
+
+
+class _Outer(NamedTuple):
+    """What other hooks made of a saved tensor, and how they undo it."""
+
+    unpack: Callable[[Any], Tensor]
+    packed: Any
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, _Ref):
+        return packed.tensor()
+    if isinstance(packed, _Outer):
+        return packed.unpack(packed.packed)
+    assert isinstance(packed, Tensor)
+    return packed
+
+
+def _hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The hooks on saved tensors that would be called; private in torch, and without it none are known."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(True)
+
+
+def _graph_task() -> int | None:
+    """The backward that is running in this thread, if any; private in torch, as is what is asked when it ends."""
+    task = int(torch._C._current_graph_task_id())
+    return None if task == -1 else task

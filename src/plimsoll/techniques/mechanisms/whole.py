@@ -1,0 +1,61 @@
+"""What keeps a batch whole: parts of a model that would compute something else if a batch, or a sequence, were cut.
+
+BatchNorm's statistics are those of a pass; a user may allow that they are of a piece (``recut_batch_norm``). An
+embedding with ``scale_grad_by_freq`` divides the gradient of a row by how often the row is in the pass. In pieces that
+is another number, in plain accumulation of gradients as here, and cannot be made good afterwards: it is refused.
+
+A loss that is not the sum of those of its parts keeps a batch whole, too; that is found by computing it
+(`plimsoll.step.losses.additive`), and said in ``workload.kept_whole``.
+
+Does NOT see calls of ``functional.embedding`` with ``scale_grad_by_freq``.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from plimsoll.models.workload import Reason, Workload
+
+_BATCH_NORM = Reason(
+    "BatchNorm's statistics depend on the cut",
+    "allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm])",
+)
+_COUNTED_ROWS = Reason(
+    "an embedding with scale_grad_by_freq divides gradients by how often a pass has a row, which depends on the cut",
+    "leave scale_grad_by_freq out of the model",
+)
+
+
+class WholeBatch:
+    """What of a training keeps its batches whole.
+
+    Args:
+        workload: the training.
+        recut_batch_norm: whether the user allows statistics of pieces.
+    """
+
+    def __init__(self, workload: Workload, recut_batch_norm: bool) -> None:
+        self._workload, model = workload, workload.model
+        modules = () if recut_batch_norm else model.modules()
+        self._batch_norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        self._counting = _counting_embeddings(model)
+
+    def reason(self, *, also_idle: bool = False) -> Reason | None:
+        """Return why a batch is not cut as the model is now; with ``also_idle`` as it may be once it trains."""
+        if any(module.training or also_idle for module in self._batch_norms):
+            return _BATCH_NORM
+        return _COUNTED_ROWS if _are_trained(self._counting) else self._workload.kept_whole
+
+
+def counts_rows(model: nn.Module) -> Reason | None:
+    """Return why a model's gradients depend on what else is in a pass, if they do."""
+    return _COUNTED_ROWS if _are_trained(_counting_embeddings(model)) else None
+
+
+def _counting_embeddings(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return [embedding for embedding in embeddings if embedding.scale_grad_by_freq]
+
+
+def _are_trained(embeddings: list[nn.Embedding | nn.EmbeddingBag]) -> bool:
+    return any(embedding.weight.requires_grad for embedding in embeddings)

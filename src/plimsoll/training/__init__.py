@@ -1,0 +1,1 @@
+"""From a job to a run directory: supervise, train, checkpoint, resume."""

@@ -1,0 +1,321 @@
+"""Checkpoints that are whole or not there: model, optimizer, random numbers, and how far the run has come.
+
+    checkpoints/step-00000100/
+        model.pt  optimizer.pt  random.pt   tensors (torch.save, read back with weights_only)
+        progress.json                       step, data cursor, ladder, schedule, scaler, fingerprint of the job
+        manifest.json                       bytes and CRC-32 of each of the others; written last
+
+A checkpoint is written to a temporary folder, each file synced, and the folder renamed; only then are older ones
+removed. So a kill or a full disk at any moment leaves the previous checkpoint as it was. Where the step has one
+already, that one is renamed to ``.step-00000100.old-PID`` first and read from there as long as no other has its place.
+What is removed is renamed first, so that a kill does not leave half of it under a good name. On reading every byte is
+checked: a torn checkpoint, or one of another job, is refused with the reason and the previous good one is named.
+
+Writing makes no second copy of the tensors. Does NOT cover a model that is shared out over ranks:
+see `plimsoll.training.sharded_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.device.off_device import keeps_states_outside
+from plimsoll.errors import CheckpointError, OutputError
+from plimsoll.records.base import sync, write_atomically
+from plimsoll.step.failpoints import failpoint
+
+_TENSOR_FILES = ("model.pt", "optimizer.pt", "random.pt")
+_CHUNK_BYTES = 1 << 20
+_NAMES = (re.compile(r"step-(\d+)"), re.compile(r"\.step-(\d+)\.old-\d+"))
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint on disk and what its ``progress.json`` says."""
+
+    folder: Path
+    step: int
+    progress: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(file.stat().st_size for file in self.folder.iterdir())
+
+    def restore(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, look: Callable[[], object] = lambda: None
+    ) -> Any:
+        """Put the tensors into the model and the optimizer; returns the random state for the backend.
+
+        ``look`` is called while most of the files are mapped, for who counts the process's memory.
+
+        Raises:
+            CheckpointError: if its states are of another optimizer.
+        """
+        # Mapped, not read, and shared: the values are copied into the model, a second copy of it may not fit, and a
+        # private mapping would count against a limit as if it were one.
+        with _as_shared_file():
+            weights = torch.load(self.folder / "model.pt", map_location="cpu", mmap=True, weights_only=True)
+        model.load_state_dict(weights)
+        look()
+        del weights
+        with _as_shared_file() if keeps_states_outside(optimizer) else contextlib.nullcontext(False) as is_mapped:
+            states = torch.load(self.folder / "optimizer.pt", map_location="cpu", mmap=is_mapped, weights_only=True)
+            self._require_made_by(optimizer, states)
+            optimizer.load_state_dict(states)
+            look()
+            del states
+        return torch.load(self.folder / "random.pt", map_location="cpu", weights_only=True)
+
+    def _require_made_by(self, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
+        """Refuse states of another class: a technique may replace the optimizer, and a new plan may not have it."""
+        saved, known = set(states["param_groups"][0]), set(optimizer.param_groups[0])
+        if saved - known and known - saved:  # a newer torch only adds settings
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} has the states of another optimizer than "
+                f"{type(optimizer).__name__}, with {', '.join(sorted(saved - known))} in place of "
+                f"{', '.join(sorted(known - saved))}: go on under the budget it was trained with, or start anew in "
+                "another --out"
+            )
+
+
+@contextlib.contextmanager
+def _as_shared_file() -> Iterator[bool]:
+    """Let files be mapped so that no limit on memory counts them; what is read must be copied and not written to."""
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        yield True
+
+
+def save(
+    root: Path,
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    random_state: Any,
+    progress: dict[str, Any],
+    keep: int,
+) -> Checkpoint:
+    """Write the checkpoint of ``step`` under ``root`` and keep the last ``keep``.
+
+    Raises:
+        OutputError: if it cannot be written (disk full, no permission); the earlier checkpoints are untouched.
+    """
+    folder = root / f"step-{step:08d}"
+    temporary = root / f".{folder.name}.tmp-{os.getpid()}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(root)
+        temporary.mkdir()
+        for name, content in zip(
+            _TENSOR_FILES, (model.state_dict(), optimizer.state_dict(), random_state), strict=True
+        ):
+            _write_tensors(temporary / name, content)
+            failpoint("checkpoint")
+        write_atomically(temporary / "progress.json", json.dumps(progress | {"step": step}).encode())
+        manifest = {name: _facts(temporary / name) for name in (*_TENSOR_FILES, "progress.json")}
+        write_atomically(temporary / "manifest.json", json.dumps(manifest).encode())
+        sync(temporary)
+        _put_in_place(temporary, folder)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write the checkpoint of step {step} to {root}: {error.strerror or error}; earlier checkpoints are "
+            "intact: free some space and go on with --resume"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _keep_last(root, step, keep)
+    return Checkpoint(folder, step, progress | {"step": step})
+
+
+def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Checkpoint:
+    """Open the checkpoint of ``step``, or the newest.
+
+    Raises:
+        CheckpointError: if there is none, it is torn, or it belongs to another job; a good earlier one is named.
+    """
+    steps = _steps(root)
+    if not steps:
+        raise CheckpointError(
+            f"there is no checkpoint in {root}: give the command without --resume, and with --force where the run has "
+            "done steps, which are then done again"
+        )
+    if step is not None and step not in steps:
+        raise CheckpointError(
+            f"there is no checkpoint of step {step} in {root}: choose one of {', '.join(map(str, steps))}"
+        )
+    chosen = steps[-1] if step is None else step
+    fault = _fault(root, chosen, fingerprint)
+    if fault is None:
+        return _open(root, chosen)
+    good = next(
+        (other for other in reversed(steps) if other < chosen and _fault(root, other, fingerprint) is None), None
+    )
+    remedy = (
+        f"the one of step {good} is good: go on from it with --from-step {good}"
+        if good is not None
+        else "start anew in another --out"
+    )
+    raise CheckpointError(f"the checkpoint of step {chosen} in {root} {fault}; {remedy}")
+
+
+def remove_later(root: Path, step: int) -> None:
+    """Remove the checkpoints of steps after ``step``: the run goes on from there, so they are of another past."""
+    _remove_leftovers(root)
+    for later in _steps(root):
+        if later > step:
+            _remove(root, later)
+
+
+def newest_good(root: Path, fingerprint: dict[str, str]) -> Checkpoint | None:
+    """The newest checkpoint that is whole and of this job, or ``None``."""
+    good = (step for step in reversed(_steps(root)) if _fault(root, step, fingerprint) is None)
+    step = next(good, None)
+    return None if step is None else _open(root, step)
+
+
+def _keep_last(root: Path, step: int, keep: int) -> None:
+    """Remove the oldest until there are ``keep``, but not the one of ``step``, which was just written."""
+    with contextlib.suppress(OSError):  # what cannot be removed now is in nobody's way, and tried again next time
+        others = [other for other in _steps(root) if other != step]
+        for old in others[: max(len(others) + 1 - keep, 0)]:
+            _remove(root, old)
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    """Rename a finished checkpoint; one of the same step keeps a name under which it is read until that is done."""
+    aside = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    if folder.exists():
+        folder.rename(aside)
+    try:
+        temporary.rename(folder)
+    finally:
+        if aside.exists() and not folder.exists():
+            aside.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove(root: Path, step: int) -> None:
+    doomed = root / f".step-{step:08d}.tmp-{os.getpid()}"
+    _folder(root, step).rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _open(root: Path, step: int) -> Checkpoint:
+    folder = _folder(root, step)
+    return Checkpoint(folder, step, json.loads((folder / "progress.json").read_text()))
+
+
+def _folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step is: a kill while it was replaced leaves it under the name it got then."""
+    folder = root / f"step-{step:08d}"
+    return folder if folder.exists() else next(root.glob(f".{folder.name}.old-*"), folder)
+
+
+def _steps(root: Path) -> list[int]:
+    folders = [folder for folder in root.glob("*step-*") if folder.is_dir()]
+    matches = (name.fullmatch(folder.name) for name in _NAMES for folder in folders)
+    return sorted({int(found[1]) for found in matches if found})  # others are copies that somebody made
+
+
+def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
+    """What is wrong with a checkpoint, or ``None``."""
+    folder = _folder(root, step)
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        for name, facts in manifest.items():
+            found = _facts(folder / name)
+            if found != facts:
+                return (
+                    f"is torn ({name} has {found['bytes']} bytes and CRC {found['crc32']:08x}, "
+                    f"written were {facts['bytes']} and {facts['crc32']:08x})"
+                )
+        saved = json.loads((folder / "progress.json").read_text())["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"is torn ({type(error).__name__}: {error})"
+    different = [
+        _difference(key, saved.get(key), fingerprint.get(key))
+        for key in sorted({*saved, *fingerprint})
+        if saved.get(key) != fingerprint.get(key)
+    ]
+    return f"belongs to another job ({'; '.join(different)})" if different else None
+
+
+def _difference(key: str, was: str | None, is_now: str | None) -> str:
+    if key == "data":  # a hash of all three: it says nothing to a reader
+        return "the text, its labels or the tokenizer are others"
+    return f"{key} was {'not set' if was is None else was}, is {'not set' if is_now is None else is_now}"
+
+
+class _PlainFile:
+    """A file for `torch.save` that reports a full disk as the ``OSError`` it is, whatever torch makes of it."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        view, num_bytes = memoryview(content).cast("B"), 0
+        try:
+            while num_bytes < len(view):
+                num_bytes += self._file.write(view[num_bytes:]) or 0
+        except OSError as error:
+            self.error = error
+            raise
+        return num_bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write_tensors(path: Path, content: Any) -> None:
+    with path.open("wb", buffering=0) as raw:
+        file = _PlainFile(raw)
+        try:
+            torch.save(content, file)  # type: ignore[arg-type]  # it needs no more than `write` and `flush`
+        except RuntimeError:
+            if file.error is None:
+                raise
+        if file.error is not None:
+            raise file.error
+        os.fsync(raw.fileno())
+
+
+def _facts(path: Path) -> dict[str, int]:
+    crc = 0
+    for chunk in _chunks(path):
+        crc = zlib.crc32(chunk, crc)
+    return {"bytes": path.stat().st_size, "crc32": crc}
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Remove what a killed process left half written or half removed, and put back what it was about to replace."""
+    for leftover in root.glob(".step-*.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for aside in root.glob(".step-*.old-*"):
+        folder = root / aside.name[1:].partition(".old-")[0]
+        if folder.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.rename(folder)

@@ -1,0 +1,501 @@
+"""The training loop: fetch, step, note, checkpoint, evaluate, until the steps are done or somebody asks to stop.
+
+The loop does not know the techniques and does not catch errors: a step is a transaction (`plimsoll.step.train_step`),
+what runs out of memory outside of it is tried again after a clean-up (`_survive`), and everything else ends the run
+with its checkpoints intact. A step that has no room even with the last fallback, though such a step of this run has
+held, is tried again after a pause, a few times: something else has the memory. A step that never held ends the run at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from plimsoll.data.batches.loader import Batch, iterate_once
+from plimsoll.device.base import Backend
+from plimsoll.distributed.ranks import Ranks
+from plimsoll.errors import (
+    Interrupted,
+    NonFiniteLossError,
+    OutOfMemoryError,
+    PlimsollError,
+    TornStepError,
+    WornProcessError,
+)
+from plimsoll.files.orphans import parent_that_watches
+from plimsoll.files.signals import StopRequest, stop_on_signal
+from plimsoll.models.assemble import Assembled
+from plimsoll.models.build import save_model
+from plimsoll.records.job import Job
+from plimsoll.records.run import (
+    CheckpointLine,
+    EndLine,
+    EvaluationLine,
+    LossLine,
+    OomEvent,
+    Phase,
+    RunRecord,
+    StartLine,
+    StepLine,
+)
+from plimsoll.records.units import format_bytes
+from plimsoll.step.collective import attempt_together, survived_elsewhere
+from plimsoll.step.evaluate import Evaluation
+from plimsoll.step.failpoints import failpoint
+from plimsoll.step.oom_boundary import attempt, fitting
+from plimsoll.step.rank_buffers import share_lanes
+from plimsoll.step.result import StepResult
+from plimsoll.step.train_step import TrainStep
+from plimsoll.training import checkpoint
+from plimsoll.training.accuracy import Accuracy
+from plimsoll.training.monitor import MemorySampler, View
+from plimsoll.training.pauses import Pauses
+from plimsoll.training.ranks import (
+    may_begin_anew,
+    oom_kills_by_machine,
+    outside_of_steps,
+    random_states,
+    restore_random_state,
+)
+from plimsoll.training.run_directory import RunDirectory
+from plimsoll.training.tagging import TagScores
+
+_STOPPING = "stopping: the step that is being done is finished and saved first; once more stops at once"
+_TRIES = 3  # of a fetch, an evaluation or a checkpoint, with everything that can be freed freed in between
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Training:
+    """One training in progress: what is trained, where it is noted, and how it is watched."""
+
+    job: Job
+    parts: Assembled
+    step: TrainStep
+    directory: RunDirectory
+    fingerprint: dict[str, str]
+    sampler: MemorySampler
+    view: View
+    host: Backend | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
+    has_fallen: bool = False
+    pauses: Pauses = field(default_factory=Pauses)
+    begun_at: int = 0
+    asked_all: int | None = None
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether a supervisor should start a new process: on a CPU what failed here has left holes in the heap."""
+        return (self.has_fallen or self._has_stepped) and self._may_begin_anew
+
+    @property
+    def has_worn(self) -> bool:
+        """Whether the steps of this process may be why what follows them finds no room, and a new one is to be had."""
+        return self._has_stepped and self._may_begin_anew
+
+    @property
+    def pause_seconds(self) -> float | None:
+        """How long to wait before a step without room is tried again as it is; ``None``: that is of no use."""
+        return self.pauses.next_seconds(self.directory, self.step.rung or 0)
+
+    @property
+    def _has_stepped(self) -> bool:
+        return self.step.num_steps > self.begun_at
+
+    @property
+    def _may_begin_anew(self) -> bool:
+        return self.backend.kind == "cpu" and may_begin_anew()
+
+    @property
+    def asked_by(self) -> int | None:
+        """The signal that asked to stop; of several ranks one of which all know, so that they stop after one step."""
+        return self.stop.signal_number if self.ranks.is_alone else self.asked_all
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together, of which the first writes."""
+        return self.step.ranks
+
+    @property
+    def backend(self) -> Backend:
+        """The device's backend."""
+        return self.step.backend
+
+
+def train(training: Training, restarts: int = 0) -> RunRecord | None:
+    """Run to the job's last step, from wherever the training stands.
+
+    Returns:
+        the record of the whole run, also written to ``record.json``; ``None`` on other ranks than the first, and where
+        it finds no room (its size is that of all steps): a supervisor writes it then.
+
+    Raises:
+        Interrupted: after SIGINT or SIGTERM, with the step finished and saved.
+        OutOfMemoryError, NonFiniteLossError: see `plimsoll.step.train_step`; the checkpoints are intact.
+    """
+    directory, step = training.directory, training.step
+    stopping = stop_on_signal(lambda: training.view.say(_STOPPING), parent_that_watches())
+    try:
+        with ExitStack() as stack:
+            fitting(lambda: stack.enter_context(training.sampler.running()), training.backend, "starting")
+            stack.enter_context(training.view.shown())
+            training.stop = stack.enter_context(stopping)
+            directory.append(_start_line(training, restarts))
+            outside_of_steps(lambda: _loop(training), training.backend)
+        _finish(training)
+    except PlimsollError as error:
+        directory.append(
+            EndLine(
+                time_seconds=training.sampler.seconds(),
+                step=step.num_steps,
+                status="interrupted" if isinstance(error, Interrupted) else "failed",
+                message=str(error),
+            )
+        )
+        _record(training)
+        raise
+    directory.append(EndLine(time_seconds=training.sampler.seconds(), step=step.num_steps, status="finished"))
+    return _record(training)
+
+
+def _record(training: Training) -> RunRecord | None:
+    """Write the record of the run, unless it has no room in this process; of several ranks the first does."""
+    if training.ranks.rank:
+        return None
+    record = attempt(training.directory.write_record, training.backend, training.step.position)
+    return None if isinstance(record, OomEvent) else record
+
+
+def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
+    """Put the training where ``saved`` left it; the metrics and checkpoints of later steps are taken out.
+
+    The step has its state already, which says the rung it stands at.
+    """
+    training.step.install()  # states that are to be in a file are read into one
+    workload = training.step.workload
+    if workload.sharded is not None or (saved.folder / "shards").is_dir():
+        from plimsoll.training import sharded_checkpoint  # which loads all of FSDP2
+
+        random_state = sharded_checkpoint.restore(saved, workload)
+    else:
+        random_state = saved.restore(training.parts.model, workload.optimizer, training.backend.use)
+    training.parts.loader.load_state_dict(saved.progress["loader"])
+    restore_random_state(training.backend, random_state, training.ranks, training.job.seed + saved.step)
+    begin_after(training, saved.step)
+
+
+def begin_after(training: Training, step: int) -> None:
+    """Take out of the run directory what happened after ``step``, when every rank has read what it needs of it."""
+    training.ranks.agree(False)
+    if training.ranks.rank == 0:
+        checkpoint.remove_later(training.directory.checkpoints, step)
+        training.directory.keep_until(step)
+
+
+def _loop(training: Training) -> None:
+    job, step = training.job, training.step
+    saved_step = training.begun_at = step.num_steps
+    if _owes_evaluation(training):
+        _evaluate(training)
+    while step.num_steps < job.steps and training.asked_by is None:
+        try:
+            batch: Batch = _survive(training, "fetch", lambda: _fetch(training))
+        except WornProcessError:
+            _save_if_there_is_room(training, saved_step)
+            raise
+        try:
+            result = _step(training, batch)
+        except OutOfMemoryError as error:
+            if isinstance(error, TornStepError):
+                raise
+            if not training.is_worn:
+                if not _has_waited(training):
+                    raise
+                continue  # with the same batch, unless it was asked to stop meanwhile
+            _save_if_there_is_room(training, saved_step)
+            raise WornProcessError(
+                f"step {step.num_steps + 1} has no room in this process with any fallback; what those before have left "
+                "in its heap goes with it: start a new process (`plimsoll train` does it by itself)"
+            ) from None
+        training.pauses = Pauses()
+        training.parts.loader.advance()
+        note_step(training, batch, result)
+        if job.evaluate_every and result.step % job.evaluate_every == 0:
+            _evaluate(training)
+        if result.step % job.checkpoint.every == 0 or result.step == job.steps:
+            _save(training)
+            saved_step = result.step
+    if step.num_steps < job.steps and (signal_number := training.asked_by) is not None:
+        if saved_step != step.num_steps:
+            _save(training)
+        raise Interrupted(
+            f"stopped after step {step.num_steps} of {job.steps}, which is saved: go on with "
+            f"`plimsoll train --resume --out {training.directory.path}`",
+            signal_number,
+        )
+
+
+def _has_waited(training: Training) -> bool:
+    """Wait for memory that something else has taken, as long as that is of use; all ranks do what the first says."""
+    seconds = training.ranks.each([training.pause_seconds or 0.0])[0][0]
+    training.pauses.take(seconds, lambda: training.asked_by is not None)
+    return seconds > 0
+
+
+def _save_if_there_is_room(training: Training, saved_step: int) -> None:
+    """Save what a new process would have to do again, which it does from the newest checkpoint otherwise."""
+    if saved_step != training.step.num_steps:
+        with suppress(OutOfMemoryError):
+            _save(training)
+
+
+def _fetch(training: Training) -> Batch:
+    failpoint("fetch")
+    return training.parts.loader.peek()
+
+
+def _step(training: Training, batch: Batch) -> StepResult:
+    def note(event: OomEvent) -> None:
+        training.has_fallen |= event.next_rung not in {None, event.rung}
+        if not event.survived and training.is_worn:
+            anew = {"survived": True, "action": "a new process, without the holes in the heap of this one"}
+            event = event.model_copy(update=anew)
+        elif not event.survived and (seconds := training.pause_seconds) is not None:
+            again = {"survived": True, "action": f"the same again in {seconds:g} s: it has held before"}
+            event = event.model_copy(update=again)
+        _note_oom(training, event)
+
+    try:
+        return training.step(batch.fields, on_oom=note)
+    except NonFiniteLossError as error:
+        good = checkpoint.newest_good(training.directory.checkpoints, training.fingerprint)
+        where = f"the last good checkpoint is {good.folder}" if good else "there is no checkpoint yet"
+        raise NonFiniteLossError(f"{error}; {where}") from None
+
+
+def note_step(training: Training, batch: Batch, result: StepResult) -> None:
+    """Write down a step that has happened, with the memory it took, and show it."""
+    samples = training.sampler.drain()
+    use = training.step.use()
+    training.backend.reset_peak()
+    peak_bytes_of_ranks = _told_after_step(training, use.peak_bytes or 0, result.oom_events)
+    line = StepLine(
+        time_seconds=training.sampler.seconds(),
+        step=result.step,
+        epoch=batch.epoch,
+        first_sample=batch.first_sample,
+        num_samples=result.num_samples,
+        num_units=result.num_units,
+        loss=result.loss,
+        gradient_norm=result.gradient_norm,
+        learning_rate=result.learning_rate,
+        step_seconds=result.step_seconds,
+        micro_batch=result.micro_batch,
+        rung=result.rung,
+        peak_bytes=max(peak_bytes_of_ranks, default=use.peak_bytes),
+        used_bytes=use.used_bytes,
+        updated=result.updated,
+        memory=samples,
+        peak_bytes_of_ranks=peak_bytes_of_ranks,
+    )
+    training.directory.append(line)
+    if (check := training.step.additivity.news()) is not None:
+        training.directory.append(LossLine(time_seconds=line.time_seconds, step=result.step, check=check))
+    if (kept := training.step.graphs.line_of(result.step)) is not None:
+        training.directory.append(kept.model_copy(update={"time_seconds": line.time_seconds}))
+    memory = {"device": use} if training.host is None else {"device": use, "host": training.host.use()}
+    training.view.update(line, memory)
+
+
+def _told_after_step(training: Training, peak_bytes: int, events: Sequence[OomEvent]) -> tuple[int, ...]:
+    """Tell the peak of this rank, whether it was asked to stop, what it survived alone; returns the peaks of all."""
+    ranks = training.ranks
+    if ranks.is_alone:
+        return ()
+    own = [event for event in events if event.rank is None]  # in the update, after what all ranks do or none does
+    signals, peaks, nums = zip(*ranks.each([training.stop.signal_number or 0, peak_bytes, len(own)]), strict=True)
+    training.asked_all = int(max(signals)) or None
+    for event in survived_elsewhere(own, ranks) if any(nums) else ():
+        _note_oom(training, event)
+    return tuple(map(int, peaks))
+
+
+def _note_oom(training: Training, event: OomEvent) -> None:
+    if event.rank is None and not training.ranks.is_alone:
+        event = event.model_copy(update={"rank": training.ranks.rank})
+    training.directory.append(event.model_copy(update={"time_seconds": training.sampler.seconds()}))
+    asked = f" (asked for {format_bytes(event.requested_bytes)})" if event.requested_bytes else ""
+    training.view.say(f"out of memory in {event.phase}{event.on_which_ranks}, step {event.step}{asked}: {event.action}")
+
+
+def _owes_evaluation(training: Training) -> bool:
+    """Whether the process before this one ended in the evaluation after the last step."""
+    every, step = training.job.evaluate_every, training.step.num_steps
+    if not every or not step or step % every:
+        return False
+    return not any(isinstance(line, EvaluationLine) and line.step == step for line in training.directory.each_line())
+
+
+def _evaluate(training: Training, *, is_saved: bool = False) -> None:
+    """Evaluate; where only a process without the holes in this one's heap has room for it, ask for one."""
+    try:
+        _evaluate_here(training)
+    except OutOfMemoryError:
+        if not training.has_worn:
+            raise
+        if not is_saved:
+            with suppress(OutOfMemoryError):
+                _save(training)
+        raise WornProcessError(
+            f"the evaluation after step {training.step.num_steps} has no room in this process; what its steps have "
+            "left in the heap goes with it: start a new process (`plimsoll train` does it by itself)"
+        ) from None
+
+
+def _evaluate_here(training: Training) -> None:
+    if training.parts.validation is None:
+        return
+    validation, batch_size = training.parts.validation, training.job.batch_size
+
+    windows = getattr(validation, "windows", None)
+
+    def evaluate() -> tuple[Evaluation, float | None, float | None]:
+        model, position, ranks = training.parts.model, training.step.position, training.ranks
+        parts = iterate_once(validation, batch_size, ranks.rank, ranks.world_size)
+        batches = ((batch.fields, batch.sample_ids) for batch in parts)
+        if training.job.task == "language-modeling":
+            return training.step.evaluate(fields for fields, _ in batches), None, None
+        if training.job.task == "token-classification":
+            with TagScores(model, position, training.parts.label_names, windows, ranks) as scores:
+                return training.step.evaluate(scores.counted(batches)), scores.accuracy(), scores.entity_f1()
+        with Accuracy(model, position, windows, ranks) as accuracy:
+            return training.step.evaluate(accuracy.counted(batches)), accuracy.share(), None
+
+    evaluation, accuracy, entity_f1 = _survive(training, "evaluation", evaluate)
+    for event in evaluation.oom_events:
+        _note_oom(training, event)
+    line = EvaluationLine(
+        time_seconds=training.sampler.seconds(),
+        step=training.step.num_steps,
+        loss=evaluation.loss,
+        num_samples=evaluation.num_samples,
+        num_units=evaluation.num_units,
+        accuracy=accuracy,
+        entity_f1=entity_f1,
+    )
+    training.directory.append(line)
+    of = "" if windows is None else " of the texts"
+    of = " of the words" if training.job.task == "token-classification" else of
+    shown = "" if line.accuracy is None else f", accuracy {line.accuracy:.1%}{of}"
+    shown += "" if line.entity_f1 is None else f", entity F1 {line.entity_f1:.1%}"
+    training.view.say(f"step {line.step}: validation loss {line.loss:.4f}{shown} over {line.num_samples} samples")
+
+
+def _save(training: Training) -> None:
+    """Write a checkpoint: the first rank does, with the random numbers of all."""
+    step, parts = training.step, training.parts
+    random_state = _survive(
+        training, "checkpoint", lambda: random_states(training.backend, training.ranks), together=True
+    )
+    _survive(training, "checkpoint", lambda: share_lanes(parts.model, training.ranks), together=True)
+    if training.ranks.rank and step.workload.sharded is None:
+        return
+    progress: dict[str, Any] = {
+        "fingerprint": training.fingerprint,
+        "training_step": step.state_dict(),
+        "loader": parts.loader.state_dict(),
+    }
+    if training.ranks.rank == 0:
+        training.directory.sync_metrics()  # after a power loss no checkpoint may be newer than the steps that led to it
+    if step.workload.sharded is not None:
+        _save_shards(training, random_state, progress)
+        return
+    saved = _survive(
+        training,
+        "checkpoint",
+        lambda: checkpoint.save(
+            training.directory.checkpoints,
+            step.num_steps,
+            model=parts.model,
+            optimizer=step.workload.optimizer,  # a technique may have put another in the place of the job's
+            random_state=random_state,
+            progress=progress,
+            keep=training.job.checkpoint.keep,
+        ),
+    )
+    training.directory.append(
+        CheckpointLine(time_seconds=training.sampler.seconds(), step=saved.step, num_bytes=saved.num_bytes)
+    )
+
+
+def _save_shards(training: Training, random_state: Any, progress: dict[str, Any]) -> None:
+    """Write a checkpoint of which each rank writes its part."""
+    from plimsoll.training import sharded_checkpoint  # which loads all of FSDP2
+
+    saved = _survive(
+        training,
+        "checkpoint",
+        lambda: sharded_checkpoint.save(
+            training.directory.checkpoints, training.step.num_steps, workload=training.step.workload,
+            ranks=training.ranks, random_state=random_state, progress=progress, keep=training.job.checkpoint.keep,
+        ),
+    )  # fmt: skip
+    if training.ranks.rank == 0:
+        training.directory.append(
+            CheckpointLine(time_seconds=training.sampler.seconds(), step=saved.step, num_bytes=saved.num_bytes)
+        )
+
+
+def _survive(training: Training, phase: Phase, work: Callable[[], T], *, together: bool = False) -> T:
+    """Do something that changes nothing; if memory runs out, free what can be freed and do it again.
+
+    ``together``: it runs out on all ranks or on none, whichever it was.
+    """
+    training.step.position.phase = phase
+    ranks = training.ranks if together else Ranks()
+    for tries_left in reversed(range(_TRIES)):
+        outcome = attempt_together(work, training.backend, training.step.position, ranks)
+        if not isinstance(outcome, OomEvent):
+            return outcome
+        training.backend.release(last_resort=True)
+        what = "freed what could be freed, tried again" if tries_left else f"stopped after {_TRIES} tries"
+        survived = bool(tries_left) or (training.has_worn and phase != "evaluation")
+        event = outcome.model_copy(update={"action": what, "micro_batch": None, "survived": survived})
+        _note_oom(training, event)
+    text = f"memory ran out {_TRIES} times in the {phase} phase after step {training.step.num_steps} ({event.shortage})"
+    if training.has_worn and phase != "evaluation":  # which saves before it asks for a new process
+        raise WornProcessError(f"{text}; start a new process (`plimsoll train` does it by itself)")
+    raise OutOfMemoryError(f"{text}; give a larger budget")
+
+
+def _finish(training: Training) -> None:
+    """Evaluate once more and write the model, with the memory of the optimizer given back first."""
+    training.step.drop_optimizer_states()
+    if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
+        _evaluate(training, is_saved=True)
+    if training.step.workload.sharded is not None:
+        training.step.close()  # every rank has the whole model again
+    if training.ranks.rank == 0:
+        fitting(
+            lambda: save_model(training.parts.model, training.directory.model), training.backend, "writing the model"
+        )
+    # What is moved back now is of no use any more, so that it need not fit.
+    attempt(training.step.close, training.backend, training.step.position)
+
+
+def _start_line(training: Training, restarts: int) -> StartLine:
+    return StartLine(
+        time_seconds=training.sampler.seconds(),
+        step=training.step.num_steps,
+        micro_batch=training.step.micro_batch or training.job.batch_size,
+        rung=training.step.rung,
+        baseline_bytes=training.backend.use().used_bytes,
+        restarts=restarts,
+        wall_time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        oom_kills=oom_kills_by_machine(training.ranks),
+    )

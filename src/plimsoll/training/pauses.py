@@ -1,0 +1,38 @@
+"""Pauses before a step that found no room is tried again as it is, where nothing smaller is left to try.
+
+Only a step of a run that has held with as much is worth it: then something else has the memory, and may let it go. A
+step that never held would not hold later either. Does NOT free anything: the step has done that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from plimsoll.records.run import StepLine
+from plimsoll.training.run_directory import RunDirectory
+
+_SECONDS = (1.0, 4.0, 16.0, 64.0)
+_LOOK_SECONDS = 0.1  # how often a pause looks whether somebody asks to stop
+
+
+@dataclass(slots=True)
+class Pauses:
+    """The pauses of one step."""
+
+    num_taken: int = 0
+
+    def next_seconds(self, directory: RunDirectory, rung: int) -> float | None:
+        """Return how long the next pause of a step with this rung is; ``None``: it is of no use."""
+        if self.num_taken == len(_SECONDS):
+            return None
+        has_held = any(isinstance(line, StepLine) and line.rung <= rung for line in directory.each_line())
+        return _SECONDS[self.num_taken] if has_held else None
+
+    def take(self, seconds: float, is_asked_to_stop: Callable[[], bool]) -> None:
+        """Wait, unless somebody asks to stop."""
+        self.num_taken += 1
+        until_seconds = time.monotonic() + seconds
+        while (left_seconds := until_seconds - time.monotonic()) > 0 and not is_asked_to_stop():
+            time.sleep(min(left_seconds, _LOOK_SECONDS))

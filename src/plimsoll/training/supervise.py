@@ -1,0 +1,421 @@
+"""Watching the training process from outside: a death is explained, and the training started again.
+
+The supervisor holds no tensors and does not import torch. It starts the training in a process group of its own and
+hands on SIGINT and SIGTERM, both as SIGTERM: the step is finished and saved, and a second one ends the process wherever
+it is. (SIGINT would be a traceback from whatever library is being loaded.) What is made of a death:
+
+- SIGKILL that the machine's counters ascribe to the kernel's OOM killer, or an update that memory ran out in: started
+  again from the last good checkpoint with the next smaller micro-batch, which may grow again
+  (`plimsoll.step.recovery`).
+- A process in which memory ran out with every rung after others had failed there, which leaves holes in its heap:
+  started again with the last rung, from a checkpoint that it wrote before it ended, if it had room to.
+- SIGKILL that nobody counts, SIGBUS (a full /dev/shm), and SIGSEGV or SIGABRT inside an enforced budget (libraries that
+  do not check an allocation): perhaps memory, so the same, and it is called a guess.
+- SIGKILL that was not for memory: started again with the same micro-batch.
+- Any other crash would happen again: the run ends.
+
+Three deaths without a checkpoint in between and without a smaller micro-batch end the run, too.
+
+- A rank that ended because another one did: what counts is how that one ended. Where none did (a link was cut), all
+  are started again.
+
+Several ranks are started by torchrun's agent (`plimsoll.distributed.launch`). Does NOT watch other machines: there
+torchrun, started on each of them, starts the ranks again.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from plimsoll.device.aborts import called_by
+from plimsoll.device.cpu.cgroup import OomKills, oom_kill_count
+from plimsoll.errors import (
+    Interrupted,
+    KilledError,
+    OutOfMemoryError,
+    OutputError,
+    PlimsollError,
+    RankLostError,
+    TornStepError,
+    WornProcessError,
+)
+from plimsoll.records.device import Budget
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Plan, Rung
+from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, StepLine
+from plimsoll.records.units import format_bytes
+from plimsoll.training.processes import UNFINISHED, End, end_server, run_worker
+from plimsoll.training.run_directory import RunDirectory
+
+_CRASHES_WITHOUT_MEMORY = {signal.SIGSEGV, signal.SIGABRT}
+_CRASHES = {*_CRASHES_WITHOUT_MEMORY, signal.SIGILL, signal.SIGFPE}
+_MOST_DEATHS_WITHOUT_PROGRESS = 3
+
+
+class _Cause(Enum):
+    """Why a process died; the value is what to type, once starting it again is of no use."""
+
+    KERNEL = "give a smaller --budget, which stops it below the machine's own limit, or free memory on the machine"
+    TOLD = "give a larger --budget"
+    GUESS = "if it is memory, give another --budget or free memory on the machine; else stop what kills it"
+    OUTSIDE = "stop what kills it"
+    CRASH = "find what crashes: where it happened is printed above, if the process could still write it"
+
+    @property
+    def may_be_memory(self) -> bool:
+        """Whether a smaller micro-batch may help."""
+        return self in {_Cause.KERNEL, _Cause.TOLD, _Cause.GUESS}
+
+
+class _Death(NamedTuple):
+    """How a process ended that did not end by itself."""
+
+    signal_name: str
+    signal_number: int
+    evidence: str
+    cause: _Cause
+
+    def error(self, what_happened: str, remedy: str, how: str = "") -> PlimsollError:
+        """Memory is blamed only where the machine does."""
+        text = f"{what_happened}; {self.evidence}: {remedy}; start it again then{how}"
+        if self.cause in {_Cause.KERNEL, _Cause.TOLD}:
+            return OutOfMemoryError(text)
+        return KilledError(text, self.signal_number)
+
+
+@dataclass(slots=True)
+class _Retries:
+    """What the next training process is given, and when to stop giving it."""
+
+    num_rungs: int
+    beginning: tuple[str, ...]
+    num_deaths: int = 0
+    num_fruitless: int = 0
+    rung: int | None = None
+    too_large_rung: int | None = None
+    deaths_at: Counter[int] = field(default_factory=Counter)
+
+    def arguments(self) -> list[str]:
+        """Further arguments for ``plimsoll train-worker``."""
+        rungs = {"--rung": self.rung, "--too-large-rung": self.too_large_rung if self.rung is not None else None}
+        given = (word for name, rung in rungs.items() if rung is not None for word in (name, str(rung)))
+        return [*self.beginning, *given, "--restarts", str(self.num_deaths)]
+
+    def note_begun(self) -> None:
+        """A process took what ``beginning`` says; before that its checkpoints may be of another past."""
+        self.beginning = ("--resume-newest",)
+
+    def note_saved(self) -> None:
+        """A process wrote a checkpoint, in which its rung is kept, too."""
+        self.num_fruitless, self.rung = -1, None
+
+    def note_death(self, cause: _Cause, in_force: int, has_held: bool) -> int:
+        """Count a death; returns the rung that is in force next."""
+        self.num_deaths += 1
+        self.num_fruitless += 1
+        if not cause.may_be_memory:
+            return in_force if self.rung is None else self.rung
+        self.deaths_at[in_force] += 1
+        # As in a step: what held before may have died of what another program took, and gets one more try later on.
+        if not has_held or self.deaths_at[in_force] > 1:
+            self.too_large_rung = max(in_force, self.too_large_rung or 0)
+        following = min(in_force + 1, self.num_rungs - 1)
+        if following > max(in_force, self.rung or 0):
+            self.num_fruitless = 0
+        self.rung = following
+        return following
+
+
+def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), quiet: bool = False) -> int:
+    """Run the training of ``directory`` to its end, through deaths of its process.
+
+    Args:
+        directory: the run directory, with its ``job.yaml``, ``plan.json`` and prepared data.
+        worker_arguments: further arguments of the first ``plimsoll train-worker``.
+        quiet: show no progress.
+
+    Returns:
+        the exit code of the training process that ended by itself, 128 + n if signal n asked it to.
+
+    Raises:
+        OutOfMemoryError: if it keeps being killed for memory without getting further.
+        KilledError: if it keeps being killed for another reason, or crashes.
+        OutputError: if the run directory is gone.
+        Interrupted: after a second signal, or a kill while it stops, which end a step in its middle.
+    """
+    plan, num_ranks = Plan.load(directory.plan), Job.from_yaml(directory.job).ranks
+    retries = _Retries(len(plan.rungs), worker_arguments)
+    launched = ["launch-worker", str(num_ranks), "--"] if num_ranks > 1 else []
+    shown = ["--quiet"] if quiet else []
+    while True:
+        kills_before, num_starts = oom_kill_count(), len(_starts(directory))
+        end = run_worker([*launched, "train-worker", str(directory.path), *retries.arguments(), *shown])
+        if launched:
+            end = end._replace(return_code=_signalled(end.return_code))
+        if end.return_code != OutputError.exit_code:  # which has said so, if it is gone
+            directory.require_there()
+        death = _death(end, kills_before, _host_budget_bytes(directory, plan.budget))
+        if death is None:
+            _complete_record(directory)
+            _require_saved(directory, end)
+            return end.exit_code
+        rungs = Plan.load(directory.plan).rungs  # others after a trial
+        retries.num_rungs = len(rungs)
+        if death.cause in {_Cause.KERNEL, _Cause.GUESS}:  # the machine needs what it takes
+            end_server()
+        has_begun = len(_starts(directory)) > num_starts
+        if has_begun:
+            retries.note_begun()
+            if _has_saved(directory):
+                retries.note_saved()
+        in_force = directory.rung_in_force() or 0
+        # A process that died while it was loading says nothing against a rung.
+        has_held = not has_begun or _has_held(directory, in_force)
+        following = retries.note_death(death.cause, in_force, has_held)
+        saved_step = directory.last_saved_step()
+        gives_up = death.cause is _Cause.CRASH or retries.num_fruitless >= _MOST_DEATHS_WITHOUT_PROGRESS
+        _note(directory, death, None if gives_up else saved_step, following, rungs[following])
+        if gives_up:
+            _complete_record(directory)
+            what_happened = _what_happened(death, retries.num_fruitless, saved_step, rungs[in_force])
+            raise death.error(what_happened, death.cause.value, " with --resume" if saved_step else " with --force")
+
+
+def _complete_record(directory: RunDirectory) -> None:
+    """Write the record for which the training process had no room, or no time."""
+    try:
+        if not directory.has_its_record():
+            directory.write_record()
+    except PlimsollError as error:  # what the training came to is what counts
+        print(f"the record of the run could not be written: {error}", file=sys.stderr)
+
+
+def _require_saved(directory: RunDirectory, end: End) -> None:
+    """Tell of steps that are not saved though the run was asked to stop: 128 + n alone says that all are."""
+    if end.asked_by is None:
+        return
+    done, saved = directory.last_step(), directory.last_saved_step()
+    if end.return_code in {WornProcessError.exit_code, TornStepError.exit_code}:
+        if done > saved:
+            raise OutOfMemoryError(
+                f"stopped after step {done}, but there was no memory to save it: step {saved} is the last one saved; "
+                f"go on from there with `plimsoll train --resume --out {directory.path}` and more memory"
+            )
+    elif end.return_code < 0 or (end.return_code in UNFINISHED and done > saved):  # by a second signal, or a kill
+        number = -end.return_code if end.return_code < 0 else signal.SIGTERM
+        how = "stopped at once" if number == signal.SIGTERM else f"killed ({signal.Signals(number).name})"
+        begun = f"{how}, and step {saved} is the last one saved"
+        if saved:
+            again = f"{begun}: go on with `plimsoll train --resume --out {directory.path}`"
+            raise Interrupted(again, end.asked_by)
+        raise Interrupted(f"{begun}: give the same command again, with --force", end.asked_by)
+
+
+def _signalled(exit_code: int) -> int:
+    """The return code of a rank by what its launcher ended with: less than 0 if a signal killed it."""
+    number = exit_code - 128
+    return -number if number in {signal.SIGKILL, signal.SIGBUS, *_CRASHES} else exit_code
+
+
+def _what_happened(death: _Death, num_deaths: int, saved_step: int, rung: Rung) -> str:
+    if death.cause is _Cause.CRASH:
+        return f"the training process crashed with {death.signal_name} after step {saved_step}, the last one saved"
+    return (
+        f"the training process was killed ({death.signal_name}) {num_deaths} times without getting past step "
+        f"{saved_step}, {_described(rung)}"
+    )
+
+
+def _described(rung: Rung) -> str:
+    """How a rung runs a step, for a person."""
+    return " ".join(["with micro-batch", str(rung.micro_batch), *(f"and {choice}" for choice in rung.others)])
+
+
+def prepare_data(
+    directory: RunDirectory, cache: Path, quiet: bool, again: bool = False, wishes: tuple[str, ...] = ()
+) -> int:
+    """Index, train the tokenizer and tokenize in a process of its own, whose memory is given back whole.
+
+    Args:
+        directory: the run directory, with its ``job.yaml``.
+        cache: where the tokens go.
+        quiet: show no progress.
+        again: it was prepared before, and what comes out must be the same.
+        wishes: ``--pin`` and ``--forbid`` with what is asked for, refused before the work if they cannot be.
+
+    Returns:
+        its exit code.
+
+    Raises:
+        Interrupted: if SIGINT or SIGTERM asked it to stop.
+        OutOfMemoryError: if it is killed for memory.
+        KilledError: if it is killed for another reason, or crashes.
+    """
+    shown = [*(["--quiet"] if quiet else []), *(["--again"] if again else [])]
+    return _done_in_a_process(
+        ["prepare-worker", str(directory.path), str(cache), *wishes, *shown],
+        f"prepares the data in {cache}",
+        "give the path of an existing tokenizer",
+    )
+
+
+def make_plan(directory: RunDirectory, arguments: tuple[str, ...], quiet: bool) -> int:
+    """Plan the training in a process of its own, which imports torch.
+
+    Args:
+        directory: the run directory, with its ``job.yaml``.
+        arguments: of ``plimsoll plan-worker``.
+        quiet: show no progress.
+
+    Returns:
+        its exit code.
+
+    Raises:
+        Interrupted: if SIGINT or SIGTERM asked it to stop.
+        OutOfMemoryError: if it is killed for memory.
+        KilledError: if it is killed for another reason, or crashes.
+    """
+    return _done_in_a_process(
+        ["plan-worker", str(directory.path), *arguments, *(["--quiet"] if quiet else [])],
+        f"plans the run in {directory.path}",
+        "train without a plan (--no-plan)",
+    )
+
+
+def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> int:
+    """Do something before the training in a process of its own; ``remedy`` is what takes less memory."""
+    kills_before = oom_kill_count()
+    end = run_worker(arguments)
+    if end.asked_by is not None and end.exit_code == 128 + end.asked_by:
+        raise Interrupted(
+            f"the process that {what_it_does} was stopped ({signal.Signals(end.asked_by).name}) before anything was "
+            "trained: give the same command again",
+            end.asked_by,
+        )
+    death = _death(end, kills_before, host_budget_bytes=None)
+    if death is None:
+        return end.exit_code
+    raise death.error(
+        f"the process that {what_it_does} was killed ({death.signal_name})",
+        f"free memory on the machine, or {remedy}" if death.cause.may_be_memory else death.cause.value,
+    )
+
+
+def _death(end: End, kills_before: OomKills | None, host_budget_bytes: int | None) -> _Death | None:
+    """What happened to a process; ``None`` if it ended by itself, or after somebody asked it to."""
+    if end.asked_by is not None:
+        return None
+    if end.return_code == TornStepError.exit_code:
+        evidence = "memory ran out inside optimizer.step() and only a checkpoint can undo that"
+        return _Death("torn step", 0, evidence, _Cause.TOLD)
+    if end.return_code == WornProcessError.exit_code:
+        evidence = (
+            "memory ran out where no fallback helps; what is in the way of this process only a new one gives back"
+        )
+        return _Death("worn heap", 0, evidence, _Cause.TOLD)
+    if end.return_code == RankLostError.exit_code:
+        return _Death("rank lost", 0, "a rank ended, or did not answer in time", _Cause.OUTSIDE)
+    number = -end.return_code
+    if number not in {signal.SIGKILL, signal.SIGBUS, *_CRASHES}:
+        return None
+    if number == signal.SIGKILL:
+        cause, evidence = _killer(kills_before)
+    elif number == signal.SIGBUS:
+        cause = _Cause.GUESS
+        evidence = "a guess: a page of a mapped file could not be had, as where /dev/shm or the disk is full"
+    elif (host_budget_bytes is not None or _has_limit_of_others()) and number in _CRASHES_WITHOUT_MEMORY:
+        cause, evidence = _Cause.GUESS, _refused(host_budget_bytes)
+    elif number in _CRASHES_WITHOUT_MEMORY:
+        cause, evidence = _Cause.CRASH, "no budget was enforced that could have refused it memory"
+    else:
+        cause, evidence = _Cause.CRASH, "no lack of memory does that"
+    if number in _CRASHES and (place := called_by(end.fault)):
+        evidence += f"; it was called by {place}"
+    return _Death(signal.Signals(number).name, number, evidence, cause)
+
+
+def _refused(host_budget_bytes: int | None) -> str:
+    """Why native code ends a process that has a limit."""
+    what = "the limit that is set on it (ulimit)"
+    if host_budget_bytes is not None:
+        what = f"the budget of {format_bytes(host_budget_bytes)}"
+    return (
+        f"a guess: native code (in Rust, as of tokenizers, or C++) ends the process where {what} refuses it memory, "
+        "and prints that before"
+    )
+
+
+def _has_limit_of_others() -> bool:
+    """Whether a limit that this process inherits to those it starts may refuse them memory."""
+    limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+    return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
+
+
+def _killer(before: OomKills | None) -> tuple[_Cause, str]:
+    """Who sent SIGKILL, by the kernel's own counters of before and now."""
+    now = oom_kill_count()
+    if now is None or before is None or now.is_whole_machine != before.is_whole_machine:
+        return _Cause.GUESS, "unknown who killed it: neither a memory cgroup nor /proc/vmstat counts OOM kills here"
+    num_kills = now.number - before.number
+    if not now.is_whole_machine:
+        if num_kills > 0:
+            return (
+                _Cause.KERNEL,
+                f"the memory cgroup counts {num_kills} OOM kill(s) more than before: the kernel's OOM killer",
+            )
+        return _Cause.OUTSIDE, "the memory cgroup counts no OOM kill: somebody sent the signal"
+    if num_kills > 0:
+        return _Cause.KERNEL, (
+            f"the whole machine counts {num_kills} OOM kill(s) more than before (no memory cgroup counts them): "
+            "probably the kernel's OOM killer"
+        )
+    return _Cause.OUTSIDE, "the whole machine counts no OOM kill: somebody sent the signal"
+
+
+def _host_budget_bytes(directory: RunDirectory, budget: Budget) -> int | None:
+    """The limit that host memory really had, ``None`` for none; a budget of a GPU does not limit it."""
+    is_on_cpu = directory.head.is_file() and RunHead.load(directory.head).device.kind == "cpu"
+    return budget.host_bytes if budget.host_bytes is not None or not is_on_cpu else budget.device_bytes
+
+
+def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | None, following: int, rung: Rung) -> None:
+    lines = directory.lines()
+    last = lines[-1].time_seconds if lines else 0.0
+    directory.append(
+        DeathLine(
+            time_seconds=last,
+            signal=death.signal_name,
+            evidence=death.evidence,
+            restarted_from_step=restarted_from_step,
+            next_rung=following,
+            next_micro_batch=rung.micro_batch,
+        )
+    )
+    then = (
+        "giving up" if restarted_from_step is None else f"going on from step {restarted_from_step} {_described(rung)}"
+    )
+    ended = "killed" if death.signal_number else "ended"
+    print(f"training process {ended} ({death.signal_name}): {death.evidence}; {then}", file=sys.stderr)
+
+
+def _starts(directory: RunDirectory) -> list[StartLine]:
+    return [line for line in directory.lines() if isinstance(line, StartLine)]
+
+
+def _has_saved(directory: RunDirectory) -> bool:
+    """Whether the last training process that began got as far as a checkpoint."""
+    for line in reversed(directory.lines()):
+        if isinstance(line, CheckpointLine | StartLine):
+            return isinstance(line, CheckpointLine)
+    return False
+
+
+def _has_held(directory: RunDirectory, rung: int) -> bool:
+    return any(isinstance(line, StepLine) and line.rung <= rung for line in directory.each_line())

@@ -1,0 +1,501 @@
+"""A transformers model with a structure that its own configuration cannot say, built from the field ``shrunk`` of it.
+
+    "shrunk": {
+      "resized":    {"bert.encoder.layer.0.attention.self.query": [384, 192]},
+      "attributes": {"bert.encoder.layer.0.attention.self": {"num_attention_heads": 6, "all_head_size": 192}},
+      "as_linear":  ["transformer.h.0.attn.c_attn"],
+      "factored":   {"bert.encoder.layer.0.output.dense": 64},
+      "shared":     {"bert.encoder.layer.1": "bert.encoder.layer.0"},
+      "gpu_only":   ["bert.encoder.layer.0.output.dense"]
+    }
+
+They are done in this order. ``resized`` has the sizes of a module: of a Linear or Conv1D what goes in and what comes
+out, of an Embedding its rows and width, of a norm its width; ``null`` leaves one as it is. ``as_linear`` makes an
+``nn.Linear`` of a Conv1D. ``factored`` puts two factors of a rank in the place of a Linear, Conv1D or Embedding.
+``shared`` gives a module the parameters of another; the objects stay apart, so that each layer has its own place in a
+cache of keys and values. ``gpu_only`` builds nothing: it lists weights that nothing but Plimsoll computes with on a
+CPU. Names are those in the model it was noted for; with another head, or without one, the same parts are found, and
+what belongs to a head that is not there is left out.
+
+This file is also copied, as it is, into the folder of such a model (``modeling_shrunk.py``), from where transformers
+loads it without Plimsoll: ``AutoModel.from_pretrained(folder, trust_remote_code=True)``. It therefore imports torch and
+transformers only. Loaded in any other way the folder must not become another model in silence (`marked`).
+
+Written for transformers 5.23. It does NOT cover `resize_token_embeddings` of factored embeddings.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FIELD = "shrunk"
+CODE_FILE = "modeling_shrunk.py"
+KINDS = ("resized", "attributes", "as_linear", "factored", "shared", "gpu_only")
+
+LISTS = ("as_linear", "gpu_only")  # kinds that note names alone
+UNMARKED = "shrunk_from"  # in a config.json: the fields without the marks, in pairs (a dict would be read as a model)
+
+_AUTO_CLASSES = (
+    *("AutoModel", "AutoModelForPreTraining", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"),
+    *("AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModelForQuestionAnswering"),
+    *("AutoModelForMultipleChoice", "AutoModelForNextSentencePrediction", "AutoModelForTextEncoding"),
+)
+_HOW_TO_LOAD = (
+    "this model was made smaller: load it with AutoModel.from_pretrained(folder, trust_remote_code=True), or the Auto "
+    f"class of its head, which runs the {CODE_FILE} beside this file; or with plimsoll.load_model(folder)"
+)
+_NEW_WEIGHTS_STD = 0.02  # of a Conv1D of transformers, which cannot reset itself
+_IS_INITIALIZED = "_is_hf_initialized"  # transformers' mark, on modules and parameters
+
+
+class FactoredLinear(nn.Sequential):
+    """A linear layer as two: from what goes in to the rank, without a bias, and from there to what comes out."""
+
+    def __init__(self, first: nn.Linear, second: nn.Linear) -> None:
+        super().__init__(first, second)
+        self.in_features, self.rank, self.out_features = first.in_features, first.out_features, second.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the one layer that these two are, (out, in): a new tensor each time."""
+        first, second = cast(tuple[Any, Any], tuple(self))
+        return cast(Tensor, second.weight @ first.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, of the second layer."""
+        return cast("Tensor | None", cast(Any, self[1]).bias)
+
+
+class FactoredEmbedding(nn.Sequential):
+    """An embedding as two: rows as wide as the rank, and a linear layer to the width."""
+
+    def __init__(self, first: nn.Embedding, second: nn.Linear) -> None:
+        super().__init__(first, second)
+        self.num_embeddings, self.rank, self.embedding_dim = (
+            first.num_embeddings,
+            first.embedding_dim,
+            second.out_features,
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows of the one embedding that these two are, (rows, width): a new tensor each time."""
+        first, second = cast(tuple[Any, Any], tuple(self))
+        return cast(Tensor, first.weight @ second.weight.t())
+
+    @property
+    def padding_idx(self) -> int | None:
+        """The row that does not learn."""
+        return cast("int | None", cast(Any, self[0]).padding_idx)
+
+    @padding_idx.setter
+    def padding_idx(self, row: int | None) -> None:
+        cast(Any, self[0]).padding_idx = row
+
+
+def shrunk_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the class of models like those of a class, but of the structure that their configuration notes.
+
+    It has the same name, so that a configuration names the same architecture.
+    """
+    made: type[PreTrainedModel] = (
+        model_class if issubclass(model_class, _Shrunk) else _made_class(cast(Any, model_class))
+    )
+    return made
+
+
+def class_for(model_class: type[PreTrainedModel], config: Any) -> type[PreTrainedModel]:
+    """Return the class of models of a class with this configuration: its own, or where it notes a structure, that."""
+    return shrunk_class(model_class) if getattr(config, FIELD, None) else model_class
+
+
+@functools.cache
+def _made_class(model_class: Any) -> type[PreTrainedModel]:
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, config, *args, **kwargs)
+        self._ties_before = dict(self.all_tied_weights_keys)
+        restructure(self, getattr(config, FIELD, None) or {})
+        refresh_ties(self)
+        self.init_weights()  # of what is new only; on the meta device, of nothing
+
+    def get_expanded_tied_weights_keys(self: Any, all_submodels: bool = False) -> dict[str, str]:
+        if not all_submodels:
+            return cast(dict[str, str], model_class.get_expanded_tied_weights_keys(self))
+        tables = (self.get_input_embeddings(), self.get_output_embeddings())
+        if any(isinstance(one, FactoredLinear | FactoredEmbedding) for one in tables):
+            return _tied_names(self, self._ties_before)  # transformers would look for what is not there any more
+        return _tied_names(self, model_class.get_expanded_tied_weights_keys(self, all_submodels=True))
+
+    def _adjust_bias(self: Any, output: Any, source: Any) -> None:
+        # Of layers that share weights nothing is to be adjusted; transformers would cut the bias of a Conv1D.
+        if output is self.get_output_embeddings():
+            model_class._adjust_bias(self, output, source)
+
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        self.config.auto_map = auto_map(model_class)
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        _copy_code(Path(save_directory))
+        with _all_ties_told(self):
+            model_class.save_pretrained(self, save_directory, *args, **kwargs)
+        _mark(Path(save_directory) / "config.json", self.config)
+
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = model_class.from_pretrained.__func__(cls, *args, **kwargs)
+        _refuse_cpu(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
+    own = {
+        "__module__": __name__,
+        "__doc__": f"{model_class.__name__} of the structure that its configuration notes in `{FIELD}`.",
+        "__init__": __init__,
+        "get_expanded_tied_weights_keys": get_expanded_tied_weights_keys,
+        "_adjust_bias": _adjust_bias,
+        "save_pretrained": save_pretrained,
+        "from_pretrained": classmethod(from_pretrained),
+    }
+    return type(model_class.__name__, (_Shrunk, model_class), own)
+
+
+@contextmanager
+def _all_ties_told(model: Any) -> Iterator[None]:
+    """Let transformers find which names are others of the same weight: of these it saves one."""
+    model._tied_weights_keys = {f"^{re.escape(name)}$": source for name, source in model.all_tied_weights_keys.items()}
+    try:
+        yield
+    finally:
+        del model._tied_weights_keys  # the class has its own
+
+
+class _Shrunk:
+    """Marks the classes that are made here."""
+
+
+def _refuse_cpu(model: Any) -> None:
+    """Refuse a model whose first pass would fail for want of kernels.
+
+    Raises:
+        RuntimeError: if weights that only a GPU computes with are on a CPU, in the form that they have in files.
+    """
+    for name in (getattr(model.config, FIELD, None) or {}).get("gpu_only", ()):
+        found = find(model, name)
+        weight = None if found is None else _weight(model.get_submodule(found))
+        if weight is not None and weight.device.type == "cpu" and type(weight).__name__ == "Int4Tensor":
+            raise RuntimeError(
+                f'{name} has 4 bits for a weight, which torchao computes with on a GPU only: give device_map="cuda", '
+                "or load the folder with plimsoll.load_model(folder) for the CPU (pip install torch-plimsoll)"
+            )
+
+
+def marked(fields: Mapping[str, Any], number_of_layers: str) -> dict[str, Any]:
+    """Return a configuration, as a file has it, that transformers cannot take for one of a plain model.
+
+    Without the code in the folder the Auto classes do not know the ``model_type``, and say what to give. A class that
+    is called by its name (``BertModel.from_pretrained``) takes any type, with a warning, and would draw new values for
+    weights that it does not find; but its configuration refuses a number of layers (called ``number_of_layers`` there)
+    that is none, and shows it.
+    """
+    marks = {"model_type": f"shrunk-{fields['model_type']}", number_of_layers: _HOW_TO_LOAD}
+    return {**fields, **marks, UNMARKED: [[name, fields[name]] for name in marks]}
+
+
+def unmarked(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as it was before `marked`; any other as it is."""
+    return {name: value for name, value in fields.items() if name != UNMARKED} | dict(fields.get(UNMARKED, ()))
+
+
+def _mark(path: Path, config: Any) -> None:
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    made = marked(fields, config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+    path.write_text(json.dumps(made, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+class ShrunkConfig:
+    """What ``AutoConfig`` asks, in a folder of a model that was made smaller, for its configuration."""
+
+    @classmethod
+    def from_pretrained(cls, folder: Any, **kwargs: Any) -> Any:
+        """Return the configuration of the architecture, with the note of what was changed."""
+        from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+        found, unused = PreTrainedConfig.get_config_dict(folder, **kwargs)
+        fields = unmarked(found)
+        return CONFIG_MAPPING[fields["model_type"]].from_dict(fields, **unused)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: what is saved again has its code copied along."""
+
+
+def __getattr__(name: str) -> Any:
+    """Make the classes that ``auto_map`` names of this file, when they are asked for."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    import transformers
+
+    found = getattr(transformers, name, None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise AttributeError(f"transformers has no model `{name}`")  # noqa: TRY004 -- a module that lacks a name
+    return shrunk_class(found)
+
+
+def auto_map(model_class: Any) -> dict[str, str]:
+    """Return which class of this file each Auto class of transformers is to load, as its configuration keeps it."""
+    from transformers.models.auto import modeling_auto
+
+    found = {"AutoConfig": f"{Path(CODE_FILE).stem}.{ShrunkConfig.__name__}"}
+    for name in _AUTO_CLASSES:
+        mapping = getattr(getattr(modeling_auto, name, None), "_model_mapping", {})
+        if model_class.config_class in mapping:
+            chosen = mapping[model_class.config_class]
+            chosen = chosen[0] if isinstance(chosen, tuple) else chosen
+            found[name] = f"{Path(CODE_FILE).stem}.{chosen.__name__}"
+    return found
+
+
+def _copy_code(folder: Path) -> None:
+    target, own = folder / CODE_FILE, Path(__file__)
+    if not (target.exists() and target.samefile(own)):
+        shutil.copyfile(own, target)
+
+
+def note(model: Any, kind: str, name: str, value: Any = None) -> None:
+    """Write into the configuration of a model what was changed in it; the model is then one of its `shrunk_class`.
+
+    Args:
+        model: as it is now.
+        kind: one of `KINDS`.
+        name: of a module; a later note of it takes the place of an earlier one, ``attributes`` are added to.
+        value: see the top of the file; of ``as_linear`` and ``gpu_only`` none.
+    """
+    before = getattr(model.config, FIELD, None) or {}
+    if kind in LISTS:
+        value = [*(one for one in before.get(kind, ()) if one != name), name]
+        model.config.shrunk = {**before, kind: value}
+    else:
+        if kind == "attributes":
+            value = {**before.get(kind, {}).get(name, {}), **value}
+        model.config.shrunk = {**before, kind: {**before.get(kind, {}), name: value}}
+    _become_shrunk(model)
+    refresh_ties(model)
+
+
+def _become_shrunk(model: Any) -> None:
+    if isinstance(model, _Shrunk):
+        return
+    model.__class__ = shrunk_class(type(model))
+    model._ties_before = dict(model.all_tied_weights_keys)
+    from transformers.utils import output_capturing
+
+    # Where transformers (5.23) looks up by the class what hidden states and attentions a model can return.
+    registry = getattr(output_capturing, "_CAN_RECORD_REGISTRY", None)
+    if registry is not None:
+        registry[model] = model._can_record_outputs
+
+
+def restructure(model: nn.Module, shrunk: Mapping[str, Any]) -> None:
+    """Give a freshly built model the structure that was noted; what is new has new weights.
+
+    Args:
+        model: of the class's own structure; on the meta device only the shapes are made.
+        shrunk: the field of the configuration.
+
+    Raises:
+        ValueError: if it holds what this version does not know.
+    """
+    unknown = set(shrunk) - set(KINDS)
+    if unknown:
+        raise ValueError(f"`{FIELD}` holds {sorted(unknown)}, and only {', '.join(KINDS)} are known: update this file")
+    for name, sizes in _present(model, shrunk.get("resized", {})):
+        set_sizes(model.get_submodule(name), sizes)
+    for name, attributes in _present(model, shrunk.get("attributes", {})):
+        for key, value in attributes.items():
+            setattr(model.get_submodule(name), key, value)
+    for name, _ in _present(model, dict.fromkeys(shrunk.get("as_linear", ()))):
+        put(model, name, as_linear(model.get_submodule(name)))
+    for name, rank in _present(model, shrunk.get("factored", {})):
+        put(model, name, factored(model.get_submodule(name), rank))
+    for name, source in _present(model, shrunk.get("shared", {})):
+        found = find(model, source)
+        assert found is not None, "what is shared lies in the same list of layers"
+        use_parameters_of(model.get_submodule(found), model.get_submodule(name))
+
+
+def find(model: Any, name: str) -> str | None:
+    """Return the name that a module has in this model: with another head, or without, it may be another."""
+    prefix = getattr(model, "base_model_prefix", "")
+    candidates = [name]
+    if prefix:
+        candidates.append(name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}")
+    for candidate in candidates:
+        try:
+            model.get_submodule(candidate)
+        except AttributeError:
+            continue
+        return candidate
+    return None
+
+
+def _present(model: nn.Module, changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in changes.items():
+        found = find(model, name)
+        if found is not None:
+            yield found, value
+
+
+def put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module where another one is."""
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
+
+
+def sizes_of(module: nn.Module) -> list[int]:
+    """Return the sizes of a module, as ``resized`` has them."""
+    shape = [*_weight(module).shape]
+    return shape[::-1] if isinstance(module, nn.Linear) else shape
+
+
+def set_sizes(module: Any, sizes: list[int | None]) -> None:
+    """Give a module other sizes, with new weights; the object stays the same."""
+    before = sizes_of(module)
+    first, last = (new or old for new, old in zip((sizes[0], sizes[-1]), (before[0], before[-1]), strict=True))
+    if len(before) == 1:
+        for name, value in list(module._parameters.items()):
+            if value is not None and value.dim() == 1:
+                _set(module, name, value.detach()[:1].expand(last).clone())
+        if hasattr(module, "normalized_shape"):
+            module.normalized_shape = (last,)
+        return
+    shape = (last, first) if isinstance(module, nn.Linear) else (first, last)
+    _set(module, "weight", module.weight.detach().new_empty(shape))
+    if getattr(module, "bias", None) is not None:
+        _set(module, "bias", module.bias.detach().new_zeros(last))
+    tell_sizes(module)
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+    else:
+        nn.init.normal_(module.weight, std=_NEW_WEIGHTS_STD)
+    module.__dict__.pop(_IS_INITIALIZED, None)
+
+
+def keep(module: Any, *, inputs: Tensor | None = None, outputs: Tensor | None = None) -> None:
+    """Let a module keep some of what goes into it or comes out of it, in this order, with their values.
+
+    Args:
+        module: a Linear, Conv1D or Embedding (whose rows are ``inputs``), or a norm (whose width is ``outputs``).
+        inputs: which ones, (number,), or all.
+        outputs: as ``inputs``.
+    """
+    weight = module.weight.detach()
+    is_turned, is_vector = isinstance(module, nn.Linear), weight.dim() == 1
+    for kept, dim in ((inputs, 1 if is_turned else 0), (outputs, 0 if is_turned or is_vector else 1)):
+        if kept is not None:
+            weight = weight.index_select(dim, kept.to(weight.device))
+    _set(module, "weight", weight)
+    bias = getattr(module, "bias", None)
+    if outputs is not None and bias is not None:
+        _set(module, "bias", bias.detach().index_select(0, outputs.to(bias.device)))
+    tell_sizes(module)
+
+
+def tell_sizes(module: Any) -> None:
+    """Have a module say the sizes that its weight has."""
+    sizes = sizes_of(module)
+    names = (("in_features", "out_features"), ("nx", "nf"), ("num_embeddings", "embedding_dim"))
+    for pair in names:
+        if all(hasattr(module, name) for name in pair):
+            for name, size in zip(pair, sizes, strict=True):
+                setattr(module, name, size)
+    if hasattr(module, "normalized_shape"):
+        module.normalized_shape = tuple(sizes)
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    before = module._parameters[name]
+    assert before is not None
+    setattr(module, name, nn.Parameter(value, requires_grad=before.requires_grad))
+
+
+def as_linear(module: Any) -> nn.Linear:
+    """Make an ``nn.Linear`` of a Conv1D of transformers, with its values; of a Linear it is itself."""
+    if isinstance(module, nn.Linear):
+        return module
+    weight = module.weight.detach()
+    made = _linear(weight.shape[0], weight.shape[1], module.bias is not None, weight)
+    made.weight = nn.Parameter(weight.t().contiguous(), requires_grad=module.weight.requires_grad)
+    if module.bias is not None:
+        made.bias = module.bias
+    return made.train(module.training)
+
+
+def factored(module: Any, rank: int) -> FactoredLinear | FactoredEmbedding:
+    """Make two factors of new weights of a Linear, Conv1D or Embedding."""
+    weight = module.weight.detach()
+    num_in, num_out = sizes_of(module)
+    second = _linear(rank, num_out, getattr(module, "bias", None) is not None, weight)
+    if isinstance(module, nn.Embedding):
+        first = nn.Embedding(num_in, rank, module.padding_idx, device=weight.device, dtype=weight.dtype)
+        return FactoredEmbedding(first, second).train(module.training)
+    return FactoredLinear(_linear(num_in, rank, False, weight), second).train(module.training)
+
+
+def _linear(num_in: int, num_out: int, has_bias: bool, like: Tensor) -> nn.Linear:
+    return nn.Linear(num_in, num_out, bias=has_bias, device=like.device, dtype=like.dtype)
+
+
+def use_parameters_of(source: nn.Module, module: nn.Module) -> None:
+    """Give a module the parameters of another one of the same structure, and its buffers that are saved."""
+    for name, parameter in list(source.named_parameters(remove_duplicate=False)):
+        path, _, last = name.rpartition(".")
+        setattr(module.get_submodule(path), last, parameter)
+
+
+def _weight(module: Any) -> Tensor:
+    return cast(Tensor, module.weight)
+
+
+def refresh_ties(model: Any) -> None:
+    """Have transformers look up again which weights of a model are tied."""
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _tied_names(model: Any, keys: Mapping[str, str]) -> dict[str, str]:
+    """What is tied to what after the changes: parts of factors, and the layers that share their parameters."""
+    adjusted = {}
+    for target, source in keys.items():
+        pair = _tied_part(model, target), _tied_part(model, source)
+        are_same_shape = None not in pair and (pair[0] == target) == (pair[1] == source)
+        if are_same_shape or (target.endswith("bias") and None not in pair):
+            adjusted[str(pair[0])] = str(pair[1])
+    shared = (getattr(model.config, FIELD, None) or {}).get("shared", {})
+    for name, source in shared.items():
+        here, first = find(model, name), find(model, source)
+        if here is None or first is None:
+            continue
+        for inner, _ in model.get_submodule(first).named_parameters(remove_duplicate=False):
+            origin = f"{first}.{inner}"
+            adjusted[f"{here}.{inner}"] = adjusted.get(origin, origin)
+    return adjusted
+
+
+def _tied_part(model: Any, name: str) -> str | None:
+    """The parameter that stands where one was: of factors the rows, or the bias."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    if isinstance(module, FactoredLinear):
+        return f"{path}.1.{last}"
+    if isinstance(module, FactoredEmbedding):
+        return f"{path}.0.{last}"
+    return name if hasattr(module, last) else None

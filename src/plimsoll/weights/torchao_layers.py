@@ -1,0 +1,153 @@
+"""What the methods of torchao have in common: which layers, which configuration, and how transformers comes to know it.
+
+Weights are changed on the live model by torchao's ``quantize_``, and the configuration then says what
+``from_pretrained(quantization_config=...)`` would have said: so ``save_pretrained`` writes torchao's own safetensors,
+and plain ``from_pretrained`` reads them where torchao is installed.
+
+The layers are the ``nn.Linear`` of the base model, and the ``Conv1D`` that GPT-2 has in their place: torchao does not
+know it, so it becomes an ``nn.Linear``, which is noted in the configuration (`_structure`). The head stays as it is:
+the output over the vocabulary (as in transformers), and the classifier, which transformers leaves out or not by the
+order of its parameters.
+
+Does NOT cover models that are not of transformers: torchao has no recurrent layers, and those of
+``torch.ao.nn.quantized.dynamic`` are deprecated and pack their weights into objects that no safetensors file can hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor, nn
+
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink import options_fault
+from plimsoll.weights.int4 import INT4_ROWS
+from plimsoll.weights.linear_in_parts import LinearInParts
+from plimsoll.weights.parts import is_made_of_parts
+from plimsoll.weights.saved_by import saved_by
+from plimsoll.weights.structure import as_linear, note, put, sizes_of
+
+SMALLEST_INT4_GROUP = 32
+"""Weights that share a scale, in the finest 4-bit form."""
+
+Config = Any
+"""A configuration of torchao, which has no types."""
+
+
+def why_not(model: Any, method: str) -> str | None:
+    """Return why nothing of a model can be quantized, ``None`` if something can."""
+    if find_spec("torchao") is None:
+        return f"{method} needs torchao, which is not installed: `pip install torch-plimsoll[quantize]`"
+    if not hasattr(model, "base_model_prefix"):
+        return (
+            f"{method} is for models of transformers, and this is a {type(model).__name__}: torchao quantizes no "
+            "recurrent layer, and what torch.ao has for them cannot be saved as safetensors; use a structural method"
+        )
+    return None
+
+
+def why_not_linear(model: Any, choice: Choice) -> str | None:
+    """Return why no linear layer of a model can be quantized, or which option of the choice there is not."""
+    method = choice.technique
+    fault = options_fault(choice) or why_not(model, method)
+    return fault or (None if plain_layers(model) else nothing_found(model, method))
+
+
+def linear_layers(model: Any) -> dict[str, Any]:
+    """Return the linear layers of the base model by name, in its order: ``nn.Linear`` and transformers' ``Conv1D``."""
+    from transformers.pytorch_utils import Conv1D
+
+    base = model.base_model
+    inside = {id(module) for module in base.modules()}
+    found = {
+        name: module for name, module in model.named_modules() if type(module) in (nn.Linear, LinearInParts, Conv1D)
+    }
+    output = model.get_output_embeddings()
+    of_output = set() if output is None else {id(one) for one in output.modules()}
+    return {name: one for name, one in found.items() if id(one) in inside - of_output}
+
+
+def plain_layers(model: Any) -> dict[str, Any]:
+    """Return those whose weight is not quantized yet, and not shared with a module of another kind."""
+    layers = linear_layers(model)
+    holders = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    among_layers = Counter(id(one.weight) for one in layers.values())
+    return {
+        name: one
+        for name, one in layers.items()
+        if not is_made_of_parts(one.weight) and holders[id(one.weight)] == among_layers[id(one.weight)]
+    }
+
+
+def int4_layers(model: Any, group: int) -> list[str]:
+    """Return the names of the linear layers that the 4-bit kernel supports, with a scale for each ``group`` weights."""
+    sizes = {name: sizes_of(one) for name, one in plain_layers(model).items()}
+    return [name for name, (width, rows) in sizes.items() if width % group == 0 and rows % INT4_ROWS == 0]
+
+
+def num_holders(model: Any, weight: Tensor) -> int:
+    """Return how many modules have a weight as their own."""
+    return sum(weight is one for module in model.modules() for one in module._parameters.values())
+
+
+def nothing_found(model: Any, method: str) -> str:
+    """Say that there is no layer for a method, and which were looked for."""
+    all_layers, kinds = linear_layers(model), sorted({type(module).__name__ for module in model.modules()})
+    coded = sum(is_made_of_parts(one.weight) for one in all_layers.values())
+    if coded:
+        return f"{method}: {coded} of {len(all_layers)} linear layers are quantized already; give the dense model"
+    base = type(model.base_model).__name__
+    return (
+        f"{method} finds none of the layers it looked for: nn.Linear or Conv1D inside the {base} whose weight is its "
+        f"own ({len(all_layers)} there; modules are {', '.join(kinds)}); use another method"
+    )
+
+
+def quantize_layers(model: Any, names: Sequence[str], config: Config) -> None:
+    """Quantize some linear layers in place, and have the configuration of the model say so."""
+    replace_weights(model, names, config, lambda weight: _quantized(weight, config))
+
+
+def replace_weights(model: Any, names: Sequence[str], config: Config, made: Callable[[Tensor], Tensor]) -> None:
+    """Do what `quantize_layers` does with another function of the weight, (out, in), than torchao's own."""
+    known: dict[int, nn.Parameter] = {}
+    for name in names:
+        layer = model.get_submodule(name)
+        before = layer.weight  # which several layers may share
+        if not isinstance(layer, nn.Linear):
+            layer = as_linear(layer)
+            put(model, name, layer)
+            note(model, "as_linear", name)
+        if id(before) not in known:
+            known[id(before)] = nn.Parameter(made(layer.weight.detach()), requires_grad=False)
+        layer.weight = known[id(before)]
+    say_quantized(model, config)
+
+
+def _quantized(weight: Tensor, config: Config) -> Tensor:
+    from torchao.quantization import quantize_
+
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    quantize_(layer, config)
+    return layer.weight.data
+
+
+def say_quantized(model: Any, config: Config) -> None:
+    """Write into the configuration of a model how it is quantized, and give it what saves it so.
+
+    ``config`` names one kind for all layers, though embeddings may be of another: each tensor in the file says its own.
+    """
+    from transformers import TorchAoConfig
+
+    plain = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and not is_made_of_parts(module.weight)
+    ]
+    said = TorchAoConfig(config, modules_to_not_convert=plain or None)
+    model.config.quantization_config = said
+    model.hf_quantizer = saved_by(said)

@@ -1,0 +1,34 @@
+"""Steps of models that take their time by what is asked of them, for trials of plans."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from plimsoll.step.train_step import TrainStep
+from workloads import BATCH_SIZE
+
+
+class Paced(nn.Module):
+    """Which takes a moment for each pass of less than so many samples."""
+
+    def __init__(self, least=BATCH_SIZE):
+        super().__init__()
+        self.head, self.least = nn.Linear(4, 1), least
+        self.ballast = torch.ones(500, 500)
+
+    def forward(self, inputs):
+        if len(inputs) < self.least:
+            self.ballast @ self.ballast
+        return self.head(inputs).mean()
+
+
+def paced(**options):
+    torch.manual_seed(0)
+    model = Paced()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rungs = options.pop("rungs")
+    return TrainStep(model, optimizer, lambda model, batch: model(batch), units="samples", rungs=rungs, **options)
+
+
+BATCH = torch.ones(BATCH_SIZE, 4)

@@ -1,0 +1,33 @@
+"""unstructured: zeros, and not a byte less."""
+
+import torch
+
+from plimsoll.compression.methods import SHRINKERS, Subject
+from plimsoll.weights.parts import model_bytes
+from quantized_models import choice_of, made, shrunk
+
+
+def test_the_smallest_share_of_each_layer_is_zero_and_nothing_is_smaller(tmp_path):
+    dense, model = made("llama"), shrunk("unstructured", made("llama"), share=0.25)
+    before, after = (one.model.layers[1].mlp.up_proj.weight for one in (dense, model))
+    assert (after == 0).sum() == 64 * 32 // 4
+    assert before[after == 0].abs().max() <= after[after != 0].abs().min()
+    assert torch.equal(model.lm_head.weight, dense.lm_head.weight)
+    assert model_bytes(model) == model_bytes(dense)
+    assert {name for name, _ in model.named_parameters()} == {name for name, _ in dense.named_parameters()}
+    dense.save_pretrained(tmp_path / "dense")
+    model.save_pretrained(tmp_path / "zeros")
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("dense", "zeros")]
+    assert sizes[0] == sizes[1]
+
+
+def test_it_is_not_offered_and_says_why():
+    said = SHRINKERS["unstructured"].menu(Subject(made("bert")))
+    assert "saves nothing: zeros are stored and multiplied like any number, 0 bytes of the file" in said
+
+
+def test_shares_that_leave_all_or_nothing():
+    method, subject = SHRINKERS["unstructured"], Subject(made("bert"))
+    assert "`share` 1.0 is not the share" in method.refusal(subject, choice_of("unstructured", share=1.0))
+    assert method.refusal(subject, choice_of("unstructured")) is None
+    assert model_bytes(shrunk("unstructured", made("bert").to("meta"))) > 0

@@ -1,0 +1,71 @@
+"""Newlines and UTF-8 in chunks, against Python's own."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corpora import cut_into, written
+from plimsoll.data.formats.helpers import scanning
+from plimsoll.errors import DataError
+
+
+def chunks_of(path: Path, begin: int, end: int) -> tuple[list[scanning.Chunk], str]:
+    hasher = xxhash.xxh3_128()
+    found = [
+        chunk._replace(raw=chunk.raw.copy()) for chunk in scanning.chunks(str(path), begin, end, hasher)
+    ]  # they share a buffer
+    return found, hasher.hexdigest()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(min_size=1, max_size=200) | st.text(min_size=1, max_size=100).map(str.encode),
+    st.sampled_from([8, 16, 64]),
+)
+def test_chunks_are_valid_exactly_if_their_file_is(content: bytes, chunk_bytes: int):
+    with cut_into(1 << 20, chunk_bytes), tempfile.TemporaryDirectory() as folder:
+        found, digest = chunks_of(written(Path(folder, "a"), content), 0, len(content))
+    assert digest == xxhash.xxh3_128_hexdigest(content)
+    assert b"".join(chunk.raw[: chunk.num_bytes].tobytes() for chunk in found) == content
+    looked = [scanning.look_at(chunk) for chunk in found]
+    newlines = [chunk.offset + place for chunk, look in zip(found, looked, strict=True) for place in look.newlines]
+    assert newlines == [place for place, byte in enumerate(content) if byte == 10]
+    fault = scanning.fault_in(content, 0)
+    assert all(look.is_valid for look in looked) == (fault is None)
+    faults = [fault for chunk in found for fault in scanning.faults_of(chunk, 0)]
+    assert bool(faults) == (fault is not None)
+
+
+@pytest.mark.parametrize("num_words", [16, 400])
+def test_sparse_and_dense_text_is_checked_alike(tmp_path: Path, num_words: int):
+    """Few words that are not ASCII are picked out, many are decoded as they are."""
+    content = ("abcdefg " * 400).encode()
+    for place in range(0, num_words * 8, 8):
+        content = content[:place] + "\u20ac".encode() + content[place + 3 :]
+    for broken in (content, content[:1] + b"a" + content[2:], content[:5] + b"\x80" + content[6:]):
+        (chunk,), _ = chunks_of(written(tmp_path / "a", broken), 0, len(broken))
+        assert scanning.look_at(chunk).is_valid == (broken is content)
+
+
+def test_a_range_is_read_with_the_bytes_behind_it(tmp_path: Path):
+    path = written(tmp_path / "a", bytes(range(65, 97)))
+    (chunk,), _ = chunks_of(path, 8, 16)
+    assert (chunk.offset, chunk.num_bytes, chunk.ahead) == (8, 8, bytes(range(81, 89)))
+    (chunk,), _ = chunks_of(path, 24, 32)
+    assert chunk.ahead == b"\n" * 8
+    with pytest.raises(DataError, match="ends before byte 40, but was longer a moment ago"):
+        chunks_of(path, 24, 40)
+
+
+def test_binary_files_and_utf16_are_refused_each_with_its_remedy(tmp_path: Path):
+    with pytest.raises(DataError, match="byte 2 is NUL, so it is binary"):
+        scanning.text_begin(str(written(tmp_path / "a", b"ab\0")))
+    with pytest.raises(DataError, match="iconv -f utf-16 -t utf-8"):
+        scanning.text_begin(str(written(tmp_path / "a", "text".encode("utf-16"))))
+    assert scanning.text_begin(str(written(tmp_path / "a", "\ufefftext"))) == 3
+    assert np.array_equal(scanning.read_head(str(tmp_path / "a"), 4), b"\xef\xbb\xbft")

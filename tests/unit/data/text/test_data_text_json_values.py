@@ -1,0 +1,118 @@
+"""Lists of JSON objects as JSON lines: the objects of `json` itself, in the lines in which they begin."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plimsoll.data.text.json_values import are_lines, fields_of_object, json_lines
+from plimsoll.errors import DataError
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(st.sampled_from(list('a"\\\n\r\u20ac\U0001f600[]{},:')), max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+OBJECTS = st.lists(st.dictionaries(st.text(max_size=4), VALUES, max_size=3), max_size=5)
+
+
+def cut(content: bytes, num_bytes: int) -> Iterator[bytes]:
+    return (content[begin : begin + num_bytes] for begin in range(0, len(content), num_bytes))
+
+
+def lines(content: str | bytes, num_bytes: int = 1 << 20, most_bytes: int = 1 << 20) -> list[bytes]:
+    raw = content.encode() if isinstance(content, str) else content
+    return b"".join(json_lines(cut(raw, num_bytes), most_bytes)).split(b"\n")
+
+
+@settings(max_examples=150, deadline=None)
+@given(OBJECTS, st.sampled_from([None, 0, 2]), st.booleans(), st.sampled_from([1, 3, 7, 1 << 20]), st.booleans())
+def test_the_objects_are_those_of_json(objects, indent, ascii_only: bool, num_bytes: int, is_list: bool):
+    dump = {"indent": indent, "ensure_ascii": ascii_only}
+    content = json.dumps(objects, **dump) if is_list else "\n".join(json.dumps(one, **dump) for one in objects)
+    found = [line for line in lines(content, num_bytes) if line.strip()]
+    assert [json.loads(line) for line in found] == objects
+
+
+def test_an_object_is_in_the_line_in_which_it_begins():
+    found = lines('\n[\n  {"a":\n 1},\n\n  {"a": 2}, {"a": 3},\n {"a": 4}]\n')
+    assert [(number, json.loads(line)["a"]) for number, line in enumerate(found, 1) if line.strip()] == [
+        (3, 1),
+        (6, 2),
+        (7, 3),  # the second of its line
+        (8, 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('[\n{"a": 1}\n{"a": 2}]', "line 3: .*neither a comma nor the end of the list"),
+        ('[{"a": 1},\n]', "line 2: .*a comma and no object behind it"),
+        ('[{"a": 1}', "line 1: .*the list does not end"),
+        ('[{"a": 1}]\n\nx', "line 3: .*something behind the end of the list"),
+        ('[\n\n{"a": tru}]', "line 3: .*Expecting value"),
+        ('[{"a":\n "', "line 2: .*Unterminated string"),
+        (b'[\n{"a": "\xff"}]', "line 1: .*byte 0xff is not UTF-8"),
+        ('["' + "x" * 3000 + '"]', r"line 1: .*more than 1000 B"),
+        ("[" * 100_000, "line 1: .*it is nested too deep"),
+    ],
+)
+def test_what_is_no_list_is_said_with_its_line(content: str | bytes, why: str):
+    with pytest.raises(DataError, match=why):
+        lines(
+            content,
+            num_bytes=64 if "xx" in str(content) else 1 << 20,
+            most_bytes=1000 if "xx" in str(content) else 1 << 20,
+        )
+
+
+@pytest.mark.parametrize(
+    ("head", "is_of_lines"),
+    [
+        (b'\xef\xbb\xbf\n{"a": 1}\n{', True),
+        (b'{"a": 1}\n\n', False),  # the only line: what it holds may be the rows
+        (b'{\n"a": 1}', False),
+        (b'[{"a": 1}]', False),
+        (b"", False),
+        (b"1\n", False),
+    ],
+)
+def test_a_first_line_of_several_that_is_an_object_makes_it_json_lines(head: bytes, is_of_lines: bool):
+    assert are_lines(head) is is_of_lines
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.text(max_size=4), VALUES, max_size=3), OBJECTS, st.sampled_from([None, 2]), st.integers(1, 9))
+def test_the_list_in_an_object_is_that_of_json(before, objects, indent, num_bytes: int):
+    whole = {**before, "rows": objects, "after": before}
+    content = json.dumps(whole, indent=indent).encode()
+    fields = fields_of_object(cut(content, num_bytes), 1 << 20)
+    assert fields is not None
+    assert list(fields) == list(whole)
+    assert fields["rows"].num_objects == len(objects)
+    found = b"".join(json_lines(cut(content, num_bytes), 1 << 20, "rows")).split(b"\n")
+    assert [json.loads(line) for line in found if line.strip()] == objects
+    assert fields_of_object(cut(content * 2, num_bytes), 1 << 20) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('{"a": 1', "the object does not end"),
+        ('{"a": 1,}', "a comma and no field behind it"),
+        ('{"a" 1}', "a name without a colon"),
+        ("{a: 1}", "a field without a name"),
+        ('{"a": 1\n"b": 2}', "line 2: .*neither a comma nor the end of the object behind a field"),
+        ('{"a": 1, "a": 2}', "the field 'a' twice"),
+        ('{"a": [1}', "neither a comma nor the end of the list"),
+    ],
+)
+def test_what_is_no_object_is_said(content: str, why: str):
+    with pytest.raises(DataError, match=why):
+        fields_of_object(iter([content.encode()]), 1 << 20)

@@ -1,0 +1,174 @@
+"""Tensors in files: what they hold, where they lie, and that nothing is left of them. Sizes by hand, in bytes."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from plimsoll.device.mapped_memory import MappedPool, _file_system_of, scratch_folder
+from plimsoll.errors import OutputError
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.trace import rehearsal
+from processes import run_program
+
+
+def num_mapped_files(folder):
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).view(3, 4),
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(24.0).view(2, 3, 4)[:, :, 1],
+        torch.arange(5).to(torch.bfloat16),
+        torch.tensor(3.0),
+        torch.empty(0, 3),
+        torch.ones(1, 3).expand(4, 3),
+        torch.tensor([True, False]),
+    ],
+    ids=["matrix", "transposed", "with gaps", "bfloat16", "a number", "empty", "expanded", "truth values"],
+)
+def test_a_copy_is_the_same_tensor_elsewhere(tensor):
+    copy = MappedPool().copy_of(tensor)
+    assert torch.equal(copy, tensor)
+    assert copy.dtype is tensor.dtype
+    assert copy.data_ptr() % 64 == 0
+    assert not copy.requires_grad
+
+
+def test_a_dense_tensor_keeps_its_strides():
+    pool = MappedPool()
+    channels_last = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert pool.empty_like(channels_last).stride() == channels_last.stride()
+    assert pool.empty_like(torch.empty(3, 4).t()).stride() == (1, 4)
+    assert pool.empty_like(torch.empty(3, 4)[:, :2]).stride() == (2, 1)
+
+
+def test_what_a_tensor_gives_back_is_used_again():
+    pool = MappedPool()
+    first, second, third = (pool.empty_like(torch.empty(64)) for _ in range(3))  # 256 bytes each
+    address = first.data_ptr()
+    assert pool.used_bytes == 3 * 256
+    view = first.view(8, 8)[1:]
+    del first
+    assert pool.used_bytes == 3 * 256  # a view keeps it
+    del view, second
+    assert pool.used_bytes == 256
+    again = pool.empty_like(torch.empty(128))  # the 512 bytes of the two, joined
+    assert again.data_ptr() == address
+    assert pool.num_bytes == 16 << 20
+    del third, again
+    assert pool.used_bytes == 0
+
+
+def test_a_file_that_is_full_is_followed_by_another():
+    pool = MappedPool()
+    kept = [pool.empty_like(torch.empty(3 << 20, dtype=torch.uint8)) for _ in range(7)]
+    assert pool.num_bytes == (16 + 16) << 20  # five in the first, then as much again
+    large = pool.empty_like(torch.empty(100 << 20, dtype=torch.uint8))
+    assert pool.num_bytes == (32 + 100) << 20
+    assert all(map(pool.holds, [*kept, large]))
+    assert not pool.holds(torch.empty(3))
+
+
+def test_what_was_reserved_is_one_file():
+    pool = MappedPool()
+    pool.reserve(20 << 20)
+    pool.reserve(20 << 20)
+    assert pool.num_bytes == 20 << 20
+    kept = pool.empty_like(torch.empty(20 << 20, dtype=torch.uint8))
+    assert pool.num_bytes == 20 << 20
+    del kept
+
+
+def test_the_files_have_no_name_and_die_with_the_last_tensor(tmp_path):
+    pool = MappedPool(tmp_path)
+    tensor = pool.copy_of(torch.arange(1000))
+    assert list(tmp_path.iterdir()) == []
+    assert num_mapped_files(tmp_path) == 1
+    del pool
+    assert tensor.sum() == 999 * 500
+    assert num_mapped_files(tmp_path) == 1
+    del tensor
+    gc.collect()
+    assert num_mapped_files(tmp_path) == 0
+    open_files = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert not any(str(tmp_path) in os.readlink(file) for file in open_files if file.is_symlink())
+
+
+USES_MEMORY = """
+import torch
+from plimsoll.device.process import private_bytes
+from plimsoll.device.mapped_memory import MappedPool
+pool, like = MappedPool(), torch.empty(16 << 20)
+pool.copy_of(torch.ones(3))  # what is loaded and started once
+before = private_bytes()
+mapped = [pool.empty_like(like).fill_(1) for _ in range(4)]
+print(private_bytes() - before)
+"""
+
+
+def test_their_memory_is_not_private():
+    done = run_program(USES_MEMORY)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 4 << 20  # of 256 MiB that were written
+
+
+FULL = """
+import resource
+import torch
+from plimsoll.errors import OutputError
+from plimsoll.device.mapped_memory import MappedPool
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    MappedPool().empty_like(torch.empty(1000))
+except OutputError as error:
+    print(error)
+"""
+
+
+def test_a_file_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path):
+    done = run_program(FULL, PLIMSOLL_SCRATCH=str(tmp_path))
+    assert done.stdout == (
+        f"cannot keep 16.0 MiB of the training in a file in {tmp_path}: File too large; free some space there, or set "
+        "PLIMSOLL_SCRATCH to a folder on a disk that has it\n"
+    ), done.stderr
+
+
+def test_the_folder_is_the_one_that_was_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLIMSOLL_SCRATCH", str(tmp_path))
+    assert scratch_folder() == tmp_path
+    monkeypatch.setenv("PLIMSOLL_SCRATCH", str(tmp_path / "missing"))
+    with pytest.raises(OutputError, match="set PLIMSOLL_SCRATCH to a folder on a disk"):
+        scratch_folder()
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs a folder that is kept in memory")
+def test_a_folder_that_is_memory_is_refused(monkeypatch):
+    assert _file_system_of(Path("/dev/shm")) == "tmpfs"
+    monkeypatch.setenv("PLIMSOLL_SCRATCH", "/dev/shm")
+    with pytest.raises(OutputError, match=r"/dev/shm: that is no folder, or kept in memory \(tmpfs\)"):
+        MappedPool().empty_like(torch.empty(3))
+
+
+def test_in_a_rehearsal_they_are_fake_and_outside():
+    pool = MappedPool(Path("nowhere"))
+    with rehearsal(CpuLowering(), lambda: "forward") as stage:
+        inside = torch.empty(100, 10)
+        copy = pool.copy_of(inside.t())
+    storages = stage.trace().storages
+    assert copy.stride() == (1, 10)
+    assert sorted(zip(storages.num_bytes, storages.on_host, strict=True)) == [(4000, False), (4000, True)]
+    assert pool.num_bytes == 0
+
+
+def test_what_stands_for_a_tensor_of_the_pool_is_held():
+    pool, stand_in = MappedPool(), torch.zeros(4)
+    assert not pool.holds(stand_in)
+    pool.know(stand_in)
+    assert pool.holds(stand_in)
+    assert pool.used_bytes == 0

@@ -1,0 +1,73 @@
+"""Which of the ranks' exit codes is the one of all; the launching itself is in tests/end_to_end/test_rank_jobs.py."""
+
+import logging
+import os
+import signal
+
+import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from plimsoll.distributed.launch import exit_code_of, launch
+from plimsoll.files.orphans import LAUNCHER
+from processes import run_program
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([77, -signal.SIGKILL, 77], 137),  # the others ended because one was killed
+        ([-signal.SIGSEGV], 139),
+        ([77, 3], 3),
+        ([3, -signal.SIGKILL], 137),  # an error of another rank came of that, perhaps
+        ([75, 77, 77], 75),
+        ([2, -signal.SIGTERM], 2),  # who was asked to end, since another one had ended, is not why
+        ([77, -signal.SIGTERM], 77),
+        ([75, -signal.SIGTERM], 75),
+        ([-signal.SIGTERM], 143),
+        ([77, 77], 77),
+        ([1], 1),
+    ],
+)
+def test_the_rank_that_is_the_cause_counts(codes, expected):
+    assert exit_code_of(codes) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "given", "threads"), [(2, None, "2"), (3, None, "1"), (9, None, "1"), (2, "5", "5")]
+)
+def test_ranks_share_the_processors_unless_the_environment_says_otherwise(monkeypatch, num_ranks, given, threads):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")  # what the launcher sets is taken back
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv(LAUNCHER, "")
+    seen = []
+    monkeypatch.setattr(
+        "plimsoll.distributed.launch.elastic_launch", lambda *_: lambda *_: seen.append(os.environ["OMP_NUM_THREADS"])
+    )
+    try:
+        assert launch(num_ranks, []) == 0
+    finally:
+        logging.disable(logging.NOTSET)
+    assert seen == [threads]
+
+
+def test_an_agent_that_is_asked_to_end_ends_as_one_that_a_signal_has_ended(monkeypatch):
+    def asked(*arguments):
+        raise SignalException("asked", signal.SIGTERM)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(LAUNCHER, "")
+    monkeypatch.setattr("plimsoll.distributed.launch.elastic_launch", lambda *_: asked)
+    try:
+        assert launch(2, []) == 128 + signal.SIGTERM
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def test_every_rank_is_started_once_and_the_cause_is_returned():
+    """In a process of its own: torch's launcher keeps its handlers of signals."""
+    program = "import sys; from plimsoll.distributed.launch import launch; sys.exit(launch(2, ['no-such-command']))"
+    done = run_program(program, OMP_NUM_THREADS="1")
+    assert done.returncode == 2, done.stderr
+    assert 1 <= done.stderr.count("no-such-command") <= 2  # the first to end may end the other

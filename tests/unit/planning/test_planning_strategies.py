@@ -1,0 +1,81 @@
+"""The ways to train, of small real jobs on a GPU that is not here: what each needs, and which cannot be had."""
+
+import sys
+
+import pytest
+
+from plimsoll.errors import InputError, JobError
+from plimsoll.planning.strategies import compare_ways
+from plimsoll.records.job import Job
+
+MIB = 1 << 20
+BLOCKS = {"architecture": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}
+LSTM = {"architecture": "lstm", "embedding_size": 32, "hidden_size": 32}
+
+
+def ways_of(model, limit_mib=1000, **changes):
+    fields = {"model": model, "data": "nowhere.txt", "tokenizer": {"vocab_size": 1000}}
+    job = Job.from_fields(fields | {"sequence_length": 32, "batch_size": 4} | changes)
+    return {way.name: way for way in compare_ways(job, device="rtx3060", limit_bytes=limit_mib * MIB).ways}
+
+
+@pytest.fixture(scope="module")
+def of_blocks():
+    pytest.importorskip("peft", reason="adapters are peft's")
+    return ways_of(BLOCKS)
+
+
+@pytest.mark.slow
+def test_every_way_is_planned_with_what_it_is_called_for(of_blocks):
+    bases = [
+        choice.options["base"] for way in of_blocks.values() for choice in way.choices if choice.technique == "lora"
+    ]
+    assert bases == ["kept", "int8", "nf4"]
+    assert not any(choice.technique == "lora" for choice in of_blocks["full"].choices)
+    assert all(way.fits and way.peak.likely_bytes <= 1000 * MIB for way in of_blocks.values() if not way.impossible)
+    assert of_blocks["LoRA, base of 4 bits"].how == "--set 'allow=[lora]' --pin 'lora(base=nf4)'"
+
+
+def test_without_blocks_adapters_are_impossible_and_the_reason_is_said():
+    found = ways_of(LSTM)
+    assert found["full"].fits
+    assert "is not a model of transformers" in found["LoRA"].impossible
+    assert not found["LoRA"].fits
+    assert "leave it out" not in found["LoRA"].impossible
+
+
+def test_what_is_wrong_with_the_job_is_an_error_and_no_way():
+    with pytest.raises(JobError, match="embed_dim"):
+        ways_of(BLOCKS | {"n_embd": 65})
+
+
+def test_a_way_says_what_it_changes_and_how_to_ask_for_it():
+    found = ways_of(LSTM, allow=["adafactor"])
+    assert list(found) == [
+        "full", "full, weights streamed", "LoRA", "LoRA, base of 8 bits", "LoRA, base of 4 bits"
+    ]  # fmt: skip
+    full = found["full"]
+    assert (full.changes, full.how, full.impossible) == ("nothing", "--forbid layer_streaming", "")
+    assert full.peak.high_bytes <= 1000 * MIB
+    assert full.smallest_budget_bytes is None
+    assert found["full, weights streamed"].how == "--pin layer_streaming"
+    assert found["LoRA"].how == "--set 'allow=[lora]' --pin 'lora(base=kept)'"
+
+
+def test_each_way_is_told_of_when_it_is_done_and_what_is_done_for_it_by_its_name():
+    told, progress = [], []
+    fields = {"model": LSTM, "data": "nowhere.txt", "tokenizer": {"vocab_size": 1000}, "sequence_length": 32}
+    job = Job.from_fields(fields | {"batch_size": 4, "allow": ["lora"]})
+    ways = compare_ways(job, device="rtx3060", limit_bytes=1000 * MIB, on_way=told.append, progress=progress.append)
+    assert tuple(told) == ways.ways
+    assert ways.limit_bytes == 1000 * MIB
+    assert progress[0].startswith("full: tracing: ")
+
+
+def test_a_model_that_fails_is_an_error_and_no_way(tmp_path, monkeypatch):
+    source = "from torch import nn\n\n\ndef model(vocab_size):\n    return nn.Embedding(vocab_size, 2)\n"
+    (tmp_path / "without_a_loss.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "without_a_loss", raising=False)
+    with pytest.raises(InputError, match="the model of this job fails in the"):
+        ways_of("without_a_loss:model")

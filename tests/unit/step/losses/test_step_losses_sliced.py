@@ -1,0 +1,72 @@
+"""Whether a loss can be of embeddings made in slices, tried with a few samples; the training is then as before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from embedders import CASES, NUM_SAMPLES, Encoder, batches, fresh, tied
+from plimsoll.models.workload import Workload
+from plimsoll.planning.inputs import StepSubject
+from plimsoll.step.losses.sliced import why_not_in_slices
+from plimsoll.techniques import Setting, technique_of
+from plimsoll.techniques.gradient_cache import gradient_cache_choice
+
+
+class Centered(Encoder):
+    """Embeddings without their mean over the batch, a little."""
+
+    def forward(self, ids):
+        embeddings = super().forward(ids)
+        return embeddings - 0.01 * embeddings.mean(0)
+
+
+def workload_of(model, loss=tied):
+    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, "samples")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_can_be(name):
+    if name == "statistics":
+        pytest.skip("its loss is of ten samples: with eight nothing can be told")
+    model = fresh(CASES[name], dropout=0.1)
+    before = torch.get_rng_state()
+    assert why_not_in_slices(workload_of(model, CASES[name].loss), batches(1)[0]) is None
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_why_it_cannot_be():
+    assert "does not compute each row by itself" in why_not_in_slices(workload_of(Centered()), batches(1)[0])
+
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.Sequential(nn.Embedding(30, 3))
+
+        def forward(self, ids):
+            rows = self.parts[0](ids).mean(1)
+            return rows @ rows.T
+
+    of_scores = workload_of(Scores(), lambda model, batch: model(batch["query"]).softmax(-1).square().sum())
+    assert why_not_in_slices(of_scores, batches(1)[0]) == (
+        "no part of Scores returns one row for each of its rows, as an encoder does"
+    )
+
+
+def test_nothing_is_told_of_what_cannot_be_tried():
+    with torch.device("meta"):
+        model = Centered()
+    assert why_not_in_slices(workload_of(model), batches(1)[0]) is None
+    assert why_not_in_slices(workload_of(Centered()), batches(1, num_samples=1)[0]) is None
+
+
+@pytest.mark.parametrize(("build", "reason"), [(Encoder, None), (Centered, "does not compute each row by itself")])
+def test_techniques_are_told(build, reason):
+    model = build()
+    subject = StepSubject(
+        model, torch.optim.SGD(model.parameters()), batches(1)[0], tied, "samples", None, "fp32", frozenset()
+    )
+    menu = technique_of("gradient_cache").menu(subject.workload, Setting("cpu", NUM_SAMPLES))
+    assert menu == (gradient_cache_choice(3), gradient_cache_choice(1)) if reason is None else reason in menu

@@ -1,0 +1,232 @@
+"""Where tensors with a graph are found, and where they are not looked for."""
+
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from plimsoll.models.workload import model_loss
+from plimsoll.step.retained.tensors import held_by
+
+GLOBAL_LOSSES = []
+
+
+class Tracker:
+    """A plain object of the user's."""
+
+    def __init__(self):
+        self.losses = []
+
+    def __call__(self, model, batch):
+        return model(batch)
+
+    def loss(self, model, batch):
+        return model(batch)
+
+
+def with_graph():
+    return torch.ones(1, requires_grad=True) * 2
+
+
+def model():
+    return nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)))
+
+
+def names(model, loss=model_loss):
+    return [held.name for held in held_by(model, loss)]
+
+
+def test_a_model_that_keeps_nothing_has_none():
+    assert names(nn.LSTM(2, 2)) == []
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda: with_graph(),
+        lambda: [with_graph()],
+        lambda: (None, with_graph()),
+        lambda: {"a": with_graph()},
+        lambda: deque([with_graph()], maxlen=2),
+        lambda: [[(1, {"a": [with_graph()]})]],
+        lambda: [torch.ones(1)] * 100 + [with_graph()],
+    ],
+    ids=["tensor", "list", "tuple", "dict", "deque", "nested", "late"],
+)
+def test_attributes_of_modules_are_found_by_the_path_of_the_module(keep):
+    made = model()
+    made[1][0].state = keep()
+    (held,) = held_by(made, model_loss)
+    assert (held.name, held.variable, held.owners) == ("model.1.0.state", "state", (made[1][0],))
+    assert len(held.tensors) == 1
+
+
+def test_buffers_are_found():
+    made = model()
+    made.register_buffer("mean", torch.zeros(1))
+    made.mean = with_graph()
+    assert names(made) == ["model.mean"]
+
+
+def test_objects_that_a_module_has_are_looked_into():
+    made = model()
+    made.tracker = Tracker()
+    made.tracker.losses.append(with_graph())
+    made.tracker.again = made.tracker  # a circle
+    (held,) = held_by(made, model_loss)
+    assert (held.name, held.owners) == ("model.tracker.losses", (made.tracker, made))
+
+
+def test_what_has_no_graph_or_is_a_parameter_is_not_held():
+    made = model()
+    made.kept = [
+        with_graph().detach(),
+        torch.ones(1),
+        nn.Parameter(torch.ones(1)),
+        "text",
+        1.0,
+        None,
+        torch.nn,
+        Tracker,
+    ]
+    assert names(made) == []
+
+
+def test_all_tensors_of_a_list_are_counted_the_newest_last():
+    made = model()
+    made.history = [with_graph() for _ in range(200)]
+    (held,) = held_by(made, model_loss)
+    assert len(held.tensors) == 200
+    assert held.tensors[-1] is made.history[-1]
+
+
+def test_a_loss_object_a_method_and_a_partial_are_looked_into():
+    tracker = Tracker()
+    tracker.losses.append(with_graph())
+    assert names(model(), tracker) == ["loss.losses"]
+    assert names(model(), tracker.loss) == ["loss.losses"]
+    assert names(model(), partial(tracker.loss, batch=[])) == ["loss.losses"]
+    assert names(model(), partial(model_loss, batch=[with_graph()])) == ["loss"]
+
+
+def test_a_loss_that_is_a_module_is_one():
+    loss = nn.Sequential(nn.Linear(1, 1))
+    loss[0].last = with_graph()
+    assert names(model(), loss) == ["loss.0.last"]
+
+
+def test_variables_around_a_function_and_globals_that_it_names_are_looked_into():
+    losses = [with_graph()]
+
+    def around(model, batch):
+        losses.append(unassigned)
+
+    def of_module(model, batch):
+        GLOBAL_LOSSES.append(model(batch))
+
+    around.last = with_graph()
+    assert names(model(), around) == ["losses", "around.last"]
+    GLOBAL_LOSSES.append(with_graph())
+    try:
+        assert names(model(), of_module) == ["GLOBAL_LOSSES"]
+        assert names(model(), lambda model, batch: None) == []
+    finally:
+        GLOBAL_LOSSES.clear()
+    if losses == []:
+        unassigned = None
+
+
+def test_a_loss_that_has_the_model_finds_nothing_twice():
+    made = model()
+    made.last = with_graph()
+    tracker = Tracker()
+    tracker.model = made
+    assert names(made, tracker) == ["model.last"]
+
+
+@pytest.mark.parametrize(("depth", "is_found"), [(1, True), (4, True), (5, True), (6, False)])
+def test_what_is_nested_is_looked_into_as_deep_as_a_reader_would(depth, is_found):
+    model = nn.Linear(2, 2)
+    kept = [model.weight * 2]
+    for _ in range(depth - 1):
+        kept = [kept]
+    model.kept = kept
+    assert bool(held_by(model, lambda *_: None)) is is_found
+
+
+@pytest.mark.parametrize(("depth", "is_found"), [(1, True), (4, True), (5, False)])
+def test_objects_in_objects_are_looked_into_as_deep(depth, is_found):
+    model = nn.Linear(2, 2)
+    kept = model.weight * 2
+    for _ in range(depth):
+        outer = Tracker()
+        outer.inner = kept
+        kept = outer
+    model.kept = kept
+    assert names(model) == ([f"model.kept{'.inner' * depth}"] if is_found else [])
+
+
+@pytest.mark.parametrize(("num_later", "is_found"), [(63, True), (64, False)])
+def test_of_a_long_list_the_last_64_items_decide(num_later, is_found):
+    made = model()
+    made.history = [with_graph(), *[torch.ones(1)] * num_later]
+    assert bool(held_by(made, model_loss)) is is_found
+
+
+def test_of_what_a_list_holds_only_tensors_with_a_graph_are_told():
+    made = model()
+    made.history = [with_graph(), torch.ones(1), "text", with_graph()]
+    (held,) = held_by(made, model_loss)
+    assert [id(tensor) for tensor in held.tensors] == [id(made.history[0]), id(made.history[3])]
+    assert held.value is made.history
+
+
+class Slotted:
+    """An object without attributes that can be listed."""
+
+    __slots__ = ("loss",)
+
+
+class Table(Mapping):
+    """A mapping that cannot be gone through from its end."""
+
+    def __init__(self, items):
+        self.items_of = items
+
+    def __getitem__(self, key):
+        return self.items_of[key]
+
+    def __iter__(self):
+        return iter(self.items_of)
+
+    def __len__(self):
+        return len(self.items_of)
+
+
+def test_what_cannot_be_looked_into_is_taken_to_have_none():
+    made = model()
+    made.slotted = Slotted()
+    made.slotted.loss = with_graph()
+    made.table = Table({"loss": with_graph()})
+    assert names(made) == []
+
+
+def test_owners_are_the_function_or_the_object_and_what_it_was_found_in():
+    losses = [with_graph()]
+
+    def around(model, batch):
+        losses.append(model(batch))
+
+    (held,) = held_by(model(), around)
+    assert (held.name, held.variable, held.owners) == ("losses", "losses", (around,))
+    tracker = Tracker()
+    tracker.inner = Tracker()
+    tracker.inner.losses.append(with_graph())
+    (held,) = held_by(model(), tracker)
+    assert (held.name, held.variable) == ("loss.inner.losses", "losses")
+    assert held.owners == (tracker.inner, tracker, Tracker)
+    (held,) = held_by(model(), partial(model_loss, losses))
+    assert (held.name, held.owners) == ("loss", (model_loss,))

@@ -1,0 +1,152 @@
+"""Updates in backward, without the step around them: when they happen, what undoes them, and when they are not done."""
+
+import pytest
+import torch
+from torch import nn
+
+from plimsoll.distributed.ranks import Ranks
+from plimsoll.errors import InputError
+from plimsoll.models.workload import Workload, model_loss
+from plimsoll.step.update.gradient_release import EarlyUpdate, early_update
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def backward(model, early, num_times=1):
+    with early.in_backward():
+        for _ in range(num_times):
+            model(torch.ones(2, 4)).square().mean().backward()
+
+
+@pytest.mark.parametrize(("piece_bytes", "sizes"), [(1, [1] * 6), (64, [2, 2, 2]), (1000, [6])])
+def test_parameters_wait_until_they_make_up_a_piece(piece_bytes, sizes):
+    """Weights have 64 bytes and biases 16; the last layer comes first."""
+    model, calls = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = optimizer.step
+    optimizer.step = lambda: (calls.append(len(optimizer.param_groups[0]["params"])), update())
+    backward(model, EarlyUpdate(optimizer, torch.clone, "cpu", piece_bytes))
+    assert calls == sizes
+    assert len(optimizer.param_groups[0]["params"]) == 6
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("kind", "num_together"), [("cpu", 2), ("cuda", 16)])
+def test_a_piece_has_the_size_that_suits_the_device(kind, num_together):
+    """Of parameters of 1 MiB."""
+    model, calls = nn.ParameterList([nn.Parameter(torch.ones(1 << 18)) for _ in range(17)]), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = optimizer.step
+    optimizer.step = lambda: (calls.append(len(optimizer.param_groups[0]["params"])), update())
+    with EarlyUpdate(optimizer, torch.clone, kind).in_backward():
+        sum(parameter.sum() for parameter in model).backward()
+    assert calls == [num_together] * (17 // num_together) + [1]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1000], ids=["when it was updated", "while it waits"])
+def test_a_gradient_that_comes_in_parts_is_refused(piece_bytes):
+    model = net()
+    early = EarlyUpdate(torch.optim.SGD(model.parameters(), lr=0.1), torch.clone, "cpu", piece_bytes)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(InputError, match="came in more than one part"):
+        backward(model, early, num_times=2)
+    early.undo()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_frozen_parameters_stay_and_the_others_are_updated():
+    model = net()
+    model[1].requires_grad_(False)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    backward(model, EarlyUpdate(torch.optim.SGD(model.parameters(), lr=0.1), torch.clone, "cpu", 1))
+    changed = [not torch.equal(now, was) for now, was in zip(model.parameters(), before, strict=True)]
+    assert changed == [True, True, False, False, True, True]
+
+
+def test_two_groups_keep_their_own_settings_and_are_undone_with_them():
+    def grouped(model):
+        groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1:].parameters(), "lr": 0.01}]
+        return torch.optim.AdamW(groups)
+
+    model, other = net(), net()
+    optimizer, expected = grouped(model), grouped(other)
+    for _ in range(2):
+        backward(model, EarlyUpdate(optimizer, torch.clone, "cpu", 1))
+        expected.zero_grad()
+        other(torch.ones(2, 4)).square().mean().backward()
+        expected.step()
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
+    states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    early = EarlyUpdate(optimizer, torch.clone, "cpu", 1)
+    backward(model, early)
+    optimizer.param_groups[0].update(lr=5.0, weight_decay=5.0)
+    early.undo()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
+        assert all(value is states[parameter][key] for key, value in optimizer.state[parameter].items())
+        assert all(torch.equal(value, expected.state[twin][key]) for key, value in optimizer.state[parameter].items())
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.1, 0.01), (0.01, 0.01)]
+
+
+def test_states_that_a_step_made_are_gone_when_it_is_undone():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    early = EarlyUpdate(optimizer, torch.clone, "cpu", 1)
+    backward(model, early)
+    assert len(optimizer.state) == 6
+    early.undo()
+    assert not optimizer.state
+
+
+def test_a_copy_that_fails_leaves_its_piece_as_it_was():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    num_copies = []
+
+    def copy(tensor):
+        num_copies.append(1)
+        if len(num_copies) == 3:
+            raise OSError("disk full")
+        return tensor.detach().clone()
+
+    early = EarlyUpdate(optimizer, copy, "cpu", 1)
+    with pytest.raises(OSError, match="disk full"):
+        backward(model, early)
+    assert len(optimizer.state) == 2
+    early.undo()
+    assert all(map(torch.equal, model.parameters(), before))
+    assert not optimizer.state
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+class OfTwo(Ranks):
+    """One of two, who add their gradients up first."""
+
+    def __init__(self):
+        super().__init__()
+        self.world_size = 2
+
+
+def test_it_is_done_only_where_every_gradient_is_complete_in_one_pass():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def early_of(micro_batch=8, **fields):
+        fields = {"copy_outside": torch.clone} | fields
+        return early_update(Workload(model, optimizer, model_loss, "samples", **fields), micro_batch, 8)
+
+    assert early_of() is not None
+    assert early_of(micro_batch=9) is not None
+    assert early_of(precision="bf16") is not None
+    assert early_of(micro_batch=7) is None
+    assert early_of(copy_outside=None) is None
+    assert early_of(clip_norm=1.0) is None
+    assert early_of(precision="fp16") is None
+    assert early_of(cuts_by_length=True) is None
+    assert early_of(ranks=OfTwo()) is None
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert early_of() is None

@@ -1,0 +1,84 @@
+"""Two ranks that train one small model: both stop after the step in which one is asked to, and go on together."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import torch
+from safetensors.torch import load_file
+from tests.processes import LONGEST_SECONDS
+from tests.ranks_started import start_ranks
+
+from plimsoll.records.run import EndLine, RunRecord
+from plimsoll.training.run_directory import RunDirectory
+from small_runs import MODEL, train_here
+
+PROGRAM = """
+import os
+import signal
+import sys
+from pathlib import Path
+
+import plimsoll.training.loop
+from plimsoll.errors import Interrupted
+from plimsoll.distributed.ranks import joined
+from plimsoll.training.worker import train_run
+
+
+def signal_and_note(training, batch, result):
+    if result.step == 3 and ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    note_step(training, batch, result)
+
+
+options = {"from_step": None, "resume_newest": False, "rung": None, "too_large_rung": None}
+note_step = plimsoll.training.loop.note_step
+with joined() as ranks:
+    plimsoll.training.loop.note_step = signal_and_note
+    try:
+        train_run(Path(sys.argv[1]), resume=False, restarts=0, quiet=False, ranks=ranks, **options)
+    except Interrupted as error:
+        print(error.exit_code)
+    plimsoll.training.loop.note_step = note_step
+    train_run(Path(sys.argv[1]), resume=True, restarts=1, quiet=True, ranks=ranks, **options)
+"""
+
+
+def weights_of(directory: RunDirectory) -> dict[str, torch.Tensor]:
+    return load_file(directory.model / "model.safetensors")
+
+
+def test_a_signal_to_one_rank_stops_all_after_its_step_and_they_go_on_from_what_the_first_saved(
+    new_run: Callable[..., RunDirectory],
+) -> None:
+    model = MODEL | {"dropout": 0.0}  # of which each rank has its own
+    alone, shared = (new_run(f"of-{number}", model=model, ranks=number, evaluate_every=2) for number in (1, 2))
+    train_here(alone)
+    ranks = start_ranks(2, ["-c", PROGRAM, shared.path])
+    try:
+        (first_out, first_errors), (second_out, second_errors) = (
+            rank.communicate(timeout=LONGEST_SECONDS) for rank in ranks
+        )
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], first_errors + second_errors
+    assert (first_out, second_out) == (f"{128 + signal.SIGTERM}\n",) * 2
+    assert "step 1/6" in first_errors
+    assert "step 1/6" not in second_errors
+    record, expected = RunRecord.from_directory(shared.path), RunRecord.from_directory(alone.path)
+    assert RunRecord.load(shared.record) == record
+    assert [step.step for step in record.steps] == [1, 2, 3, 4, 5, 6]
+    assert [step.num_samples for step in record.steps] == [8] * 6
+    assert [(start.step, start.restarts) for start in record.starts] == [(0, 0), (3, 1)]
+    assert [line.step for line in record.checkpoints] == [2, 3, 4, 6]
+    assert [(line.step, line.num_samples) for line in record.evaluations] == [(2, 54), (4, 54), (6, 54)]
+    assert [line.status for line in shared.lines() if isinstance(line, EndLine)] == ["finished"]
+    for step in record.steps:
+        assert len(step.peak_bytes_of_ranks) == 2
+        assert step.peak_bytes == max(step.peak_bytes_of_ranks)
+    for found, line in zip(record.evaluations, expected.evaluations, strict=True):
+        assert abs(found.loss - line.loss) < 1e-4
+    weights = weights_of(alone)
+    assert all(torch.allclose(tensor, weights[name], atol=1e-4) for name, tensor in weights_of(shared).items())
