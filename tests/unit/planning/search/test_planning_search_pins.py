@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from plan.worlds import MadeUp, World
 
 from plimsoll.errors import InputError
 from plimsoll.models.workload import Reason
 from plimsoll.planning.search.pins import decide
 from plimsoll.records.plan import Choice, micro_batch_choice, parse_pin
 from plimsoll.techniques import UNOFFERED
+from worlds import MadeUp, World
 
 
 def decided(world, pins=(), forbids=(), allow=()):

@@ -6,7 +6,6 @@ from itertools import product
 from random import Random
 
 import pytest
-from plan.worlds import BATCH_SIZE, MadeUp, World
 
 from plimsoll.errors import InputError
 from plimsoll.planning.search.pins import Decided
@@ -15,6 +14,7 @@ from plimsoll.records.plan import Choice, Duration, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.techniques import conflict_among, in_order
 from plimsoll.techniques.micro_batch import sizes_of
+from worlds import BATCH_SIZE, MadeUp, World
 
 
 def searched(world, limit_bytes, decided=Decided((), frozenset(), frozenset()), allow=()):
