@@ -465,7 +465,7 @@ def _plain_batch(training: Training, loss_function: Any, batch: Any, micro_batch
 
 
 def forced(training: Training, cuts: Sequence[Cut]) -> list[float | None]:
-    """A `TrainStep` that is told the fallback of each step, for what no plain loop has: techniques; returns the losses."""
+    """Return the losses of a `TrainStep` that is told the fallback of each step, with techniques."""
     steps, losses, never = Steps(training), [], Failing(lambda _: False)
     for number, cut in enumerate(cuts, 1):
         if number == 1 or cuts[number - 2] != cut:

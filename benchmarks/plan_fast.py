@@ -239,8 +239,8 @@ def _measure_first(
 
 
 def _row(  # one cell
-    training: Training, plan: Plan, measurer: Measurer, budget_bytes: int, by_time: list[Combination], by_hand: list[Combination],
-    num_feasible: int, num_grid: int,
+    training: Training, plan: Plan, measurer: Measurer, budget_bytes: int, by_time: list[Combination],
+    by_hand: list[Combination], num_feasible: int, num_grid: int,
 ) -> Row:  # fmt: skip
     chosen = measurer.kept[plan.choices, budget_bytes]
 

@@ -18,6 +18,7 @@ def configuration(samples: int, *others: Choice, mib: int = 100, seconds: float 
 
 def plan_of(first: Configuration, *candidates: Configuration, fallbacks: tuple[Configuration, ...] = ()) -> Plan:
     return Plan(
-        budget=Budget(), fallbacks=(first, *fallbacks), candidates=tuple(Candidate(configuration=one) for one in candidates),
+        budget=Budget(), fallbacks=(first, *fallbacks),
+        candidates=tuple(Candidate(configuration=one) for one in candidates),
         made_for={"target": "cpu"},
     )  # fmt: skip

@@ -15,7 +15,7 @@ def strategies(**changes: object) -> Strategies:
         "subject": "gpt2, 8 x 128 tokens a step",
         "device": "cpu",
         "limit_bytes": 2048 * MIB,
-        "ways": (
+        "strategies": (
             Strategy(
                 name="full", changes="nothing", how="--forbid parameter_offload",
                 choices=(CHECKPOINTS, micro_batch_choice(1)), peak=estimate(3000, 100), step_time=duration(1.5, 0.5),

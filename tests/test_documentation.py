@@ -215,7 +215,7 @@ def test_the_python_page_has_every_public_name_and_every_name_that_pages_import(
     marks = re.findall(r"^::: (.+)$", page, re.MULTILINE)
     assert marks == [
         "plimsoll.records.plan.Plan", "plimsoll.integrations.lightning", "plimsoll.data.samples.windows.Loader",
-        "plimsoll.data.samples.windows.lanes", "plimsoll.records.plan.A",
+        "plimsoll.data.samples.windows.slots", "plimsoll.records.plan.A",
     ]  # fmt: skip
     assert "heading: plimsoll.Plan" in page
 

@@ -11,6 +11,7 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from plimsoll.files import former_modules
 from plimsoll.records.base import Shown
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ __all__ = list(_HOMES)
 # Where torchao is installed transformers imports it, and these complain of kernels and names that nothing here uses.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+former_modules.install()
 
 
 def _to_html(record: Any) -> str | None:

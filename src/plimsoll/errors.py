@@ -7,20 +7,19 @@
     |   |-- EmbeddingError                     word vectors that are missing, of no known format, or fit nothing
     |   |-- WeightsError                       a checkpoint folder that is damaged, incomplete, or of another model
     |   |-- BudgetError                        a budget that cannot hold even the weights
-    |   |   `-- TokenizerMemoryError             a budget or limit without room to train the tokenizer
+    |   |   `-- TokenizerMemoryError           a budget or limit too small to train the tokenizer
     |   |-- DeviceError                        a device or a limit this machine does not have
     |   |-- RecordError                        a record file of an unknown kind or schema version
     |   |-- OutputError                        an output that exists or cannot be written
     |   `-- CheckpointError                    a checkpoint that is torn, or of another job
     |-- NonFiniteLossError (ArithmeticError)  2   the loss became NaN or infinite; nothing was updated
     |-- OutOfMemoryError (MemoryError)     3   no fallback held; the step was undone
-    |   |-- FragmentedHeapError              76   an OOM with every fallback, under a supervisor that starts a new
-    process |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3
-    without one) |       `-- AfterUpdateError               an OOM in what follows the update, which is done: do not
-    repeat the step |-- RankLostError                     77   another rank ended or does not answer; all begin again,
-    or --resume |-- KilledError                      137   (139 for SIGSEGV) the training died of a signal, and not
-    surely of memory `-- Interrupted                      130   (143 for SIGTERM) the step is saved, or the message says
-    which
+    |   |-- FragmentedHeapError           76   an OOM with every fallback, under a supervisor that starts a new process
+    |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3 without one)
+    |       `-- AfterUpdateError               an OOM in what follows the update, which is done: do not repeat the step
+    |-- RankLostError                     77   another rank ended or does not answer; all begin again, or --resume
+    |-- KilledError                      137   (139 for SIGSEGV) the training died of a signal, and not surely of memory
+    `-- Interrupted                      130   (143 for SIGTERM) the step is saved, or the message says which
 
 A message says what was attempted, the values with their units, why it failed and what to type instead.
 """
@@ -28,6 +27,7 @@ A message says what was attempted, the values with their units, why it failed an
 from __future__ import annotations
 
 import re
+import warnings
 
 
 class PlimsollWarning(UserWarning):
@@ -140,3 +140,14 @@ class Interrupted(PlimsollError):
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+_FORMER_NAMES = {"TokenizerRoomError": "TokenizerMemoryError", "WornProcessError": "FragmentedHeapError"}
+
+
+def __getattr__(name: str) -> type[PlimsollError]:
+    if name not in _FORMER_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{name} is called {_FORMER_NAMES[name]} now", DeprecationWarning, stacklevel=2)
+    found: type[PlimsollError] = globals()[_FORMER_NAMES[name]]
+    return found

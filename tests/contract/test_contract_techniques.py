@@ -113,7 +113,7 @@ def training_for(name: str) -> str:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "phase"), list(product(TECHNIQUES, PHASES)))
 def test_memory_that_runs_out_in_any_phase_loses_nothing(name, phase):
-    """Twice in step 2, so that the next fallback is taken; where the update is done in pieces, it goes on with these."""
+    """Twice in step 2, so that the next fallback is taken; an update in chunks goes on with these."""
     training = training_for(name)
     choice = choices_of(name, training)[-1]
     setup = setup_for(training, [name])._replace(dropout=0.0)  # other cuts draw other masks

@@ -52,7 +52,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
     ] = None,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Compare the ways to train: all of it, with streamed weights, with adapters."),
+        typer.Option("--compare", help="Compare fine-tuning strategies: full, with streamed weights, with adapters."),
     ] = False,
     train: Annotated[bool, typer.Option("--train", help="Plan the training, which is the default.")] = False,
     inference: Annotated[bool, typer.Option("--inference", help="Plan how the model is applied to texts.")] = False,

@@ -30,6 +30,7 @@ from plimsoll.integrations.loops.accelerated import put_back_of_scaler, stepped_
 from plimsoll.integrations.loops.planned import planned, refuse_both
 from plimsoll.integrations.loops.transaction import ON_THE_MODEL, Transaction
 from plimsoll.models.workload import LossFunction, Units, Workload, model_loss, move_batch
+from plimsoll.records.former import former_arguments
 from plimsoll.records.plan import Choice, Configuration, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
@@ -186,6 +187,7 @@ class AccelerateStep:
             self._optimizer.step()
 
 
+@former_arguments(rungs="fallbacks")
 def step(
     accelerator: Accelerator,
     model: nn.Module,

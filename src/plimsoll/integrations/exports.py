@@ -157,8 +157,8 @@ def to_accelerate(plan: Plan) -> Export:
 def _choices_of(plan: Plan) -> tuple[Choice, ...]:
     if not plan.fits:
         raise InputError(
-            f"the plan does not fit: its smallest fallback needs a budget of {plan.smallest_budget_bytes} bytes, so there "
-            "is nothing to export: give that much, or allow more techniques"
+            f"the plan does not fit: its smallest fallback needs a budget of {plan.smallest_budget_bytes} bytes, so "
+            "there is nothing to export: give that much, or allow more techniques"
         )
     return plan.choices
 
@@ -206,7 +206,7 @@ def _not_mapped(plan: Plan, choices: tuple[Choice, ...]) -> tuple[str, ...]:
         notes.append("nvme: add nvme_path (Accelerate: offload_optimizer_nvme_path), a folder on the disk")
     if len(plan.fallbacks) > 1:
         notes.append(
-            f"{len(plan.fallbacks) - 1} fallbacks: neither DeepSpeed nor Accelerate undoes a step in which memory ran out; "
-            "plimsoll.TrainStep, and the adapters for Accelerate and Lightning, do"
+            f"{len(plan.fallbacks) - 1} fallbacks: neither DeepSpeed nor Accelerate undoes a step in which memory ran "
+            "out; plimsoll.TrainStep, and the adapters for Accelerate and Lightning, do"
         )
     return tuple(notes)

@@ -35,6 +35,7 @@ from plimsoll.integrations.loops.lightning_logs import joined_values, mean, reme
 from plimsoll.integrations.loops.planned import planned, refuse_both
 from plimsoll.integrations.loops.transaction import ON_THE_MODEL, PutBack, Transaction
 from plimsoll.models.workload import Units, batch_size_of
+from plimsoll.records.former import former_arguments
 from plimsoll.records.plan import Choice, Configuration, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
@@ -96,6 +97,7 @@ class OomProof(Callback):
             (``log_every_n_steps``).
     """
 
+    @former_arguments(rungs="fallbacks")
     def __init__(
         self,
         *,

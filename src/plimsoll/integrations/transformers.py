@@ -63,6 +63,7 @@ from plimsoll.integrations.loops.trainer_loss import loss_of
 from plimsoll.integrations.loops.transaction import Transaction
 from plimsoll.integrations.training_arguments import to_training_arguments
 from plimsoll.models.workload import Precision, Units, count_units
+from plimsoll.records.former import former_arguments
 from plimsoll.records.plan import Choice, Configuration, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
@@ -94,6 +95,7 @@ class Protection:
     plan: Plan | None = None
 
 
+@former_arguments(rungs="fallbacks")
 def fit(
     trainer: transformers.Trainer,
     *train_arguments: Any,
@@ -150,8 +152,9 @@ def protected(
     trainer: transformers.Trainer,
     *,
     budget: str | int | None = None, units: Units | None = None, batch: Any = None,
-    fallbacks: Sequence[Configuration | Sequence[Choice]] | None = None, recut_batch_norm: bool = False, recut_loss: bool = False,
-    never_cut: bool = False, extra_state: Sequence[Stateful] = (), allow_hidden_state: bool = False,
+    fallbacks: Sequence[Configuration | Sequence[Choice]] | None = None,
+    recut_batch_norm: bool = False, recut_loss: bool = False, never_cut: bool = False,
+    extra_state: Sequence[Stateful] = (), allow_hidden_state: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
 ) -> Iterator[Protection]:  # fmt: skip
     """Protect a trainer while the block runs, for what calls ``trainer.train`` itself; arguments are those of `fit`."""
@@ -261,8 +264,9 @@ class _Guard:
     """The wrapped calls of one trainer."""
 
     def __init__(
-        self, trainer: transformers.Trainer, units: Units | None, fallbacks: Sequence[Configuration | Sequence[Choice]] | None,
-        said: dict[str, Any], on_oom: Callable[[OomEvent], None] | None,
+        self, trainer: transformers.Trainer, units: Units | None,
+        fallbacks: Sequence[Configuration | Sequence[Choice]] | None, said: dict[str, Any],
+        on_oom: Callable[[OomEvent], None] | None,
     ) -> None:  # fmt: skip
         self.trainer, self.fallbacks = trainer, fallbacks
         self.backend = backend_for(str(trainer.args.device))

@@ -487,8 +487,8 @@ class Planner:
         closed = ", ".join(name for name in names if name not in self.planning_input.allow)
         budget_mib = -(-(evaluation.need_bytes + self._target.kept_back_bytes) >> 20)
         reason = (
-            f"would do with {budget_mib}MiB if the job had `allow: [{closed}]`; it is the only combination with {closed} "
-            "that was looked at"
+            f"would do with {budget_mib}MiB if the job had `allow: [{closed}]`; it is the only combination with "
+            f"{closed} that was looked at"
         )
         return Rejected(choices=evaluation.choices, reason=reason, peak=evaluation.peak, step_time=evaluation.step_time)
 

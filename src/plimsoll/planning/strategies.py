@@ -1,6 +1,6 @@
 """The ways to train a model within a budget, compared: all of it, all of it with streamed weights, and adapters.
 
-    ways = compare_strategies(job, device="cpu", limit_bytes=2 << 30)
+    strategies = compare_strategies(job, device="cpu", limit_bytes=2 << 30)
 
 Each way is planned as `plimsoll plan` would with what it needs pinned and allowed: its peak and seconds are those of
 the fastest combination that was found for it, dry-run as a whole. Does NOT say what a way costs in quality: that must

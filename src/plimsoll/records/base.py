@@ -41,6 +41,9 @@ class Record(Frozen, Shown):
 
     record_kind: ClassVar[str]
     schema_version: ClassVar[int] = 1
+    also_reads: ClassVar[frozenset[int]] = frozenset()
+    """Earlier schema versions whose files are read as well."""
+    former_kind: ClassVar[str | None] = None
 
     def to_json(self) -> str:
         """Return the record as one JSON object with its kind and schema version."""
@@ -58,12 +61,13 @@ class Record(Frozen, Shown):
             fields = json.loads(text)
         except json.JSONDecodeError as error:
             raise RecordError(f"{source} is not JSON ({error}): it may be torn; write it again") from None
-        if not isinstance(fields, dict) or fields.get("record") != cls.record_kind:
+        kinds = {cls.record_kind, cls.former_kind or cls.record_kind}
+        if not isinstance(fields, dict) or fields.get("record") not in kinds:
             found = fields.get("record") if isinstance(fields, dict) else type(fields).__name__
             raise RecordError(
                 f"{source} holds a record of kind {found!r}, but {cls.record_kind!r} is needed here: give that file"
             )
-        if fields.get("schema") != cls.schema_version:
+        if fields.get("schema") not in {cls.schema_version, *cls.also_reads}:
             raise RecordError(
                 f"{source} has schema version {fields.get('schema')!r} of record {cls.record_kind!r}; this Plimsoll "
                 f"reads version {cls.schema_version}: use the Plimsoll that wrote it, or make the record again"

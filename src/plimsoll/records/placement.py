@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from plimsoll.records.base import Frozen, Record
+from plimsoll.records.former import FormerNames
 from plimsoll.records.plan import Duration
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Assumption
@@ -36,7 +38,7 @@ class RejectedPlacement(Frozen):
     reason: str
 
 
-class InferencePlan(Record):
+class InferencePlan(FormerNames, Record):
     """How a model is applied inside a budget.
 
     ``limit_bytes`` is what is left of ``budget_bytes`` without what is kept back (``kept_back_bytes``);
@@ -52,6 +54,9 @@ class InferencePlan(Record):
     """
 
     record_kind: ClassVar[str] = "inference-plan"
+    schema_version: ClassVar[int] = 2
+    also_reads: ClassVar[frozenset[int]] = frozenset({1})
+    former_names: ClassVar[Mapping[str, str]] = {"host_room_bytes": "host_free_bytes"}
 
     model: str
     task: str

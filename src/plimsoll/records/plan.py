@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
@@ -13,6 +13,7 @@ from pydantic import AfterValidator
 from plimsoll.errors import InputError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Budget
+from plimsoll.records.former import FormerNames, warn_of_former
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.prediction import Estimate, Prediction
 
@@ -132,10 +133,12 @@ class OffDevice(Frozen):
     disk_bytes_per_second: float | None = None
 
 
-class Candidate(Frozen):
+class Candidate(FormerNames):
     """A plan that the model of time cannot tell from the one in force, with what a plan says of its first
     configuration.
     """
+
+    former_names: ClassVar[Mapping[str, str]] = {"rung": "configuration"}
 
     configuration: Configuration
     prediction: Prediction | None = None
@@ -172,7 +175,7 @@ class Trial(Frozen):
     left_out: str = ""
 
 
-class Plan(Record):
+class Plan(FormerNames, Record):
     """The way to run that was chosen, and the smaller ones to take, in order, when memory runs out.
 
     ``fallbacks`` begins with what is in force; their predicted peaks fall. ``plain`` is the whole batch without any
@@ -194,7 +197,9 @@ class Plan(Record):
     """
 
     record_kind: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 2
+    schema_version: ClassVar[int] = 3
+    also_reads: ClassVar[frozenset[int]] = frozenset({2})
+    former_names: ClassVar[Mapping[str, str]] = {"rungs": "fallbacks", "openings": "lossy_alternatives"}
 
     budget: Budget
     fallbacks: tuple[Configuration, ...]
@@ -225,6 +230,12 @@ class Plan(Record):
     def choices(self) -> tuple[Choice, ...]:
         """What is in force at first."""
         return self.fallbacks[0].choices
+
+    @property
+    def rungs(self) -> tuple[Configuration, ...]:
+        """The former name of ``fallbacks``."""
+        warn_of_former("plan.rungs", "plan.fallbacks")
+        return self.fallbacks
 
     @property
     def choices_by_fallback(self) -> tuple[tuple[Choice, ...], ...]:

@@ -6,7 +6,7 @@ as well as a finished one. ``RunRecord.from_directory`` is the only reader.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from plimsoll.errors import RecordError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Device
+from plimsoll.records.former import FormerNames
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import Plan
 from plimsoll.records.units import format_bytes
@@ -22,14 +23,18 @@ from plimsoll.records.units import format_bytes
 Phase = Literal["fetch", "copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation", "checkpoint"]
 PHASES_OF_A_STEP: tuple[Phase, ...] = ("fetch", "copy", "forward", "loss", "backward", "clip", "optimizer")
 
+_FORMER_NAMES = {"rung": "fallback", "next_rung": "next_fallback"}
 
-class OomEvent(Frozen):
+
+class OomEvent(FormerNames):
     """An out-of-memory error: what was running, what was asked for, and what was done about it.
 
     ``step`` is the step that was running, counted from 1; in an evaluation or a checkpoint the step before it.
     Fallbacks are those of the plan, counted from 0; an evaluation has none. ``rank`` is the first rank on which memory
     ran out, where several train together, and ``num_other_ranks`` on how many more it did.
     """
+
+    former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
 
     event: Literal["oom"] = "oom"
     time_seconds: float = 0.0
@@ -83,12 +88,14 @@ class GradientReach(Frozen):
     mean_tokens: float = Field(ge=1)
 
 
-class StepLine(Frozen):
+class StepLine(FormerNames):
     """One optimizer step that happened. ``first_sample``..``+num_samples`` are positions in the epoch's order.
 
     ``used_bytes`` is what was in use when the step was over, which in a training that keeps nothing stays the same. Of
     several ranks ``peak_bytes`` is of the one that took most, and the rest of the first.
     """
+
+    former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
 
     event: Literal["step"] = "step"
     time_seconds: float
@@ -159,13 +166,15 @@ class RetainedGraph(Frozen):
     remedy: str = ""
 
 
-class GraphLine(Frozen):
+class GraphLine(FormerNames):
     """What of earlier steps' graphs was still in memory after a step; there is none where nothing was."""
+
+    former_names: ClassVar[Mapping[str, str]] = {"held": "retained"}
 
     event: Literal["graph"] = "graph"
     time_seconds: float = 0.0
     step: int
-    held: tuple[RetainedGraph, ...]
+    retained: tuple[RetainedGraph, ...]
 
 
 class LossLine(Frozen):
@@ -177,11 +186,13 @@ class LossLine(Frozen):
     check: LossCheck
 
 
-class StartLine(Frozen):
+class StartLine(FormerNames):
     """A training process began, at ``step`` finished steps; ``restarts`` counts those that were killed before it.
 
     ``oom_kills`` has how many processes the kernel had killed for memory on each machine of several ranks, by its name.
     """
+
+    former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
 
     event: Literal["start"] = "start"
     time_seconds: float
@@ -194,8 +205,10 @@ class StartLine(Frozen):
     oom_kills: dict[str, int] = {}
 
 
-class DeathLine(Frozen):
+class DeathLine(FormerNames):
     """The training process was killed; ``evidence`` is what the machine says about it."""
+
+    former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
 
     event: Literal["death"] = "death"
     time_seconds: float
@@ -263,6 +276,8 @@ class RunRecord(Record):
     """One run, finished or not."""
 
     record_kind: ClassVar[str] = "run"
+    schema_version: ClassVar[int] = 2
+    also_reads: ClassVar[frozenset[int]] = frozenset({1})
 
     name: str
     job: dict[str, Any]

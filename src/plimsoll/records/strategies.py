@@ -1,10 +1,12 @@
-"""The ways there are to train a model within a budget, side by side: what each needs and takes, and what it changes."""
+"""Fine-tuning strategies within a budget, side by side: the memory and time each takes, and what it changes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from plimsoll.records.base import Frozen, Record
+from plimsoll.records.former import FormerNames
 from plimsoll.records.plan import Choice, Duration
 from plimsoll.records.prediction import Estimate
 
@@ -32,10 +34,12 @@ class Strategy(Frozen):
         return not self.impossible and self.smallest_budget_bytes is None
 
 
-class Strategies(Record):
+class Strategies(FormerNames, Record):
     """Every way, the exact ones first; ``subject`` says what is trained, and ``device`` where."""
 
-    record_kind: ClassVar[str] = "ways"
+    record_kind: ClassVar[str] = "strategies"
+    former_kind: ClassVar[str | None] = "ways"
+    former_names: ClassVar[Mapping[str, str]] = {"ways": "strategies"}
 
     subject: str
     device: str

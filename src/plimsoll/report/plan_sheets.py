@@ -53,11 +53,12 @@ def headline(plan: Plan) -> str:
     if not plan.fits:
         return _impossible(plan)
     configuration = plan.fallbacks[0] if plan.fallbacks else Configuration(choices=())
-    if configuration.peak is None:
+    peak = configuration.peak
+    if peak is None:
         return "Nothing was predicted: what memory allows is found while it trains."
     limit_bytes = limit_bytes_of(plan)
     of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
-    sentence = f"{verdict(plan).capitalize()}: {format_bytes(configuration.peak.likely_bytes)}{of}{_within(configuration.peak)}"
+    sentence = f"{verdict(plan).capitalize()}: {format_bytes(peak.likely_bytes)}{of}{_within(peak)}"
     return f"{sentence}{_on_device(plan)}{_about_seconds(configuration.step_time, plan.measured_seconds)}."
 
 
@@ -127,15 +128,15 @@ def plain_sentence(plan: Plan) -> str:
 
 
 def alternative_sentence(plan: Plan) -> str:
-    """Say what has to be allowed for the first of the lossy alternatives that stays under the limit; empty without one."""
+    """Say what has to be allowed for the first lossy alternative that stays under the limit; empty without one."""
     limit_bytes = limit_bytes_of(plan)
     for alternative in plan.lossy_alternatives:
         names = _lossy_names(plan, alternative.choices)
         if names and alternative.peak is not None and stays_under(alternative.peak, limit_bytes):
             allowed = ", ".join(names)
             return (
-                f"With what changes the training it would fit: {format_bytes(alternative.peak.likely_bytes)} with --set "
-                f"'allow=[{allowed}]'."
+                f"With what changes the training it would fit: {format_bytes(alternative.peak.likely_bytes)} with "
+                f"--set 'allow=[{allowed}]'."
             )
     return ""
 

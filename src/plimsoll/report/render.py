@@ -75,7 +75,7 @@ _SCREENS: dict[type[Record], Screen] = {
     CompressionFacts: _of_sheets(_VECTORS, embedding_sheets.compression_sheets),
     Strategies: (
         as_text.strategies_report,
-        lambda strategies: as_html.sheets_page("Ways to train", strategy_sheets.page_sheets(strategies)),
+        lambda strategies: as_html.sheets_page("Fine-tuning strategies", strategy_sheets.page_sheets(strategies)),
     ),
     InferencePlan: (as_text.placement_report, as_html.placement_page),
     ShrinkRecord: (as_text.shrink_report, as_html.shrink_page),
@@ -95,16 +95,17 @@ def load(path: Path) -> Record:
     if is_recording(path):
         return WatchRecord.read(path)
     kinds = {kind.record_kind: kind for kind in _SCREENS}
+    former = {kind.former_kind: kind for kind in _SCREENS if kind.former_kind}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecordError(f"cannot read {path} as a record ({error}): give a JSON file that --json wrote") from None
     name = found.get("record") if isinstance(found, dict) else None
-    if name not in kinds:
+    if name not in {*kinds, *former}:
         raise RecordError(
             f"{path} holds a record of kind {name!r}, which has no report: give one of these: {', '.join(kinds)}"
         )
-    return kinds[name].load(path)
+    return (kinds | former)[name].load(path)
 
 
 def render(record: Record, format: Format = "text") -> str:

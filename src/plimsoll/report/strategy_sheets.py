@@ -1,4 +1,4 @@
-"""The words and numbers of the ways to train, once: the terminal and the HTML page show the same sheets."""
+"""The words and numbers of fine-tuning strategies, once: the terminal and the HTML page show the same sheets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _NONE = "-"
 
 
 def headline(strategies: Strategies) -> str:
-    """Say in one sentence which ways there are."""
+    """Say in one sentence which strategies fit."""
     fitting = [strategy.name for strategy in strategies.strategies if strategy.fits]
     limit = f"{format_bytes(strategies.limit_bytes)} of {strategies.device}"
     if not fitting:
-        return f"None of the ways to train fits {limit}."
-    return f"{len(fitting)} of {len(strategies.strategies)} ways to train fit {limit}: {'; '.join(fitting)}."
+        return f"No fine-tuning strategy fits {limit}."
+    return f"{len(fitting)} of {len(strategies.strategies)} fine-tuning strategies fit {limit}: {'; '.join(fitting)}."
 
 
 def strategy_sheets(strategies: Strategies) -> tuple[Sheet, ...]:
@@ -26,7 +26,7 @@ def strategy_sheets(strategies: Strategies) -> tuple[Sheet, ...]:
     numbers = (Column("Strategy"), Column("Verdict"), Column("Peak", True), Column("A step", True))
     words = (Column("Strategy"), Column("What it changes"), Column("With"))
     return (
-        Sheet(f"Ways to train: {strategies.subject}", numbers, tuple(map(_numbers, strategies.strategies))),
+        Sheet(f"Fine-tuning strategies: {strategies.subject}", numbers, tuple(map(_numbers, strategies.strategies))),
         Sheet("What each is", words, tuple(map(_words, strategies.strategies))),
     )
 

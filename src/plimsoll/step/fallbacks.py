@@ -60,8 +60,8 @@ class InstalledFallbacks:
         different = list(dict.fromkeys(" ".join(map(str, choices)) or "none" for choices in for_the_run))
         if len(different) > 1:
             raise InputError(
-                f"the fallbacks of a plan differ in what changes the training ({' | '.join(different)}): give the same to "
-                "each"
+                f"the fallbacks of a plan differ in what changes the training ({' | '.join(different)}): give the same "
+                "to each"
             )
         self._for_the_run = for_the_run[0]
         self._levels: list[Choices] = []
@@ -197,8 +197,8 @@ def take_back(fallbacks: InstalledFallbacks, workload: Workload, backend: Backen
 
 
 def fallback_schedule_of(
-    fallbacks: InstalledFallbacks, before: FallbackSchedule | None, num_samples: int, *, first_micro_batch: int | None, grow_after: int,
-    is_whole: bool, learned: dict[str, Any] | None = None,
+    fallbacks: InstalledFallbacks, before: FallbackSchedule | None, num_samples: int, *, first_micro_batch: int | None,
+    grow_after: int, is_whole: bool, learned: dict[str, Any] | None = None,
 ) -> FallbackSchedule:  # fmt: skip
     """Return the fallback schedule of a batch: that of the fallbacks, or made from the first batch, and anew for a
     larger one.
@@ -235,7 +235,7 @@ def after_oom(  # noqa: PLR0917 -- in the order of the sentence that it answers
     fallbacks: InstalledFallbacks | None,
     backend: Backend,
 ) -> tuple[OomEvent, int | None]:
-    """Return what happened with what is done about it, and the fallback to go on with: ``None`` where nothing is left."""
+    """Return what happened with what is done about it, and the next fallback: ``None`` where nothing is left."""
     before, samples = (
         fallback_schedule.sizes[fallback],
         min(fallback_schedule.sizes[fallback].samples, shape.num_samples),

@@ -28,6 +28,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from plimsoll.errors import InputError
+from plimsoll.records.former import renamed
 from plimsoll.records.job import Job
 
 
@@ -200,7 +201,7 @@ class FallbackSchedule:
         self._num_clean_steps, self._held_here, self._seen = 0, 0, None
 
     def _may_take(self, elements_per_sample: float, fallback: int) -> bool:
-        """Whether a fallback is for a batch of this shape: one in force or later, or one with which as much has held."""
+        """Whether a fallback may take a batch of this shape: it is in force or later, or has held as much."""
         samples, level = self.sizes[fallback]
         is_known = level == self.sizes[self._fallback].level and samples * elements_per_sample <= self._held_here
         return (fallback >= self._fallback or is_known) and self._is_allowed(fallback, elements_per_sample)
@@ -317,6 +318,7 @@ class FallbackSchedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned; what is of levels that are no more is left out."""
+        state = renamed(state, {"too_large_rung": "too_large_fallback"})
         self.start_at(state["size"], state.get("level", 0))
         self._num_clean_steps = state["num_clean_steps"]
         num_levels = len(self._held_elements)

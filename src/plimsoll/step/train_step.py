@@ -41,6 +41,7 @@ from plimsoll.distributed.reduction import Reduction
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.models.workload import LossFunction, Precision, Units, Workload, model_loss, move_batch
 from plimsoll.records.device import MemoryUse
+from plimsoll.records.former import former_arguments, renamed
 from plimsoll.records.plan import Choice, Configuration
 from plimsoll.records.run import OomEvent
 from plimsoll.step.checks import device_of, refuse, refuse_batch, refuse_no_target, refuse_non_finite, refuse_recut
@@ -111,6 +112,7 @@ class TrainStep:
         InputError: if an argument cannot be used (see `plimsoll.step.checks`).
     """
 
+    @former_arguments(rungs="fallbacks")
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossFunction = model_loss, *,
         units: Units | None = None, micro_batch: int | None = None,
@@ -129,8 +131,8 @@ class TrainStep:
         refuse(model, optimizer, precision, micro_batch, loss=loss, units=units, kind=kind)
         if fallbacks and micro_batch is not None:
             raise InputError(
-                f"micro_batch={micro_batch} was given with {len(fallbacks)} fallbacks, which have micro-batches of their own: "
-                "leave one of the two out"
+                f"micro_batch={micro_batch} was given with {len(fallbacks)} fallbacks, which have micro-batches of "
+                "their own: leave one of the two out"
             )
         self._units_are_assumed = units is None
         self._has_own_loss = loss is not model_loss
@@ -157,16 +159,11 @@ class TrainStep:
         self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
         self._gradient_release: GradientRelease | None = None
         self._filler = Filler(self.workload, is_lent=False)
-        self._passes = Passes(
-            self.workload,
-            self._retry,
-            self.backend,
-            self.position,
-            self._all_parameters,
-            is_dry_run=backend is not None,
-        )
+        is_dry_run = backend is not None
+        own = self._retry, self.backend, self.position, self._all_parameters
+        self._passes = Passes(self.workload, *own, is_dry_run=is_dry_run)
         self.graphs, self.replays = self._passes.graphs, self._passes.replays
-        self.unreached = UnreachedWatch(model, is_done=backend is not None)  # a dry run is not a training
+        self.unreached = UnreachedWatch(model, is_done=is_dry_run)  # a dry run is not a training
         self._evaluator = Evaluator(*told, self._shape_of, grow_after, self.additivity)
         if micro_batch is not None or fallbacks:
             self._evaluator.begin_at(micro_batch or self._fallbacks.sizes[0].samples)
@@ -252,8 +249,9 @@ class TrainStep:
         for event in self._commit.recovered:
             note(event, events, on_oom)
         return StepResult(
-            step=self.num_steps, num_samples=num_samples, num_units=shape.num_units, micro_batch=size, fallback=fallback,
-            step_seconds=time.perf_counter() - started, oom_events=tuple(events), **outcome._asdict(),
+            step=self.num_steps, num_samples=num_samples, num_units=shape.num_units, micro_batch=size,
+            fallback=fallback, step_seconds=time.perf_counter() - started, oom_events=tuple(events),
+            **outcome._asdict(),
         )  # fmt: skip
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
@@ -288,12 +286,12 @@ class TrainStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
+        state = renamed(state, {"ladder": "fallback_schedule", "rungs": "fallbacks"})
         self.position.step = state["step"]
         self.fallback_schedule = None
         self._retry.load(state.get("extra_state", ()))
-        self._learned = (
-            state["fallback_schedule"] if state.get("fallbacks", []) == self._fallbacks.names else None
-        )  # of another plan
+        is_same_plan = state.get("fallbacks", []) == self._fallbacks.names
+        self._learned = state["fallback_schedule"] if is_same_plan else None
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         if self.workload.schedule is not None and state["schedule"] is not None:

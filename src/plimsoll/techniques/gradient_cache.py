@@ -29,6 +29,7 @@ from torch import nn
 
 from plimsoll.errors import InputError, PlimsollWarning
 from plimsoll.models.workload import Workload, model_loss
+from plimsoll.records.former import warn_of_former
 from plimsoll.records.plan import Choice, Numerics, micro_batch_choice
 from plimsoll.records.trace import Category
 from plimsoll.techniques.mechanisms.blocks import blocks_of
@@ -191,3 +192,10 @@ def _why_not(workload: Workload, part: str) -> str | None:
     if not _parts(workload, part):
         return f"{type(model).__name__} has no part that could embed: no module with parts but the one of the loss"
     return None
+
+
+def __getattr__(name: str) -> Any:
+    if name != "gradient_cache_rungs":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warn_of_former(name, "gradient_cache_fallbacks")
+    return gradient_cache_fallbacks

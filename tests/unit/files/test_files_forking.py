@@ -96,8 +96,9 @@ def test_a_command_that_was_started_so_ends_with_the_one_that_did(tmp_path):
     script = tmp_path / "started.py"
     script.write_text(STARTED)
     parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment())
-    child = psutil.Process(int(parent.stdout.readline()))
-    assert parent.stdout.readline() == "ready\n"
+    number, said = sorted(parent.stdout.readline() for _ in range(2))  # whose come in any order
+    child = psutil.Process(int(number))
+    assert said == "ready\n"
     parent.kill()
     parent.communicate()
     child.wait(LONGEST_SECONDS)
@@ -121,6 +122,11 @@ def test_every_fork_of_a_command_has_ctrl_c_wait():
     """Each of them, in the order of the calls: a signal that comes while it forks is raised afterwards."""
     source = Path(plimsoll.__file__).parent
     forks = {str(path.relative_to(source)) for path in source.rglob("*.py") if FORK.search(path.read_text("utf-8"))}
-    assert forks == {"forked.py", "planning/baseline.py", "files/fork_server.py", "planning/dry_run/processes.py"}
+    assert forks == {
+        "files/forking.py",
+        "planning/baseline.py",
+        "files/fork_server.py",
+        "planning/dry_run/processes.py",
+    }
     for name in forks:
         assert "uninterrupted()" in (source / name).read_text("utf-8")

@@ -31,7 +31,7 @@ def plan(time_factor=1.0):
 def step(number, seconds=3.0, peak_mib=105, fallback=0):
     return StepLine(
         time_seconds=number, step=number, epoch=0, first_sample=0, num_samples=8, num_units=8, loss=1.0,
-        learning_rate=0.1, step_seconds=seconds, micro_batch=4, fallback=configuration,
+        learning_rate=0.1, step_seconds=seconds, micro_batch=4, fallback=fallback,
         peak_bytes=None if peak_mib is None else peak_mib * MIB,
     )  # fmt: skip
 

@@ -271,7 +271,8 @@ def step_of(fallbacks):
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    return TrainStep(model, optimizer, lambda model, ids: model(ids), units="samples", fallbacks=fallbacks, recut_loss=True)
+    loss = lambda model, ids: model(ids)  # noqa: E731
+    return TrainStep(model, optimizer, loss, units="samples", fallbacks=fallbacks, recut_loss=True)
 
 ids = torch.randint(0, 8000, (32, 256), generator=torch.Generator().manual_seed(0))
 backend = backend_for("cpu")

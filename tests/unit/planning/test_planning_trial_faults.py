@@ -79,8 +79,8 @@ def test_a_loss_that_an_update_made_infinite_counts_against_no_candidate():
     optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
     first, behind = configuration(8), (configuration(2, mib=60), configuration(1, mib=30))
     step = TrainStep(
-        model, optimizer, lambda model, batch: model(batch).square().mean(), units="samples", fallbacks=(first, *behind),
-        recut_loss=True,
+        model, optimizer, lambda model, batch: model(batch).square().mean(), units="samples",
+        fallbacks=(first, *behind), recut_loss=True,
     )  # fmt: skip
     before = [one.detach().clone() for one in model.parameters()]
     plan = try_plan(step, plan_of(first, configuration(4, mib=80), fallbacks=behind), 40 * torch.randn(64, 16))

@@ -73,7 +73,7 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
         corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),
         vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(),
-        comparison_records.comparison(), strategy_records.ways(),
+        comparison_records.comparison(), strategy_records.strategies(),
         shrink_records.shrunk(),
         placement_records.streamed_plan(), apply_records.apply_facts(),
     )  # fmt: skip
@@ -107,8 +107,8 @@ PLAN = {"record": "plan", "schema": 2, "budget": {}, "fallbacks": []}
         ({"budget": {}}, "x.json holds a record of kind None, but 'plan' is needed here: give that file"),
         ([PLAN], "x.json holds a record of kind 'list', but 'plan' is needed here: give that file"),
         (
-            PLAN | {"schema": 3},
-            "x.json has schema version 3 of record 'plan'; this Plimsoll reads version 2: use the Plimsoll that",
+            PLAN | {"schema": 4},
+            "x.json has schema version 4 of record 'plan'; this Plimsoll reads version 3: use the Plimsoll that",
         ),
         (
             {"record": "plan", "schema": 2, "budget": {}},

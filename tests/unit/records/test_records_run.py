@@ -24,7 +24,7 @@ def test_a_finished_run(run_record: RunRecord):
 
 def test_graphs_that_were_alive_are_in_the_record(run_directory: Path):
     held = RetainedGraph(holder="model.h", num_tensors=1, num_bytes=4, marked_steps=(1, 2), alive_steps=(1,))
-    line = GraphLine(time_seconds=29.0, step=3, held=(held,))
+    line = GraphLine(time_seconds=29.0, step=3, retained=(held,))
     with (run_directory / "metrics.jsonl").open("a") as metrics:
         metrics.write(line.model_dump_json() + "\n")
     assert RunRecord.from_directory(run_directory).graphs == (line,)

@@ -269,7 +269,7 @@ def test_the_page_of_a_plan_is_one_file_with_its_colours_in_light_and_in_dark():
 def test_text_of_a_plan_is_escaped_everywhere():
     choice = plan_records.CHECKPOINTS.model_copy(update={"options": {"blocks": HOSTILE}})
     shown = plan_records.fitting_plan(
-        fallbacks=(plan_records.fallback(choice, mib=1, seconds=1.0),),
+        fallbacks=(plan_records.configuration(choice, mib=1, seconds=1.0),),
         rejected=(plan_records.rejected(choice, reason=HOSTILE, mib=1, seconds=1.0),),
         about={"checkpointing": HOSTILE},
         why={"checkpointing": HOSTILE},

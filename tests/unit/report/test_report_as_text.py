@@ -43,7 +43,7 @@ SCREENS = {
     "vectors-info.txt": as_text.sheets_report(embedding_sheets.vector_file_sheets(vector_records.vector_file())),
     "vectors-converted.txt": as_text.sheets_report(embedding_sheets.conversion_sheets(vector_records.conversion())),
     "vectors-compressed.txt": as_text.sheets_report(embedding_sheets.compression_sheets(vector_records.compression())),
-    "ways.txt": as_text.strategies_report(strategy_records.ways()),
+    "ways.txt": as_text.strategies_report(strategy_records.strategies()),
     "shrink.txt": as_text.shrink_report(shrink_records.shrunk()),
     "shrink-survey.txt": as_text.shrink_report(shrink_records.survey()),
     "apply.txt": as_text.sheets_report(apply_sheets.apply_sheets(apply_records.apply_facts())),

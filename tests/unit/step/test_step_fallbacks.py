@@ -1,4 +1,4 @@
-"""The fallbacks of a plan on a live training: which techniques are at work, and what memory running out changes there."""
+"""The fallbacks of a plan on a live training: which techniques are installed, and what an OOM changes."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace

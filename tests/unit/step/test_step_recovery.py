@@ -1,4 +1,4 @@
-"""The fallback schedule of fallbacks, step by step and by hand; ten elements per sample unless a test says otherwise."""
+"""The fallback schedule, step by step and by hand; ten elements per sample unless a test says otherwise."""
 
 import json
 
@@ -368,8 +368,8 @@ def test_where_the_size_changes_nothing_another_level_is_taken_and_never_the_fir
 
 
 def test_a_try_of_the_update_is_not_used_up_by_one_of_the_forward_pass():
-    fallback_schedule = FallbackSchedule((8,))
-    assert [fallback_schedule.failed(0, 8, 80), fallback_schedule.failed(0, 8, 80, needs_other_level=True), fallback_schedule.failed(0, 8, 80)] == [
+    failed = FallbackSchedule((8,)).failed
+    assert [failed(0, 8, 80), failed(0, 8, 80, needs_other_level=True), failed(0, 8, 80)] == [
         0, 0, None
     ]  # fmt: skip
 

@@ -136,7 +136,7 @@ def test_free_pages_go_back_after_each_step_that_happened():
 
 _PROGRAM = """
 import torch
-from plimsoll.device import heap
+from plimsoll.device.cpu import heap
 from plimsoll.device.base import backend_for
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import installed
@@ -209,7 +209,7 @@ def test_the_largest_block_that_leaves_a_hole_is_counted():
 
 _TIGHTENED = """
 from plimsoll.device.base import backend_for
-from plimsoll.device import data_limit, heap
+from plimsoll.device.cpu import data_limit, heap
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import installed
 

@@ -76,7 +76,7 @@ def test_a_tied_weight_is_updated_once():
 @pytest.mark.parametrize("phase", ["copy", "forward", "loss", "backward", "clip", "optimizer"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_oom_in_any_phase_is_undone_and_done_again_with_the_same_bits(case, phase, at_step):
-    """``backward`` and ``clip`` fail when every parameter is updated; two fallbacks, so that the same cut comes again."""
+    """``backward`` and ``clip`` fail when every parameter is updated; of two fallbacks with the same cut."""
     step = made(case, fallbacks=[WHOLE, [Choice(technique="optimizer_kernel", options={"kernel": "loop"}), *WHOLE]])
     batches = case.batches()
     for batch in batches[: at_step - 1]:

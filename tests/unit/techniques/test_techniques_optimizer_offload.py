@@ -317,7 +317,7 @@ MEASURED = """
 import sys
 import torch
 from torch import nn
-from plimsoll.device import heap
+from plimsoll.device.cpu import heap
 from plimsoll.device.limit import limited
 from plimsoll.device.process import private_bytes
 from plimsoll.records.plan import Choice, micro_batch_choice

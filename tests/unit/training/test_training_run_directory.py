@@ -205,7 +205,7 @@ def test_what_will_happen_again_is_taken_out_and_nothing_else(directory):
     kept = [start(), step(1), CheckpointLine(time_seconds=1, step=1, num_bytes=1), oom(4), death(4)]
     gone = [
         step(2),
-        GraphLine(step=2, held=()),
+        GraphLine(step=2, retained=()),
         EvaluationLine(time_seconds=2, step=2, loss=1, num_samples=1, num_units=1),
         CheckpointLine(time_seconds=2, step=2, num_bytes=1),
         EndLine(time_seconds=2, step=1, status="interrupted"),

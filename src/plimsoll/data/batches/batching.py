@@ -427,7 +427,7 @@ def batches_of(
     num_slots = getattr(dataset, "num_slots", None)  # of windows that go on from those of the batch before
     if num_slots is not None and (shuffle or batches != num_slots):
         raise DataError(
-            f"windows of a stream of {num_slots} stream slots make batches in their order only, one window of each stream slot, and "
+            f"windows of {num_slots} stream slots make batches in their order only, one window of each slot, and "
             f"these are {'shuffled' if shuffle else f'of {batches}'}: give {num_slots} as the batch, and shuffle=False"
         )
     if len(dataset) < batch_size:

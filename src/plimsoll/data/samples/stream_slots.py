@@ -121,9 +121,9 @@ def refuse_no_slot(num_tokens: int, num_slots: int, sequence_length: int, text: 
     """
     if num_tokens <= num_slots:
         raise DataError(
-            f"{text} of {num_tokens} tokens is too short for batch_size = {num_slots} stream slots, each of which predicts at "
-            "least one: give more text, a larger share, or a smaller batch_size, of which each stream slot has a window of "
-            f"{sequence_length} tokens"
+            f"{text} of {num_tokens} tokens is too short for batch_size = {num_slots} stream slots, each of which "
+            "predicts at least one: give more text, a larger share, or a smaller batch_size, of which each stream slot "
+            f"has a window of {sequence_length} tokens"
         )
 
 

@@ -59,7 +59,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Find what keeps the graphs of earlier steps."""
     looks: dict[str, list[_Look]] = {}
     for line in evidence.graphs:
-        for held in line.held:
+        for held in line.retained:
             looks.setdefault(held.holder, []).append(_Look(line.step, held))
     growing = [_finding(evidence, of_holder) for of_holder in looks.values() if _is_growing(evidence, of_holder)]
     ended = [_ended_by_it(evidence)] if GRAPH_IS_GONE in evidence.message else []

@@ -493,8 +493,8 @@ def _refuse_techniques(
 ) -> None:
     if fallbacks and micro_batch is not None:
         raise InputError(
-            f"micro_batch={micro_batch} was given with {len(fallbacks)} fallbacks, which have micro-batches of their own: "
-            "leave one of the two out"
+            f"micro_batch={micro_batch} was given with {len(fallbacks)} fallbacks, which have micro-batches of their "
+            "own: leave one of the two out"
         )
     others = sorted({choice.technique for one in fallbacks for choice in choices_of(one)} - possible)
     if others:

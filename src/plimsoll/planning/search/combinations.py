@@ -54,7 +54,7 @@ def combinations_of(
 
 
 def all_on_top(evaluation: Evaluation, available: AvailableChoices, allows: Allows) -> Choices:
-    """Return a combination that can follow another, with every technique on top that reaches what its peak is made of."""
+    """Return a combination that can follow another, with every technique on top that reaches its peak."""
     size, combination = micro_batch_choice(available.sizes[-1]), evaluation.combination
     rest = {name: options[-1] for name, options in available.options.items() if name not in UNTRACED}
     reached = {name: sum(evaluation.parts.get(part, 0) for part in technique_of(name).reaches) for name in rest}

@@ -58,8 +58,10 @@ class Guesses:
 
 
 def guesses_of(
-    combinations: Sequence[Combination], surrogates: Mapping[Choice | None, Surrogate], evaluations: Iterable[Evaluation]
-) -> Guesses:  # fmt: skip
+    combinations: Sequence[Combination],
+    surrogates: Mapping[Choice | None, Surrogate],
+    evaluations: Iterable[Evaluation],
+) -> Guesses:
     """Return what is known of combinations with each of their sizes: what was traced, or else what is guessed.
 
     Args:

@@ -26,7 +26,7 @@ _MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload", "layer_s
 
 
 def can_follow(before: Choices, combination: Choices) -> bool:
-    """Whether a combination can come after another in a run: what changes the training and what has moved states stays."""
+    """Whether a combination can come after another in a run: it keeps what changes the training and moves states."""
     moved = [tuple(one for one in both if one.technique in _MOVES) for both in (before, combination)]
     return _for_the_run(before) == _for_the_run(combination) and moved[1][: len(moved[0])] == moved[0]
 

@@ -513,9 +513,12 @@ class _Search:
         others = [
             evaluation
             for evaluation in self._known.evaluations.values()
-            if evaluation is not chosen and evaluation not in fallbacks
-            and (heap_of(evaluation.choices) == self._usual_heap or in_heap(evaluation.choices, self._usual_heap) == ours)
-        ]  # fmt: skip
+            if evaluation is not chosen
+            and evaluation not in fallbacks
+            and (
+                heap_of(evaluation.choices) == self._usual_heap or in_heap(evaluation.choices, self._usual_heap) == ours
+            )
+        ]
         reasons = [rejected(evaluation, chosen, self._problem) for evaluation in others]
         possible = [evaluation for evaluation in self._known.evaluations.values() if self._can_be(evaluation, None)]
         candidates = candidates_beside(chosen, fallbacks, possible, self._problem.limit_bytes) if fits else ()

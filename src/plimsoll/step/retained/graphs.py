@@ -125,7 +125,7 @@ class GraphWatch:
         held = [self._of_holder(one, step) for one in retained_by(self._workload.model, self._workload.loss)]
         found = [one for one in held if one is not None] or [*filter(None, [self._of_losses(step)])]
         if found:
-            self.lines.append(GraphLine(step=step, held=tuple(found)))
+            self.lines.append(GraphLine(step=step, retained=tuple(found)))
 
     def line_of(self, step: int) -> GraphLine | None:
         """What was found after ``step``, if it was the last that was looked at and something was."""

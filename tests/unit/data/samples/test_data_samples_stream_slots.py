@@ -1,4 +1,4 @@
-"""Where stream slots are and how far gradients reach, with every number by hand, and for all small streams by counting."""
+"""Where stream slots are and how far gradients reach: numbers by hand, and all small streams by counting."""
 
 import numpy as np
 import pytest

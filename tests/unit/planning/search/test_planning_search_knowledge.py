@@ -1,4 +1,4 @@
-"""What a search knows: combinations of what was learned, the best guess among them, and a copy that learns by itself."""
+"""What a search knows: combinations of what was learned, the best guess among them, and a copy that learns alone."""
 
 import pytest
 

@@ -45,7 +45,7 @@ def evaluate(rows: int, resident: frozenset[str]) -> Evaluation:
 
 def placer(limit_mib: int, **changes) -> Placer:
     reading = Reading(files_bytes_per_second=10.0 * MIB, free_bytes=changes.pop("room_mib", 10_000) * MIB)
-    fields = {"most_rows": 256, "num_passes": 1, "reading": reading, "look": evaluation} | changes
+    fields = {"most_rows": 256, "num_passes": 1, "reading": reading, "evaluate": evaluate} | changes
     return Placer(PARTS, frozenset({"the rest"}), limit_mib * MIB, **fields)
 
 

@@ -1,0 +1,59 @@
+"""Names of the release before: fields of records and arguments that are called otherwise now.
+
+They are read for one release. `docs/architecture.md` has the table of old and new names.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+from pydantic import model_validator
+
+from plimsoll.records.base import Frozen
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class FormerNames(Frozen):
+    """A value whose file may have former names of fields; ``former_names`` maps them to today's."""
+
+    former_names: ClassVar[Mapping[str, str]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_names_of_today(cls, fields: Any) -> Any:
+        return renamed(fields, cls.former_names) if isinstance(fields, dict) else fields
+
+
+def renamed(fields: Mapping[str, Any], former_names: Mapping[str, str]) -> dict[str, Any]:
+    """Return fields by today's names."""
+    return {former_names.get(name, name): value for name, value in fields.items()}
+
+
+def former_arguments(**former_names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function be called with former names of keyword arguments, with a `DeprecationWarning`.
+
+    Args:
+        former_names: today's name of each.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            for former in former_names.keys() & kwargs.keys():
+                warn_of_former(f"the argument {former}", former_names[former])
+                kwargs[former_names[former]] = kwargs.pop(former)
+            return function(*args, **kwargs)
+
+        return called
+
+    return decorated
+
+
+def warn_of_former(what: str, name: str, stacklevel: int = 3) -> None:
+    """Warn that something is called ``name`` now."""
+    warnings.warn(f"{what} is called {name} now", DeprecationWarning, stacklevel=stacklevel)
