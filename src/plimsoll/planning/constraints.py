@@ -13,7 +13,7 @@ from plimsoll.planning.inputs import JobSubject, Subject
 from plimsoll.planning.search.options import Problem, menu_of
 from plimsoll.planning.search.pins import Decided, decide
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Pin, parse_pin
+from plimsoll.records.plan import Pin, parse_pin, without_micro_batch
 from plimsoll.techniques import Choices, Setting, technique_of
 
 
@@ -49,7 +49,7 @@ def pinned_choices(job: Job, device: str) -> Choices:
     require_known(pins, ())
     subject = JobSubject(job)
     decided = decided_of(subject, setting_of(subject, device), pins, ())
-    return tuple(choice for choice in decided.pinned if choice.technique != "micro_batch")
+    return without_micro_batch(decided.pinned)
 
 
 def decided_of(subject: Subject, setting: Setting, pins: Sequence[Pin], forbids: Sequence[str]) -> Decided:

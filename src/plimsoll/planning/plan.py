@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from plimsoll.device.disk import disk_bytes_per_second
 from plimsoll.device.exchange import exchange_of, measured_exchange
 from plimsoll.device.mapped_memory import scratch_folder
 from plimsoll.device.speed import measured_speed, speed_of
-from plimsoll.errors import InputError, OutputError
+from plimsoll.errors import OutputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -40,7 +40,7 @@ from plimsoll.planning.constraints import decided_of, setting_of, wished
 from plimsoll.planning.dry_run.processes import Asked
 from plimsoll.planning.dry_run.ranks import threads_of_rank
 from plimsoll.planning.dry_run.step import rehearsed_samples
-from plimsoll.planning.inputs import JobSubject, StepSubject, Subject
+from plimsoll.planning.inputs import JobSubject, StepSubject, Subject, allowed
 from plimsoll.planning.job_checks import require_sound
 from plimsoll.planning.kept_baseline import Baseline, kept_baseline
 from plimsoll.planning.search.ahead import Likely
@@ -52,14 +52,14 @@ from plimsoll.planning.search.cost import (
     update_seconds,
     with_disk,
 )
-from plimsoll.planning.search.evaluation import Found, Look, phase_peaks, without_micro_batch
+from plimsoll.planning.search.evaluation import Found, Look, phase_peaks
 from plimsoll.planning.search.options import Problem
 from plimsoll.planning.search.reasons import told_of
 from plimsoll.planning.search.search import search
 from plimsoll.planning.targets import Target, find_target
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
-from plimsoll.records.job import Allowed, Job
+from plimsoll.records.job import Job
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import (
     Candidate,
@@ -70,12 +70,14 @@ from plimsoll.records.plan import (
     Rung,
     micro_batch_choice,
     parse_pin,
+    without_micro_batch,
 )
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import parse_bytes
 from plimsoll.step.fallbacks import samples_of
-from plimsoll.techniques import TECHNIQUES, UNTRACED, Choices, in_order
+from plimsoll.techniques import TECHNIQUES, Choices, in_order, technique_of
+from plimsoll.techniques.autocast import Autocast
 
 Progress = Callable[[str], None]
 
@@ -203,21 +205,11 @@ def plan_step(
         BudgetError: if the device has less than the budget.
     """
     subject = StepSubject(
-        model, optimizer, batch, loss, units, clip_norm, precision, _allowed(allow), never_cut, loss_check
+        model, optimizer, batch, loss, units, clip_norm, precision, allowed(allow), never_cut, loss_check
     )
     pinned = [parse_pin(pin) for pin in pins]
     limit = Budget(device_bytes=parse_bytes(budget))
     return Planner(subject, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()
-
-
-def _allowed(names: Iterable[str]) -> frozenset[str]:
-    """What is allowed by name; a technique that there is not, or one name in the place of several, is refused."""
-    known = get_args(Allowed)
-    given = [names] if isinstance(names, str) else list(names)
-    unknown = [name for name in given if name not in known]
-    if unknown or isinstance(names, str):
-        raise InputError(f"allow={names!r}: give a list of names, of {', '.join(known)}")
-    return frozenset(given)
 
 
 def _here(device: str) -> str:
@@ -377,8 +369,7 @@ class Planner:
     @property
     def plain_choices(self) -> Choices:
         """The whole batch, with what is pinned: without it a training may be impossible, as one too long for cuDNN."""
-        pinned = (choice for choice in self._decided.pinned if choice.technique != "micro_batch")
-        return in_order((*pinned, micro_batch_choice(self.subject.batch_size)))
+        return in_order((*without_micro_batch(self._decided.pinned), micro_batch_choice(self.subject.batch_size)))
 
     def _learned(self, choices: Choices) -> Learned | None:
         if self._calibration is None:
@@ -484,7 +475,7 @@ class Planner:
 
     def _prediction(self, choices: Choices, counted: Counted) -> Prediction:
         subject = self.subject
-        named = [str(choice.options["dtype"]) for choice in choices if choice.technique == "autocast"]
+        named = [str(choice.options["dtype"]) for choice in choices if choice.technique == Autocast.name]
         precision = named[0] if named else str(subject.workload.precision)
         return self._target.predict(
             counted,
@@ -498,7 +489,7 @@ class Planner:
 
 
 def _seen_in_trace(choices: Choices) -> Choices:
-    return tuple(choice for choice in choices if choice.technique not in UNTRACED)
+    return tuple(choice for choice in choices if technique_of(choice.technique).is_traced)
 
 
 def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:

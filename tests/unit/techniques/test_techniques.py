@@ -9,16 +9,19 @@ from torch import nn
 from plimsoll.errors import InputError
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.techniques import TECHNIQUES, Setting, conflict_among, in_order, installed, technique_of
+from plimsoll.techniques import TECHNIQUES, Setting, Technique, conflict_among, in_order, installed, technique_of
 
 SETTING = Setting("cpu", batch_size=4)
 
 
-class Noted:
+class Noted(Technique):
     """A technique that writes down what is done with it."""
 
     def __init__(self, name, notes, fails=False):
         self.name, self.notes, self.fails = name, notes, fails
+
+    def menu(self, workload, setting):
+        return ()
 
     def conflicts(self, choice, others, workload, setting):
         return "two are too many" if others else None

@@ -12,9 +12,9 @@ from itertools import islice
 
 import numpy as np
 
-from plimsoll.planning.search.evaluation import Look, without_micro_batch
+from plimsoll.planning.search.evaluation import Look
 from plimsoll.planning.search.surrogate import Surrogate
-from plimsoll.records.plan import Duration
+from plimsoll.records.plan import MICRO_BATCH, Duration, without_micro_batch
 from plimsoll.records.prediction import Estimate
 from plimsoll.techniques import Choices
 
@@ -68,7 +68,7 @@ def asked_in_turn(
 def as_guessed(choices: Choices, surrogate: Surrogate, looks: Iterable[Look]) -> Look:
     """Return what a trace of choices may say, but for peak and time that of what is most like it."""
     mix = without_micro_batch(choices)
-    micro_batch = next(int(one.options["samples"]) for one in choices if one.technique == "micro_batch")
+    micro_batch = next(int(one.options["samples"]) for one in choices if one.technique == MICRO_BATCH)
     need, seconds = surrogate.guess([mix], np.zeros(1, dtype=int), np.asarray([micro_batch]))
     need_bytes, likely_seconds = max(int(need[0]), 1), max(float(seconds[0]), 0.0)
     alike = min(looks, key=lambda look: (len(set(mix) ^ set(look.mix)), abs(micro_batch - look.micro_batch)))

@@ -13,7 +13,7 @@ from plimsoll.planning.search.near_best import can_follow
 from plimsoll.planning.search.options import Menu
 from plimsoll.planning.search.surrogate import Column
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.techniques import UNTRACED, Choices, in_order, technique_of
+from plimsoll.techniques import Choices, in_order, technique_of
 
 LEAST_PART = 0.02
 """Of a peak: what is less is not worth a trace."""
@@ -54,7 +54,7 @@ def mixes_of(menu: Menu, known: Mapping[str, Sequence[Choice]], required: frozen
 def all_on_top(look: Look, menu: Menu, allows: Allows) -> Choices:
     """Return a mix that can follow another, with every technique on top that reaches what its peak is made of."""
     size, mix = micro_batch_choice(menu.sizes[-1]), look.mix
-    rest = {name: options[-1] for name, options in menu.options.items() if name not in UNTRACED}
+    rest = {name: options[-1] for name, options in menu.options.items() if technique_of(name).is_traced}
     reached = {name: sum(look.parts.get(part, 0) for part in technique_of(name).reaches) for name in rest}
     for name in sorted(rest, key=lambda name: (-reached[name], name)):
         more = in_order((*(choice for choice in mix if choice.technique != name), rest[name]))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from plimsoll.memory.predict import Counted
-from plimsoll.records.plan import Choice, Duration, Rejected, Rung
+from plimsoll.records.plan import Choice, Duration, Rejected, Rung, without_micro_batch
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Category, Phase
-from plimsoll.techniques import UNTRACED, Choices, in_order
+from plimsoll.techniques import Choices, in_order, technique_of
 
 _GROWS = ("activations", "temporaries", "inputs")
 _PASSES: tuple[Phase, ...] = ("copy", "forward", "loss", "backward", "evaluation")
@@ -66,19 +66,14 @@ LookAt = Callable[[Choices], Look]
 """Traces a mix; the same mix is traced once."""
 
 
-def without_micro_batch(choices: tuple[Choice, ...]) -> Choices:
-    """The choices but for the micro-batch."""
-    return tuple(choice for choice in choices if choice.technique != "micro_batch")
-
-
 def heap_of(choices: Choices) -> Choice | None:
     """Which of them sets up how memory is handed out; ``None`` for what a budget sets by itself."""
-    return next((choice for choice in choices if choice.technique in UNTRACED), None)
+    return next((choice for choice in choices if not technique_of(choice.technique).is_traced), None)
 
 
 def in_heap(choices: Choices, heap: Choice | None) -> Choices:
     """The same choices in another heap; ``None`` is the one that a budget sets by itself."""
-    rest = tuple(choice for choice in choices if choice.technique not in UNTRACED)
+    rest = tuple(choice for choice in choices if technique_of(choice.technique).is_traced)
     return rest if heap is None else in_order((*rest, heap))
 
 

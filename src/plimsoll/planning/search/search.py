@@ -31,7 +31,9 @@ from plimsoll.planning.search.reasons import SAME_SECONDS, rejected
 from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.trace import Phase
-from plimsoll.techniques import ONLY_IN, UNTRACED, Choices, in_order, technique_of
+from plimsoll.techniques import Choices, in_order, technique_of
+from plimsoll.techniques.checkpointing import Checkpointing
+from plimsoll.techniques.time_segments import TimeSegments
 
 _MOST_LOOKS = 8  # at mixes, for the plan
 _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
@@ -106,7 +108,7 @@ class _Search:
         setting = self._problem.setting
         if setting.device != "cuda" or (setting.sequence_length or 0) <= MOST_STEPS:
             return ()
-        return tuple(choice for choice in self._menu.base if choice.technique == "time_segments")
+        return tuple(choice for choice in self._menu.base if choice.technique == TimeSegments.name)
 
     def _fastest(self, limit_bytes: int) -> Look | None:
         fits_plainly, may_gain = self._judge_plain(limit_bytes)
@@ -167,13 +169,13 @@ class _Search:
             looks[middle] = self._look(base, middle)
             learned = looks[middle] if self._is_faster(looks[middle]) else small
         self._plain_looks, self._learned_at = tuple(looks.values()), learned.micro_batch
-        offered = {name: self._menu.options[name] for name in UNTRACED if name in self._menu.options}
+        offered = {name: one for name, one in self._menu.options.items() if not technique_of(name).is_traced}
         allowed = {name: tuple(filter(self._goes_with_base, choices)) for name, choices in offered.items()}
         heaps = tuple(chain.from_iterable(allowed.values()))
         for heap in (self._usual_heap, *heaps):
             counted = [self._look_at_choices(in_heap(look.choices, heap)) for look in looks.values()]
             self._known.surrogates[heap] = Surrogate(counted)
-        self._asked.update(UNTRACED)
+        self._asked.update(offered)
         self._known.learned.update({name: list(choices) for name, choices in allowed.items() if choices})
 
     def _goes_with_base(self, choice: Choice) -> bool:
@@ -196,7 +198,7 @@ class _Search:
             technique, options = technique_of(name), self._menu.options[name]
             *others, strongest = options
             learned = [strongest] if strongest in useful else []
-            if name == "checkpointing":
+            if name == Checkpointing.name:
                 learned += self._known.blocks(self._problem, strongest) if learned else []
             elif not learned:
                 learned += filter(self._learn, others[:1])
@@ -231,10 +233,10 @@ class _Search:
             sum(look.parts.get(part, 0) for part in technique.reaches) / look.need_bytes for look in looks
         )
         may_help = not only_faster and max(reached_shares) >= LEAST_PART
-        if name in ONLY_IN and not self._is_peak_of(ONLY_IN[name]):
+        if technique.only_in and not self._is_peak_of(technique.only_in):
             may_help = False
         may_be_faster = technique.may_be_faster and not (
-            name in ONLY_IN and self._problem.update_seconds < SAME_SECONDS * self._reference.seconds
+            technique.only_in and self._problem.update_seconds < SAME_SECONDS * self._reference.seconds
         )
         is_wanted = may_help or may_be_faster or name in self._problem.decided.required
         return is_wanted and name not in self._asked

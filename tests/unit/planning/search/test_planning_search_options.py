@@ -38,7 +38,7 @@ def test_what_only_leaves_work_out_is_in_every_mix_it_is_possible_in(name, inhab
 
 def test_what_micro_batches_do_in_less_time_is_offered_where_there_are_none(inhabited):
     """Or where it is asked for."""
-    world = inhabited(World([MadeUp("gradient_cache")]))
+    world = inhabited(World([MadeUp("gradient_cache", is_for_whole_batches=True)]))
     reasons = [one.reason for one in menu_of(world.problem(100)).rejected]
     assert reasons == ["this batch may be cut, and micro_batch takes less time"]
     for required, forbidden in ((frozenset(), {"micro_batch"}), ({"gradient_cache"}, frozenset())):

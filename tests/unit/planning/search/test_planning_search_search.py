@@ -281,7 +281,7 @@ def test_it_is_as_fast_as_the_best_of_all_mixes(inhabited, seed):
             )
         )
     if seed % 3 == 0:
-        techniques.append(MadeUp("heap", (-4, -1, 2), seconds=(-0.3, -0.2, 0.2), may_be_faster=True))
+        techniques.append(MadeUp("heap", (-4, -1, 2), seconds=(-0.3, -0.2, 0.2), may_be_faster=True, is_traced=False))
     world = inhabited(World(techniques, clashes_bytes=(seed % 2) * 10))
     for limit_bytes in (120, 180, 240, 300):
         world.asked.clear()
@@ -322,7 +322,7 @@ def test_where_nothing_fits_no_weaker_option_is_traced(inhabited):
 
 def test_a_heap_is_counted_on_every_trace_and_takes_none(inhabited):
     """The fastest heap needs 16 bytes a sample: it fits with 8 samples, and with 16 only where others save."""
-    heap = MadeUp("heap", (-6, 2), seconds=(-0.4, 0.3), may_be_faster=True)
+    heap = MadeUp("heap", (-6, 2), seconds=(-0.4, 0.3), may_be_faster=True, is_traced=False)
     world = inhabited(World([MadeUp("recompute", (9,), saves_fixed=20, seconds=(0.3,)), heap]))
     found, problem = searched(world, 290)
     assert set(Counter(map(without_heap, world.asked[:-1])).values()) == {3}  # each in each, but for the last resort
@@ -334,7 +334,7 @@ def test_a_heap_is_counted_on_every_trace_and_takes_none(inhabited):
 
 
 def test_a_heap_that_is_pinned_is_the_only_one(inhabited):
-    heap = MadeUp("heap", (-6, 2), seconds=(-0.4, 0.3), may_be_faster=True)
+    heap = MadeUp("heap", (-6, 2), seconds=(-0.4, 0.3), may_be_faster=True, is_traced=False)
     world = inhabited(World([MadeUp("recompute", (9,), saves_fixed=20, seconds=(0.3,)), heap]))
     pinned = Choice(technique="heap", options={"level": 1})
     found, _ = searched(world, 290, Decided((pinned,), frozenset(), frozenset()))

@@ -13,7 +13,7 @@ from plimsoll.planning.search.options import Problem
 from plimsoll.planning.search.pins import Decided
 from plimsoll.records.plan import Choice, Duration
 from plimsoll.records.prediction import Estimate
-from plimsoll.techniques import Setting
+from plimsoll.techniques import Setting, Technique
 from plimsoll.techniques.micro_batch import MicroBatch
 
 NOTHING = Decided((), frozenset(), frozenset())
@@ -21,7 +21,7 @@ BATCH_SIZE = 16
 
 
 @dataclass
-class MadeUp:
+class MadeUp(Technique):
     """A technique of a world: what each option takes from the bytes per sample of forward and of the update."""
 
     name: str
@@ -35,6 +35,10 @@ class MadeUp:
     refuses: frozenset[str] = frozenset()
     reason: str | None = None
     summary: str = "made up"
+    only_in: frozenset[str] = frozenset()
+    is_traced: bool = True
+    is_for_whole_batches: bool = False
+    unoffered: dict[str, int] = field(default_factory=dict)
 
     def menu(self, workload, setting):
         if self.reason:
