@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 import numpy as np
-from plan.worlds import BATCH_SIZE, MadeUp, World
 
 from plimsoll.planning.search.ahead import as_guessed, asked_in_turn, not_traced
 from plimsoll.planning.search.evaluation import Look
 from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.techniques import Choices
+from worlds import BATCH_SIZE, MadeUp, World
 
 A, B, C = ((micro_batch_choice(size),) for size in (1, 2, 4))
 RECOMPUTE = Choice(technique="recompute", options={"level": 0})

@@ -1,11 +1,11 @@
 """Mixes of made-up techniques, and the one that leaves nothing out."""
 
 import pytest
-from plan.worlds import MadeUp, World
 
 from plimsoll.planning.search.combinations import about, all_on_top, least_of, mixes_of, whole
 from plimsoll.planning.search.options import Compatibility, menu_of
 from plimsoll.records.plan import Choice
+from worlds import MadeUp, World
 
 
 def one(name, level=0):

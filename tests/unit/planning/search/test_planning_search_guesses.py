@@ -1,7 +1,7 @@
 """Rows of many mixes: what is guessed of each by itself, but where it was traced what is known."""
 
 import numpy as np
-from plan.test_plan_surrogate import HALF, PLAIN, STATES, look
+from test_planning_search_surrogate import HALF, PLAIN, STATES, look
 
 from plimsoll.planning.search.combinations import Mix
 from plimsoll.planning.search.guesses import guesses_of

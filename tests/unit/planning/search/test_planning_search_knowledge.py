@@ -1,12 +1,12 @@
 """What a search knows: mixes of what was learned, the best guess among them, and a copy that learns by itself."""
 
 import pytest
-from plan.worlds import BATCH_SIZE, MadeUp, World
 
 from plimsoll.planning.search.knowledge import Known
 from plimsoll.planning.search.options import Menu
 from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice, micro_batch_choice
+from worlds import BATCH_SIZE, MadeUp, World
 
 SIZES = (16, 8, 4, 2, 1)
 WEAK, STRONG = (Choice(technique="recompute", options={"level": level}) for level in (0, 1))

@@ -1,11 +1,11 @@
 """What there is to search among."""
 
 import pytest
-from plan.worlds import MadeUp, World
 
 from plimsoll.planning.search.options import Compatibility, menu_of
 from plimsoll.planning.search.pins import Decided
 from plimsoll.records.plan import Choice, micro_batch_choice
+from worlds import MadeUp, World
 
 
 def choice(name, level=0):

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from plan.worlds import MadeUp, World
 
 from plimsoll.errors import InputError
 from plimsoll.models.workload import Reason
 from plimsoll.planning.search.pins import decide
 from plimsoll.records.plan import Choice, micro_batch_choice, parse_pin
+from worlds import MadeUp, World
 
 
 def decided(world, pins=(), forbids=(), allow=()):

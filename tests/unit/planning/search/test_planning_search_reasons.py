@@ -1,12 +1,12 @@
 from dataclasses import replace
 
 import pytest
-from plan.worlds import World
 
 from plimsoll.planning.search.reasons import _pace, rejected, untried
 from plimsoll.planning.search.search import search
 from plimsoll.records.plan import Duration, micro_batch_choice
 from plimsoll.records.prediction import Estimate
+from worlds import World
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from itertools import product
 from random import Random
 
 import pytest
-from plan.worlds import BATCH_SIZE, MadeUp, World
 
 from plimsoll.errors import InputError
 from plimsoll.planning.search.pins import Decided
@@ -15,6 +14,7 @@ from plimsoll.records.plan import Choice, Duration, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.techniques import conflict_among, in_order
 from plimsoll.techniques.micro_batch import sizes_of
+from worlds import BATCH_SIZE, MadeUp, World
 
 
 def searched(world, limit_bytes, decided=Decided((), frozenset(), frozenset()), allow=()):
@@ -378,7 +378,8 @@ def test_what_does_not_hold_at_full_length_is_not_chosen(inhabited):
 
 @pytest.mark.parametrize("name", ["evaluation", "optimizer_kernel"])
 def test_what_acts_in_one_part_of_a_step_is_traced_where_that_part_may_be_too_much(inhabited, name):
-    part = MadeUp(name, (0,), saves_fixed=40, reaches=frozenset({"optimizer states"}))
+    only_in = frozenset({"evaluation" if name == "evaluation" else "optimizer"})
+    part = MadeUp(name, (0,), saves_fixed=40, reaches=frozenset({"optimizer states"}), only_in=only_in)
     update_is_peak = name == "optimizer_kernel"
     world = inhabited(World([part, MadeUp("recompute", (8,), saves_fixed=60, seconds=(0.1,))]))
     searched(world, 230)  # of which the update alone needs 250
@@ -387,7 +388,8 @@ def test_what_acts_in_one_part_of_a_step_is_traced_where_that_part_may_be_too_mu
 
 
 def test_what_saves_less_of_an_update_than_can_be_told_is_not_traced(inhabited):
-    kernel = MadeUp("optimizer_kernel", (0,), seconds=(-0.1,), reaches=frozenset(), may_be_faster=True)
+    only_in = frozenset({"optimizer"})
+    kernel = MadeUp("optimizer_kernel", seconds=(-0.1,), reaches=frozenset(), may_be_faster=True, only_in=only_in)
     world = inhabited(World([kernel]))
     searched_with = {}
     for update_seconds in (0.01, 0.2):
