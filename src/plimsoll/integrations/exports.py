@@ -140,11 +140,11 @@ def _passes_of(plan: Plan) -> tuple[int, int, tuple[str, ...]]:
     """Samples of a rank's batch and of a pass, and what had to be changed."""
     if not plan.fits:
         raise InputError(
-            f"the plan does not fit: its smallest rung needs a budget of {plan.smallest_budget_bytes} bytes, so there "
+            f"the plan does not fit: its smallest fallback needs a budget of {plan.smallest_budget_bytes} bytes, so there "
             "is nothing to export: give that much, or allow more techniques"
         )
-    planned = plan.rungs[0].micro_batch
-    batch = plan.plain.micro_batch if plan.plain is not None else max(rung.micro_batch for rung in plan.rungs)
+    planned = plan.fallbacks[0].micro_batch
+    batch = plan.plain.micro_batch if plan.plain is not None else max(one.micro_batch for one in plan.fallbacks)
     micro_batch = next(size for size in range(min(planned, batch), 0, -1) if batch % size == 0)
     if micro_batch == planned:
         return batch, micro_batch, ()
@@ -163,7 +163,7 @@ def _with_settings(config: dict[str, Any], plan: Plan, reader: Tool) -> tuple[di
     from plimsoll.techniques import TECHNIQUES  # which takes torch along
 
     notes = []
-    for choice in plan.rungs[0].others:
+    for choice in plan.fallbacks[0].others:
         technique = TECHNIQUES.get(choice.technique)
         exported = technique.exported(choice, reader, kind_of(plan)) if technique is not None else None
         if exported is None:
@@ -178,9 +178,9 @@ def _what_is_left(plan: Plan, config: dict[str, Any]) -> Iterator[str]:
     """Say what the user has to add, and what the reader cannot do."""
     if "nvme" in str(config):
         yield "nvme: add nvme_path (Accelerate: offload_optimizer_nvme_path), a folder on the disk"
-    if len(plan.rungs) > 1:
+    if len(plan.fallbacks) > 1:
         yield (
-            f"{len(plan.rungs) - 1} fallbacks: neither DeepSpeed nor Accelerate undoes a step in which memory ran out; "
+            f"{len(plan.fallbacks) - 1} fallbacks: neither DeepSpeed nor Accelerate undoes a step in which memory ran out; "
             "plimsoll.TrainStep, and the adapters for Accelerate and Lightning, do"
         )
 

@@ -32,17 +32,17 @@ def to_training_arguments(plan: Plan, batch_size: int) -> tuple[dict[str, Any], 
         "gradient_accumulation_steps": max(round(batch_size / samples), 1),
     }
     unmapped: list[str] = []
-    for choice in plan.rungs[0].others:
+    for choice in plan.fallbacks[0].others:
         technique = TECHNIQUES.get(choice.technique)
         exported = technique.exported(choice, "transformers", kind_of(plan)) if technique is not None else None
         if exported is None:
             unmapped.append(f"{choice}: TrainingArguments has nothing like it, use plimsoll.transformers.fit")
         else:
             arguments |= exported.settings
-    pieces = arguments["gradient_accumulation_steps"] * arguments["per_device_train_batch_size"]
-    if pieces != batch_size:
+    micro_batches = arguments["gradient_accumulation_steps"] * arguments["per_device_train_batch_size"]
+    if micro_batches != batch_size:
         unmapped.append(
             f"batches of {batch_size} samples are not divided evenly by {arguments['per_device_train_batch_size']}: "
-            f"these arguments make steps of {pieces}"
+            f"these arguments make steps of {micro_batches}"
         )
     return arguments, tuple(unmapped)

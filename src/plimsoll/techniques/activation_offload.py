@@ -60,7 +60,7 @@ class ActivationOffload(Technique):
     by_hand = "torch.autograd.graph.save_on_cpu() around forward and loss does it on a GPU"
     turn = 1
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Everything to the one place there is for the device."""
         return (Choice(technique=self.name, options={"to": _PLACES[setting.device]}),)
 

@@ -44,7 +44,7 @@ class Adafactor(ReplacedOptimizer):
     by_hand = 'give transformers.Adafactor, or optim="adafactor" to the Trainer'
     remedies: ClassVar = {"optimizer_states": 2}
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The one choice, also where it is not allowed: a plan says what it would open."""
         return obstacle(workload) or (Choice(technique=self.name),)
 

@@ -41,7 +41,7 @@ class Attention(Technique):
     remedies: ClassVar = {"attention_scores": 0}
     stage = "parts"
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The fused kernels, if the model uses none."""
         reason = _why_not(workload.model)
         return reason if reason is not None else (Choice(technique=self.name, options={"backend": "sdpa"}),)

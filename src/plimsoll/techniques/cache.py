@@ -32,7 +32,7 @@ class Cache(Technique):
     stage = "memory"
     turn = 1
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """After every step; a pin gives the line. Which line others need is not known here."""
         if setting.device != "cuda":
             return "there is no such cache on a CPU; `heap` gives free pages back"
@@ -49,7 +49,7 @@ class Cache(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Look at the cache after each step; on another device than CUDA, such as a rehearsal's, do nothing."""
+        """Look at the cache after each step; on another device than CUDA, such as a dry run's, do nothing."""
         before = workload.after_step
         line_bytes, device = int(choice.options["line_bytes"]), workload.device
 

@@ -60,7 +60,7 @@ class Checkpointing(Technique):
     by_hand = "call model.gradient_checkpointing_enable(), which takes all blocks"
     remedies: ClassVar = {"attention_scores": 1}
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Every fourth block, every second, all."""
         blocks = blocks_of(workload.model)
         reason = _why_not(blocks, workload, setting) or _too_little(blocks, setting.trace)

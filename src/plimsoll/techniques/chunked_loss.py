@@ -48,7 +48,7 @@ class ChunkedLoss(Technique):
     remedies: ClassVar = {"logits": 0}
     stage = "parts"
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Chunks of some tokens, where the output layer is large and its loss a cross entropy."""
         found = find_head(workload.model)
         if isinstance(found, str):

@@ -37,7 +37,7 @@ class CudaGraph(Technique):
     by_hand = "capture forward and backward with torch.cuda.graph in a loop of one's own"
     stage = "graph"
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The one way there is, where shapes are equal and the device has graphs."""
         return _obstacle(workload, setting) or (Choice(technique=self.name),)
 

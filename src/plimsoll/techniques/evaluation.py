@@ -35,7 +35,7 @@ class EvaluationPass(Technique):
     by_hand = "set the evaluation's batch size (per_device_eval_batch_size in the Trainer)"
     stage = "evaluation"
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """A half, a quarter, ... of the batch, if the training evaluates at all."""
         if setting.batch_size == 1:
             return "a batch of one sample cannot be cut"

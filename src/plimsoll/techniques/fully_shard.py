@@ -102,7 +102,7 @@ class FullyShard(Technique):
     exports: ClassVar = {"deepspeed": _zero, "accelerate": _fsdp, "transformers": _of_trainer}
     stage = "ranks"
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Gathered once, or twice; in the job's half precision where it has one; off the device as well."""
         reason = _why_not(workload, setting)
         if reason is not None:

@@ -48,7 +48,7 @@ class Heap(Technique):
     remedies: ClassVar = {"fragmentation": 0}
     stage = "memory"
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """What keeps everything, and what keeps less than a budget's default does."""
         if setting.device != "cpu":
             return "the heap is the host's; on this device `cache` empties what the allocator keeps"

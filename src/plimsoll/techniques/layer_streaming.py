@@ -55,7 +55,7 @@ class LayerStreaming(Technique):
     stage = "places"
     turn = 1
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Every second block, or all."""
         blocks = blocks_of(workload.model)
         reason = _why_not(blocks, workload, setting)

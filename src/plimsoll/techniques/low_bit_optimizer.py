@@ -40,7 +40,7 @@ class LowBitOptimizer(ReplacedOptimizer):
     by_hand = "give torchao.optim.AdamW8bit or AdamW4bit as the optimizer"
     remedies: ClassVar = {"optimizer_states": 1}
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Both, also where they are not allowed: a plan says what they would open."""
         return _obstacle(workload) or tuple(Choice(technique=self.name, options={"bits": bits}) for bits in _BITS)
 

@@ -33,7 +33,7 @@ class MicroBatch(Technique):
     remedies: ClassVar = {"attention_scores": 2, "logits": 1}
     stage = "batch"
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Every size that needs another number of pieces, largest first."""
         if setting.batch_size == 1:
             return "a batch of one sample cannot be cut"

@@ -40,7 +40,7 @@ class OptimizerInBackward(Technique):
     remedies: ClassVar = {"optimizer_temporaries": 1}
     stage = "update"
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The one way there is, unless the training itself forbids it."""
         return _obstacle(workload, setting) or (Choice(technique=self.name),)
 

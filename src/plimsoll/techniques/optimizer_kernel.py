@@ -52,7 +52,7 @@ class OptimizerKernel(Technique):
     remedies: ClassVar = {"optimizer_temporaries": 0}
     stage = "places"
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """`fused`, which is faster and needs less than the others; where it cannot be had, what is not in force."""
         optimizer = workload.optimizer
         if not is_of_torch(optimizer) or "foreach" not in optimizer.defaults:

@@ -80,7 +80,7 @@ class OptimizerOffload(Technique):
     remedies: ClassVar = {"optimizer_states": 0, "optimizer_temporaries": 2}
     stage = "places"
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """All states to the one place there is for the device."""
         if resident_bytes(workload.model, workload.optimizer)["optimizer_states"] == 0:
             return f"{type(workload.optimizer).__name__} as it is set up keeps no states"

@@ -61,7 +61,7 @@ class ParameterOffload(Technique):
     }  # fmt: skip
     stage = "places"
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The parameters; the parameters and their gradients."""
         if setting.device == "cuda":
             return _NOT_ON_CUDA

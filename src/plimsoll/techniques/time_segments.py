@@ -62,7 +62,7 @@ class TimeSegments(Technique):
     stage = "time"
     turn = 1
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Segments of a quarter of the sequence, a sixteenth, and so on; then fewer states between the shortest."""
         reason = _why_not(workload.model)
         if reason is not None:

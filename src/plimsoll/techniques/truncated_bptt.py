@@ -52,7 +52,7 @@ class TruncatedBptt(Technique):
     by_hand = "cut the sequences and detach the state in the loader and the model"
     stage = "time"
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The same lengths as `time_segments` offers."""
         reason = _why_not(workload)
         if reason is not None:

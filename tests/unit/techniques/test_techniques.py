@@ -20,7 +20,7 @@ class Noted(Technique):
     def __init__(self, name, notes, fails=False):
         self.name, self.notes, self.fails = name, notes, fails
 
-    def menu(self, workload, setting):
+    def choices(self, workload, setting):
         return ()
 
     def conflicts(self, choice, others, workload, setting):

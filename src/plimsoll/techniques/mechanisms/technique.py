@@ -79,8 +79,8 @@ def by_deepspeed(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
 class Technique(ABC):
     """One way to need less memory: one module of this package, or an entry point `plimsoll.techniques` of another.
 
-    Only ``name``, ``numerics``, ``summary``, `menu` and `install` have to be given. The other fields have defaults that
-    are safe for whatever says nothing more: it is planned, run and reported, and named as what other tools lack.
+    Only ``name``, ``numerics``, ``summary``, `choices` and `install` have to be given. The other fields have defaults
+    that are safe for whatever says nothing more: it is planned, run and reported, and named as what other tools lack.
 
     What it is:
 
@@ -107,8 +107,8 @@ class Technique(ABC):
     ``may_be_faster`` says that a step may take less time with it: it is then tried also where memory is plenty.
     ``leaves_out_work`` says that it does nothing else, so that every plan has it that can. ``is_for_whole_batches``
     says that it does in more time what a micro-batch does. ``decides_time`` says that plans which differ in it are so
-    unlike in time that both are worth a trial. ``unoffered`` are options that `menu` leaves out where they seldom pay,
-    and what they then are.
+    unlike in time that both are worth a trial. ``unoffered`` are options that `choices` leaves out where they seldom
+    pay, and what they then are.
 
     What a dry run may leave out:
 
@@ -162,7 +162,7 @@ class Technique(ABC):
     turn: ClassVar[int] = 0
 
     @abstractmethod
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Return what can be chosen, weakest first, or a sentence that says why nothing can.
 
         The workload may be on the meta device: look at modules and shapes, run nothing.

@@ -38,8 +38,8 @@ def test_a_name_alone_leaves_the_options_to_the_plan_unless_there_is_one(world):
 class ForSeveral(MadeUp):
     """Needs several ranks."""
 
-    def menu(self, workload, setting):
-        return "the job has 1 rank" if setting.num_ranks == 1 else super().menu(workload, setting)
+    def choices(self, workload, setting):
+        return "the job has 1 rank" if setting.num_ranks == 1 else super().choices(workload, setting)
 
 
 @pytest.mark.parametrize("pin", ["shards", "shards=0", "shards(level=0)"])

@@ -21,8 +21,9 @@ _NOTHING_DECIDED = Decided((), frozenset(), frozenset())
 class Problem:
     """What a plan is searched for: a training, the line, and what the user has decided already.
 
-    ``limit_bytes`` is what a mix may need, and ``margin_bytes`` what the device may hold beyond that, since a look may
-    say too little. ``update_seconds`` are what an update takes without techniques, and more than what one could save.
+    ``limit_bytes`` is what a combination may need, and ``margin_bytes`` what the device may hold beyond that, since a
+    look may say too little. ``update_seconds`` are what an update takes without techniques, and more than what one
+    could save.
     """
 
     workload: Workload
@@ -34,11 +35,11 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Menu:
+class AvailableChoices:
     """The choices to search among.
 
-    ``base`` is in every mix. ``options`` are the choices of each other technique, weakest first. ``closed`` are lossy
-    ones that are not allowed. ``rejected`` says what is impossible, and why.
+    ``base`` is in every combination. ``options`` are the choices of each other technique, weakest first. ``closed`` are
+    lossy ones that are not allowed. ``rejected`` says what is impossible, and why.
     """
 
     base: Choices
@@ -48,7 +49,7 @@ class Menu:
     rejected: tuple[Rejected, ...] = ()
 
 
-def menu_of(problem: Problem) -> Menu:
+def available_choices(problem: Problem) -> AvailableChoices:
     """Ask every technique what it offers.
 
     Raises:
@@ -87,7 +88,7 @@ def menu_of(problem: Problem) -> Menu:
     if isinstance(sizes, str):
         rejected.append(Rejected(choices=(Choice(technique=MICRO_BATCH),), reason=sizes))
         sizes = (setting.batch_size,)
-    return Menu(without_micro_batch(base), sizes, options, tuple(closed), tuple(rejected))
+    return AvailableChoices(without_micro_batch(base), sizes, options, tuple(closed), tuple(rejected))
 
 
 def _offered(name: str, problem: Problem, is_cut: bool) -> Choices | str:
@@ -96,7 +97,7 @@ def _offered(name: str, problem: Problem, is_cut: bool) -> Choices | str:
         return "forbidden by the user"
     if technique_of(name).is_for_whole_batches and is_cut and name not in problem.decided.required:
         return f"this batch may be cut, and {MICRO_BATCH} takes less time"
-    return technique_of(name).menu(problem.workload, problem.setting)
+    return technique_of(name).choices(problem.workload, problem.setting)
 
 
 def _sizes(problem: Problem) -> tuple[int, ...] | str:
@@ -105,7 +106,7 @@ def _sizes(problem: Problem) -> tuple[int, ...] | str:
         return (int(pinned[0].options["samples"]),)
     if MICRO_BATCH in problem.decided.forbidden:
         return "forbidden by the user"
-    offered = technique_of(MICRO_BATCH).menu(problem.workload, problem.setting)
+    offered = technique_of(MICRO_BATCH).choices(problem.workload, problem.setting)
     return offered if isinstance(offered, str) else tuple(int(choice.options["samples"]) for choice in offered)
 
 
@@ -122,14 +123,14 @@ class Compatibility:
         )
 
 
-def openings_of(problem: Problem, menu: Menu, choices: Choices) -> Iterator[Choices]:
+def lossy_alternatives_of(problem: Problem, available: AvailableChoices, choices: Choices) -> Iterator[Choices]:
     """Yield each lossy technique that is not allowed, with what of these choices goes with it."""
     size, *others = choices
-    for lossy in menu.closed:
+    for lossy in available.closed:
         allow = problem.setting.allow | {lossy.technique}
         allows = Compatibility(replace(problem, setting=replace(problem.setting, allow=allow))).allows
-        mix: Choices = (lossy,)
+        combination: Choices = (lossy,)
         for other in others:
-            mix = (*mix, other) if allows((size, *in_order((*mix, other)))) else mix
-        if allows((size, *mix)) and set(menu.base) <= set(mix):
-            yield (size, *in_order(mix))
+            combination = (*combination, other) if allows((size, *in_order((*combination, other)))) else combination
+        if allows((size, *combination)) and set(available.base) <= set(combination):
+            yield (size, *in_order(combination))
