@@ -58,17 +58,17 @@ def _others() -> Iterator[Technique]:
     """
     taken = set(own_techniques())
     for entry in techniques_of_others():
-        remedy = f"repair or uninstall {entry.dist.name if entry.dist else entry.value}, which brings it"
+        fault, found = "", None
         try:
             found = entry.load()
         except (ImportError, AttributeError) as error:
-            raise InputError(f"the technique of {entry.value} cannot be loaded: {error}; {remedy}") from error
-        if not (isinstance(found, type) and issubclass(found, Technique)) or found.name != entry.name:
-            raise InputError(f"{entry.value} is no technique of the name `{entry.name}`: {remedy}")
-        if entry.name in taken:
-            raise InputError(f"there is another technique `{entry.name}` than that of {entry.value}: {remedy}")
-        taken.add(entry.name)
-        yield found()
+            fault = str(error)
+        if isinstance(found, type) and issubclass(found, Technique) and found.name == entry.name not in taken:
+            taken.add(entry.name)
+            yield found()
+        else:
+            fault = fault or f"it must be a `Technique` whose name is `{entry.name}`, and the only one of that name"
+            raise InputError(f"cannot use the technique {entry.value}: {fault}; remove the package that brings it")
 
 
 TECHNIQUES = _Registry()
