@@ -80,8 +80,11 @@ def technique_of(name: str) -> Technique:
     Raises:
         InputError: if there is none; it names the nearest.
     """
-    require_technique(name, TECHNIQUES)
-    return TECHNIQUES[name]
+    try:
+        return TECHNIQUES[name]
+    except KeyError:
+        require_technique(name, TECHNIQUES)
+        raise
 
 
 def in_order(choices: Iterable[Choice]) -> Choices:
