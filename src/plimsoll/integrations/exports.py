@@ -140,8 +140,8 @@ def _passes_of(plan: Plan) -> tuple[int, int, tuple[str, ...]]:
     """Samples of a rank's batch and of a pass, and what had to be changed."""
     if not plan.fits:
         raise InputError(
-            f"the plan does not fit: its smallest fallback needs a budget of {plan.smallest_budget_bytes} bytes, so there "
-            "is nothing to export: give that much, or allow more techniques"
+            f"the plan does not fit: its smallest fallback needs a budget of {plan.smallest_budget_bytes} bytes, so "
+            "there is nothing to export: give that much, or allow more techniques"
         )
     planned = plan.fallbacks[0].micro_batch
     batch = plan.plain.micro_batch if plan.plain is not None else max(one.micro_batch for one in plan.fallbacks)
@@ -180,8 +180,8 @@ def _what_is_left(plan: Plan, config: dict[str, Any]) -> Iterator[str]:
         yield "nvme: add nvme_path (Accelerate: offload_optimizer_nvme_path), a folder on the disk"
     if len(plan.fallbacks) > 1:
         yield (
-            f"{len(plan.fallbacks) - 1} fallbacks: neither DeepSpeed nor Accelerate undoes a step in which memory ran out; "
-            "plimsoll.TrainStep, and the adapters for Accelerate and Lightning, do"
+            f"{len(plan.fallbacks) - 1} fallbacks: neither DeepSpeed nor Accelerate undoes a step in which memory ran "
+            "out; plimsoll.TrainStep, and the adapters for Accelerate and Lightning, do"
         )
 
 
