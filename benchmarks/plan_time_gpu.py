@@ -58,7 +58,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice
 from plimsoll.records.speed import Speed
 from plimsoll.records.trace import Phase, Trace
-from plimsoll.techniques import UNTRACED, in_order
+from plimsoll.techniques import in_order, technique_of
 
 RECORDED = Path(__file__).parent / "recorded"
 ROWS, GRID = RECORDED / "h200-times-torch2.11.0.json.gz", RECORDED / "h200-gpt2-grid-torch2.11.0.csv"
@@ -432,7 +432,7 @@ def replay_some(limits_gib: Sequence[float]) -> list[tuple[float, tuple[list[str
 
 def _traced_choices(choices: Iterable[Choice]) -> frozenset[Choice]:
     """What of a plan takes time: the way the allocator is set up does not."""
-    return frozenset(one for one in choices if one.technique not in UNTRACED)
+    return frozenset(one for one in choices if technique_of(one.technique).is_traced)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -53,6 +53,15 @@ PAGES = {
     "techniques": "docs/techniques",
     "diagnose/causes": "docs/causes",
     "diagnose/lint": "docs/rules",
+}
+
+# Names of techniques that are words for something else too, and what for. Where a technique is meant they are a fault.
+OTHER_MEANINGS = {
+    "autocast": "a function of torch",
+    "by_length": "an order of samples (data.order)",
+    "cache": "a command, and a folder",
+    "evaluation": "a phase of a training",
+    "micro_batch": "an argument of a step, and a field of what it says",
 }
 
 # Modules without tests of their own, and why.
@@ -415,6 +424,46 @@ def line_of(text: str, place: int) -> int:
     return text.count("\n", 0, place) + 1
 
 
+def techniques_are_known_by_themselves(repository: Repository) -> Iterator[str]:
+    """Nothing but its own file has a technique's name as a text: others ask its fields, or use ``<Class>.name``."""
+    folder = "src/plimsoll/techniques/"
+    files = [source.path for source in repository.package if re.fullmatch(rf"{folder}[a-z]\w*\.py", source.path)]
+    names = {PurePosixPath(path).stem: path for path in files}
+    for source in repository.package:
+        found = [node for node in source.nodes if isinstance(node, ast.Constant) and node.value in names]
+        meant = {id(node) for other in source.nodes if found for node in meant_as_techniques(other, set(names))}
+        for node in found:
+            if names[node.value] != source.path and (node.value not in OTHER_MEANINGS or id(node) in meant):
+                yield (
+                    f"{source.path}:{node.lineno}: knows the technique {node.value!r} by its name: ask a field of "
+                    f"`Technique`, or use the name of its class"
+                )
+
+
+def meant_as_techniques(node: ast.AST, names: set[str]) -> list[ast.Constant]:
+    """The texts in a node that it takes for techniques: what is compared with one, given as one, or among several."""
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        is_meant = any(dotted(side).split(".")[-1] == "technique" for side in sides)
+        parts = [part for side in sides for part in [side, *getattr(side, "elts", ())]] if is_meant else []
+    elif isinstance(node, ast.keyword):
+        parts = [node.value] if node.arg == "technique" else []
+    elif isinstance(node, ast.Call):
+        parts = node.args if dotted(node.func).split(".")[-1] in {"technique_of", "require_technique"} else []
+    elif isinstance(node, ast.Subscript):
+        parts = [node.slice] if dotted(node.value).split(".")[-1] == "TECHNIQUES" else []
+    elif isinstance(node, ast.Dict | ast.Set | ast.Tuple | ast.List):
+        parts = node.keys if isinstance(node, ast.Dict) else node.elts
+        parts = parts if len({part.value for part in constants(parts)} & names) > 1 else []
+    else:
+        parts = []
+    return constants(parts)
+
+
+def constants(nodes: Iterable[ast.AST | None]) -> list[ast.Constant]:
+    return [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
 Rule = Callable[[Repository], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     imports_point_down,
@@ -431,4 +480,5 @@ RULES: tuple[Rule, ...] = (
     no_test_is_skipped_without_a_reason,
     no_path_of_one_machine,
     readme_has_no_number_that_no_script_writes,
+    techniques_are_known_by_themselves,
 )

@@ -28,6 +28,7 @@ from house_rules import (
     part_of,
     quantities_carry_their_unit,
     readme_has_no_number_that_no_script_writes,
+    techniques_are_known_by_themselves,
     torch_free_parts_stay_so,
     underscored_modules_are_private,
 )
@@ -170,12 +171,34 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
         "README.md:6: a session with what it prints",
     ),
     (readme_has_no_number_that_no_script_writes, {"README.md": "`a` is 2 times b"}, "README.md:1: '2' is no part"),
+    (
+        techniques_are_known_by_themselves,
+        {"techniques/lora.py": "", "step/a.py": "x = ['lora']"},
+        "step/a.py:1: knows the technique 'lora' by its name",
+    ),
+    *(
+        (
+            techniques_are_known_by_themselves,
+            {"techniques/cache.py": "", "techniques/evaluation.py": "", "step/a.py": text},
+            "step/a.py:1: knows the technique 'cache' by its name",
+        )
+        for text in (
+            "x = choice.technique == 'cache'",
+            "x = technique not in {'cache', y}",
+            "x = Choice(technique='cache')",
+            "x = technique_of('cache')",
+            "x = TECHNIQUES['cache']",
+            "x = {'cache': 1, 'evaluation': 2}",
+            "x = ('cache', 'evaluation')",
+        )
+    ),
 ]
 
 # What looks like a fault and is none: no rule finds anything here.
 KEPT = {
     "__init__.py": '"""Docs."""\nfrom plimsoll.cli.main import main\n',
-    "__main__.py": "import plimsoll\nx = 1\n",
+    "__main__.py": "import plimsoll\nx = ['cache', 'lora of cache']\n",
+    "techniques/cache.py": "NAME = 'cache'\nx = Choice(technique='cache')\n",
     "cli/main.py": "import torch\nfrom plimsoll.data.formats import csv\n",
     "data/formats/__init__.py": "from plimsoll.errors import DataError\n",
     "data/formats/_shared.py": "import plimsoll.data.formats\n",
@@ -200,6 +223,8 @@ KEPT = {
     "tests/unit/records/test_records_remedy.py": "",
     "README.md": "GPT-2 in bfloat16, Python 3.11, `--budget 2GiB`, [a](b-2.md)\n\n"
     "<!-- table a b -->\n```\n$ a\n5\n```\n<!-- /table -->\n\n```yaml\nlr: 3e-4\n```\n",
+    "tests/unit/techniques/test_techniques_cache.py": "x = TECHNIQUES['cache']\n",
+    "docs/techniques/cache.md": "",
     "docs/formats/csv.md": "~/home/x, src/home/x and /tmp are anybody's\n",
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from plimsoll.planning.search.evaluation import Evaluation, PhasePeak
 from plimsoll.planning.search.pins import Decided
 from plimsoll.records.plan import Choice, Duration
 from plimsoll.records.prediction import Estimate
-from plimsoll.techniques import Setting
+from plimsoll.techniques import Setting, Technique
 from plimsoll.techniques.micro_batch import MicroBatch
 
 NOTHING = Decided((), frozenset(), frozenset())
@@ -23,7 +23,7 @@ BATCH_SIZE = 16
 
 
 @dataclass
-class MadeUp:
+class MadeUp(Technique):
     """A technique of a world: what each option takes from the bytes per sample of forward and of the update."""
 
     name: str
@@ -37,6 +37,11 @@ class MadeUp:
     refuses: frozenset[str] = frozenset()
     reason: str | None = None
     summary: str = "made up"
+    only_in: frozenset[str] = frozenset()
+    is_traced: bool = True
+    is_for_whole_batches: bool = False
+    leaves_out_work: bool = False
+    unoffered: dict[str, int] = field(default_factory=dict)
 
     def choices(self, workload, setting):
         if self.reason:

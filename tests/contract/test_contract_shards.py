@@ -12,7 +12,7 @@ import pytest
 from tests.ranks_started import run_cases
 
 from plimsoll.records.run import PHASES_OF_A_STEP
-from plimsoll.techniques.fully_shard import TOGETHER
+from plimsoll.techniques import TECHNIQUES
 from technique_trainings import available_choices
 
 PHASES = tuple(phase for phase in PHASES_OF_A_STEP if phase != "fetch")
@@ -31,7 +31,7 @@ def alone(training: str) -> list[dict[str, Any]]:
 def with_others(training: str) -> list[dict[str, Any]]:
     """The strongest choice of each that has something for this training, beside shards."""
     cases = []
-    for name in sorted(TOGETHER):
+    for name in sorted(one.name for one in TECHNIQUES.values() if one.works_on_shards):
         menu = available_choices(name, training)
         if isinstance(menu, str):
             continue

@@ -25,7 +25,7 @@ from plimsoll.records.run import PHASES_OF_A_STEP
 from plimsoll.step.failpoints import armed
 from plimsoll.step.oom_boundary import Position
 from plimsoll.step.train_step import TrainStep
-from plimsoll.techniques import ONLY_IN, TECHNIQUES, activation_offload, conflict_among, technique_of
+from plimsoll.techniques import TECHNIQUES, activation_offload, conflict_among, technique_of
 from technique_trainings import (
     LARGE_VOCABULARY,
     NUM_STEPS,
@@ -188,7 +188,7 @@ def test_a_rehearsal_with_it_needs_what_a_run_with_it_needs(name, training):
     assert 0 <= predicted_bytes - measured_bytes <= most_more
 
 
-@pytest.mark.parametrize("name", sorted(ONLY_IN))
+@pytest.mark.parametrize("name", sorted(one.name for one in TECHNIQUES.values() if one.only_in))
 def test_what_acts_in_one_part_of_a_training_changes_no_other(name):
     one = Job.from_fields(
         {
@@ -202,7 +202,8 @@ def test_what_acts_in_one_part_of_a_training_changes_no_other(name):
         dry_run_job(one, texts, CpuLowering(), (micro_batch_choice(4), *others))
         for others in ((), (Choice(technique=name, options=choices[name]),))
     ]
-    outside, inside = ([ops_of(trace, ONLY_IN[name], is_inside) for trace in traces] for is_inside in (False, True))
+    phases = TECHNIQUES[name].only_in
+    outside, inside = ([ops_of(trace, phases, is_inside) for trace in traces] for is_inside in (False, True))
     assert outside[0] == outside[1]
     assert inside[0] != inside[1]
 

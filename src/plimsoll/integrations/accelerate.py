@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from plimsoll.errors import InputError
 from plimsoll.integrations.loops.accelerated import put_back_of_scaler, stepped_as_now
 from plimsoll.integrations.loops.planned import planned, refuse_both
-from plimsoll.integrations.loops.transaction import ON_THE_MODEL, Transaction
+from plimsoll.integrations.loops.transaction import Transaction, techniques_for_loops
 from plimsoll.models.workload import LossFunction, Units, Workload, model_loss, move_batch
 from plimsoll.records.former import former_arguments
 from plimsoll.records.plan import Choice, Configuration, Plan
@@ -161,7 +161,7 @@ class AccelerateStep:
         assert budget is not None
         self.plan = planned(
             self._model, self._optimizer.optimizer, batch, self._loss, budget=budget, units=self._options["units"],
-            device=self._accelerator.device, offered=ON_THE_MODEL, clip_norm=self._clip_norm,
+            device=self._accelerator.device, offered=techniques_for_loops(), clip_norm=self._clip_norm,
         )  # fmt: skip
         with ExitStack() as on_failure:
             on_failure.callback(self.close)

@@ -15,18 +15,20 @@ Does NOT say that the plan's predicted peak holds there: both keep buffers of th
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from plimsoll.errors import InputError
-from plimsoll.records.plan import Choice, Plan
+from plimsoll.records.plan import Plan
+
+if TYPE_CHECKING:
+    from plimsoll.techniques.mechanisms.technique import Tool
 
 EXPORTS = ("deepspeed", "accelerate")
 """What `export` can write for."""
-
-_PLACES = {"host": "cpu", "disk": "nvme"}
 
 _CLIPPING_ALONE = (
     "gradient_clipping=auto: the Trainer fills in its max_grad_norm, and Accelerate 1.0; DeepSpeed alone cannot read "
@@ -40,30 +42,6 @@ _CLIPPING_OF_ACCELERATE = (
     "clipping: with DeepSpeed Accelerate clips gradients to a norm of 1.0 unless told otherwise: add gradient_clipping "
     "to deepspeed_config, 0.0 for none"
 )
-
-_EXPORTED = ("micro_batch", "autocast", "optimizer_offload", "parameter_offload")
-
-_BY_HAND = {
-    "activation_offload": "torch.autograd.graph.save_on_cpu() around forward and loss does it on a GPU",
-    "adafactor": "give transformers.Adafactor, or optim=\"adafactor\" to the Trainer",
-    "adaptive_softmax": "build the model with nn.AdaptiveLogSoftmaxWithLoss",
-    "allocator": "set PYTORCH_CUDA_ALLOC_CONF before the start",
-    "attention": "load the model with attn_implementation=\"sdpa\"",
-    "by_length": "sort samples by length in the loader (group_by_length in the Trainer)",
-    "cache": "call torch.cuda.empty_cache() where memory is short",
-    "checkpointing": "call model.gradient_checkpointing_enable(), which takes all blocks",
-    "chunked_loss": "use torch.nn.functional.linear_cross_entropy or the Liger kernel",
-    "cuda_graph": "capture forward and backward with torch.cuda.graph in a loop of one's own",
-    "evaluation": "set the evaluation's batch size (per_device_eval_batch_size in the Trainer)",
-    "heap": "set MALLOC_TRIM_THRESHOLD_ before the start",
-    "layer_streaming": "ZeRO stage 3 keeps all parameters away, not those of chosen blocks: see its offload_param",
-    "lora": "wrap the model with peft.get_peft_model",
-    "low_bit_optimizer": "give torchao.optim.AdamW8bit or AdamW4bit as the optimizer",
-    "optimizer_in_backward": "register_post_accumulate_grad_hook in a loop of one's own does it",
-    "optimizer_kernel": "give the optimizer foreach=False or fused=True, as the option says",
-    "truncated_bptt": "cut the sequences and detach the state in the loader and the model",
-}  # fmt: skip
-"""What does the same where no configuration can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +73,7 @@ def export(plan: Plan, reader: str) -> Export:
 
 
 def to_deepspeed(plan: Plan) -> Export:
-    """Write a plan as a DeepSpeed configuration for one process.
+    """Write a plan as a DeepSpeed configuration, for as many processes as the plan has ranks.
 
     What the script decides (optimizer, schedule, clipping) is ``auto`` or left out: the Trainer fills it in; what
     Accelerate fills in, and what DeepSpeed alone cannot read, is said.
@@ -103,46 +81,45 @@ def to_deepspeed(plan: Plan) -> Export:
     Raises:
         InputError: if the plan does not fit its budget.
     """
-    choices = _choices_of(plan)
     batch, micro_batch, notes = _passes_of(plan)
     config: dict[str, Any] = {
-        "train_batch_size": batch,
+        "train_batch_size": batch * _num_ranks(plan),
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": batch // micro_batch,
         "gradient_clipping": "auto",
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
     }
-    precision = _precision_of(choices)
-    for name in ("bf16", "fp16"):
-        config[name] = {"enabled": precision == name}
-    zero = _zero_of(plan)
-    if zero["stage"]:
-        config["zero_optimization"] = zero
-    alone = (_CLIPPING_ALONE, *([_CPU_ADAM_ALONE] if "offload_optimizer" in zero else []))
-    return Export("deepspeed", config, (*alone, *notes, *_not_mapped(plan, choices)))
+    config, not_mapped = _with_settings(config, plan, "deepspeed")
+    alone = (_CLIPPING_ALONE, *([_CPU_ADAM_ALONE] if "offload_optimizer" in str(config) else []))
+    return Export("deepspeed", config, (*alone, *notes, *not_mapped, *_what_is_left(plan, config)))
 
 
 def to_accelerate(plan: Plan) -> Export:
-    """Write a plan as a file for ``accelerate launch --config_file``, for one process.
+    """Write a plan as a file for ``accelerate launch --config_file``, for as many processes as the plan has ranks.
 
-    With states or parameters off the device it asks for DeepSpeed; without, for plain PyTorch.
+    With states or parameters off the device it asks for DeepSpeed, and for FSDP with those that are shared out over the
+    ranks; without, for plain PyTorch.
 
     Raises:
         InputError: if the plan does not fit its budget.
     """
-    choices = _choices_of(plan)
     batch, micro_batch, notes = _passes_of(plan)
-    num_passes, zero = batch // micro_batch, _zero_of(plan)
+    num_passes, num_ranks, kind = batch // micro_batch, _num_ranks(plan), kind_of(plan)
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "DEEPSPEED" if zero["stage"] else "NO",
+        "distributed_type": "NO" if num_ranks == 1 else {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}[kind],
         "num_machines": 1,
-        "num_processes": 1,
+        "num_processes": num_ranks,
         "machine_rank": 0,
-        "use_cpu": _kind_of(plan) == "cpu",
-        "mixed_precision": {"fp32": "no"}.get(_precision_of(choices), _precision_of(choices)),
+        "use_cpu": kind == "cpu",
+        "mixed_precision": "no",
     }
+    config, not_mapped = _with_settings(config, plan, "accelerate")
     said = f"give the loader batch_size={micro_batch} and the Accelerator gradient_accumulation_steps={num_passes}"
-    if zero["stage"]:
+    if config["distributed_type"] == "DEEPSPEED":
+        config.pop("fsdp_config", None)
+        zero = to_deepspeed(plan).config["zero_optimization"]
         config["deepspeed_config"] = {
             "zero_stage": zero["stage"],
             "gradient_accumulation_steps": num_passes,
@@ -151,24 +128,23 @@ def to_accelerate(plan: Plan) -> Export:
         }
         said, notes = f"give the loader batch_size={micro_batch}", (*notes, _CLIPPING_OF_ACCELERATE)
     loader = f"micro_batch={micro_batch} of {batch}: the file has no place for the samples of a pass: {said}"
-    return Export("accelerate", config, (loader, *notes, *_not_mapped(plan, choices)))
+    return Export("accelerate", config, (loader, *notes, *not_mapped, *_what_is_left(plan, config)))
 
 
-def _choices_of(plan: Plan) -> tuple[Choice, ...]:
+def kind_of(plan: Plan) -> Literal["cpu", "cuda"]:
+    """The kind of device that a plan is for."""
+    return plan.prediction.device_kind if plan.prediction is not None else "cuda"
+
+
+def _passes_of(plan: Plan) -> tuple[int, int, tuple[str, ...]]:
+    """Samples of a rank's batch and of a pass, and what had to be changed."""
     if not plan.fits:
         raise InputError(
             f"the plan does not fit: its smallest fallback needs a budget of {plan.smallest_budget_bytes} bytes, so "
             "there is nothing to export: give that much, or allow more techniques"
         )
-    return plan.choices
-
-
-def _passes_of(plan: Plan) -> tuple[int, int, tuple[str, ...]]:
-    """Samples of a batch and of a pass, and what had to be changed."""
     planned = plan.fallbacks[0].micro_batch
-    batch = (
-        plan.plain.micro_batch if plan.plain is not None else max(fallback.micro_batch for fallback in plan.fallbacks)
-    )
+    batch = plan.plain.micro_batch if plan.plain is not None else max(one.micro_batch for one in plan.fallbacks)
     micro_batch = next(size for size in range(min(planned, batch), 0, -1) if batch % size == 0)
     if micro_batch == planned:
         return batch, micro_batch, ()
@@ -177,36 +153,47 @@ def _passes_of(plan: Plan) -> tuple[int, int, tuple[str, ...]]:
     )  # fmt: skip
 
 
-def _precision_of(choices: tuple[Choice, ...]) -> str:
-    return next((str(choice.options["dtype"]) for choice in choices if choice.technique == "autocast"), "fp32")
+def _num_ranks(plan: Plan) -> int:
+    exchange = plan.prediction.exchange if plan.prediction is not None else None
+    return exchange.num_ranks if exchange is not None else 1
 
 
-def _kind_of(plan: Plan) -> str:
-    return plan.prediction.device_kind if plan.prediction is not None else "cuda"
+def _with_settings(config: dict[str, Any], plan: Plan, reader: Tool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Add what the techniques are called in a configuration; what has no name in it is said."""
+    from plimsoll.techniques import TECHNIQUES  # which takes torch along
+
+    notes = []
+    for choice in plan.fallbacks[0].others:
+        technique = TECHNIQUES.get(choice.technique)
+        exported = technique.exported(choice, reader, kind_of(plan)) if technique is not None else None
+        if exported is None:
+            notes.append(f"{choice.in_full}: {(technique and technique.by_hand) or 'neither has it'}")
+        else:
+            config = _merged(config, exported.settings)
+            notes += [f"{choice.in_full}: {exported.note}"] if exported.note else []
+    return config, tuple(notes)
 
 
-def _zero_of(plan: Plan) -> dict[str, Any]:
-    """DeepSpeed's section: stage 2 for states off the device, 3 for parameters; stage 0 is none."""
-    zero: dict[str, Any] = {"stage": 0}
-    where = "disk" if _kind_of(plan) == "cpu" else "host"
-    for choice in plan.choices:
-        place = {"device": _PLACES[str(choice.options.get("to", where))]}
-        if choice.technique == "optimizer_offload":  # only stage 3 goes to a disk
-            least = 3 if place["device"] == "nvme" else 2
-            zero |= {"stage": max(zero["stage"], least), "offload_optimizer": place}
-        elif choice.technique == "parameter_offload":
-            zero |= {"stage": 3, "offload_param": place}
-    return zero
-
-
-def _not_mapped(plan: Plan, choices: tuple[Choice, ...]) -> tuple[str, ...]:
-    others = [choice for choice in choices if choice.technique not in _EXPORTED]
-    notes = [f"{choice.in_full}: {_BY_HAND.get(choice.technique, 'neither has it')}" for choice in others]
-    if "nvme" in str(_zero_of(plan)):
-        notes.append("nvme: add nvme_path (Accelerate: offload_optimizer_nvme_path), a folder on the disk")
+def _what_is_left(plan: Plan, config: dict[str, Any]) -> Iterator[str]:
+    """Say what the user has to add, and what the reader cannot do."""
+    if "nvme" in str(config):
+        yield "nvme: add nvme_path (Accelerate: offload_optimizer_nvme_path), a folder on the disk"
     if len(plan.fallbacks) > 1:
-        notes.append(
+        yield (
             f"{len(plan.fallbacks) - 1} fallbacks: neither DeepSpeed nor Accelerate undoes a step in which memory ran "
             "out; plimsoll.TrainStep, and the adapters for Accelerate and Lightning, do"
         )
-    return tuple(notes)
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Both, level by level. Of two numbers the larger, which is the stage that does for both; else the latter."""
+    result = dict(one)
+    for name, value in other.items():
+        before = one.get(name)
+        if isinstance(value, dict) and isinstance(before, dict):
+            result[name] = _merged(before, value)
+        elif isinstance(value, int) and isinstance(before, int):
+            result[name] = max(before, value)
+        else:
+            result[name] = value
+    return result

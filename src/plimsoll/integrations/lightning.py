@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from plimsoll.errors import InputError
 from plimsoll.integrations.loops.lightning_logs import joined_values, mean, remember
 from plimsoll.integrations.loops.planned import planned, refuse_both
-from plimsoll.integrations.loops.transaction import ON_THE_MODEL, PutBack, Transaction
+from plimsoll.integrations.loops.transaction import PutBack, Transaction, techniques_for_loops
 from plimsoll.models.workload import Units, batch_size_of
 from plimsoll.records.former import former_arguments
 from plimsoll.records.plan import Choice, Configuration, Plan
@@ -236,7 +236,7 @@ class _Optimization:
         with _without_trainer(module):
             plan = planned(
                 module, optimizer, batch, partial(_loss_of_step, self._trainer), budget=budget,
-                units=self._options["units"], device=module.device, offered=ON_THE_MODEL,
+                units=self._options["units"], device=module.device, offered=techniques_for_loops(),
                 clip_norm=_clip_norm_of(self._trainer),
             )  # fmt: skip
         self.transaction = self._new_transaction(fallbacks=plan.fallbacks)

@@ -60,27 +60,23 @@ from plimsoll.integrations.loops.covered_errors import covered
 from plimsoll.integrations.loops.evaluations import Evaluations
 from plimsoll.integrations.loops.planned import planned, refuse_both
 from plimsoll.integrations.loops.trainer_loss import loss_of
-from plimsoll.integrations.loops.transaction import Transaction
+from plimsoll.integrations.loops.transaction import Transaction, techniques_for_loops
 from plimsoll.integrations.training_arguments import to_training_arguments
 from plimsoll.models.workload import Precision, Units, count_units
 from plimsoll.records.former import former_arguments
-from plimsoll.records.plan import Choice, Configuration, Plan
+from plimsoll.records.plan import MICRO_BATCH, Choice, Configuration, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.step.fallbacks import samples_of
 from plimsoll.step.losses.known import known_units
 from plimsoll.step.micro_batches import shape_of_any
 from plimsoll.step.undo.saved import Stateful
+from plimsoll.techniques import technique_of
 
 _NEEDED = (
     "training_step", "compute_loss", "prediction_step", "log", "get_train_dataloader", "_get_num_items_in_batch",
     "_clip_grad_norm",
 )  # fmt: skip
-# What changes the model alone: the loop, the optimizer and the precision are the trainer's.
-_OFFERED = {
-    "micro_batch", "checkpointing", "gradient_cache", "activation_offload", "attention", "time_segments", "heap",
-    "cache",
-}  # fmt: skip
 _INSIDE_BACKWARD = ("lomo", "adalomo")
 
 _Step = Callable[[nn.Module, Any, Any], Tensor]
@@ -250,10 +246,15 @@ def _planned(guard: _Guard, budget: str | int, sample: Any) -> Plan:
         units=guard.units or units_of(sample, model),
         loss_check=loss_check_of_trainer(trainer, optimizer, guard.units_of, sample, guard.said),
         device=trainer.args.device,
-        offered=_OFFERED if guard.says_what_counts(sample) else _OFFERED - {"micro_batch"},
+        offered=_offered() - (frozenset() if guard.says_what_counts(sample) else {MICRO_BATCH}),
         clip_norm=trainer.args.max_grad_norm or None,
         precision=_precision_of(trainer),
     )
+
+
+def _offered() -> frozenset[str]:
+    """Techniques for a loop whose evaluation, loss, optimizer and precision are the trainer's."""
+    return frozenset(name for name in techniques_for_loops(has_loss=True) if technique_of(name).is_for_trainers)
 
 
 def _precision_of(trainer: transformers.Trainer) -> Precision:

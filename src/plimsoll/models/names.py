@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, TypeGuard
 
 from plimsoll.errors import InputError, JobError
-from plimsoll.records.job import OptimizerChoice, Task, near
+from plimsoll.records.job import RECUTS, OptimizerChoice, Task, near
 
 _CONFIG_BASE = "PreTrainedConfig"
 
@@ -135,23 +136,46 @@ def require_labels(task: Task, num_labels: int) -> None:
         )
 
 
+def own_techniques() -> tuple[str, ...]:
+    """List Plimsoll's own techniques, of which each is a module of that name."""
+    spec = find_spec("plimsoll.techniques")
+    assert spec is not None
+    return tuple(module.name for module in iter_modules(spec.submodule_search_locations) if not module.ispkg)
+
+
+def techniques_of_others() -> tuple[EntryPoint, ...]:
+    """List the techniques that other packages bring: entry points, each of its technique's name, not loaded here."""
+    return tuple(entry_points(group="plimsoll.techniques"))
+
+
 def require_technique(name: str, known: Collection[str] | None = None) -> None:
     """Refuse a technique that there is not.
 
     Args:
         name: of the technique.
-        known: those that there are; by default those of Plimsoll's own, of which each is a module of that name.
+        known: those that there are; by default Plimsoll's own and those of other packages.
 
     Raises:
         InputError: it names the nearest.
     """
-    if known is None:
-        spec = find_spec("plimsoll.techniques")
-        assert spec is not None
-        modules = [module.name for module in iter_modules(spec.submodule_search_locations)]
-        known = [module for module in modules if not module.startswith("_")]
+    known = _all_techniques() if known is None else known
     if name not in known:
         raise InputError(f"there is no technique `{name}`; {near(name, known)}")
+
+
+def require_allowed(name: str) -> None:
+    """Refuse what a job allows and nothing has the name of; whether it need be allowed, only the technique knows.
+
+    Raises:
+        JobError: it names the nearest.
+    """
+    known = (*RECUTS, *_all_techniques())
+    if name not in known:
+        raise JobError(f"allow: there is no `{name}` that could be allowed; {near(name, known)}")
+
+
+def _all_techniques() -> tuple[str, ...]:
+    return (*own_techniques(), *(entry.name for entry in techniques_of_others()))
 
 
 @cache

@@ -13,7 +13,7 @@ from plimsoll.planning.inputs import JobInput, PlanningInput
 from plimsoll.planning.search.choices import Problem, available_choices
 from plimsoll.planning.search.pins import Decided, decide
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Pin, parse_pin
+from plimsoll.records.plan import Pin, parse_pin, without_micro_batch
 from plimsoll.techniques import Choices, Setting, technique_of
 
 
@@ -49,7 +49,7 @@ def pinned_choices(job: Job, device: str) -> Choices:
     require_known(pins, ())
     planning_input = JobInput(job)
     decided = decided_of(planning_input, setting_of(planning_input, device), pins, ())
-    return tuple(choice for choice in decided.pinned if choice.technique != "micro_batch")
+    return without_micro_batch(decided.pinned)
 
 
 def decided_of(planning_input: PlanningInput, setting: Setting, pins: Sequence[Pin], forbids: Sequence[str]) -> Decided:

@@ -6,7 +6,7 @@ look at, what its process takes without it, and the facts a plan of it depends o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.device.base import backend_for
+from plimsoll.errors import InputError
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.models.assemble import require_vectors
 from plimsoll.models.build import build_model, loss_of
@@ -31,7 +32,7 @@ from plimsoll.planning.kept_traces import trace_of
 from plimsoll.planning.predict_step import model_bytes
 from plimsoll.planning.targets import own_baseline
 from plimsoll.planning.teacher_loss import loss_for, sketched_loss
-from plimsoll.records.job import Job
+from plimsoll.records.job import RECUTS, Job
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Trace
@@ -41,9 +42,24 @@ from plimsoll.step.losses.additive import loss_check_of
 from plimsoll.step.losses.sliced import why_not_in_slices
 from plimsoll.step.oom_boundary import without_fail
 from plimsoll.step.recovery import samples_of_rank
-from plimsoll.techniques import Choices
+from plimsoll.techniques import TECHNIQUES, Choices
 
 _MOST_BUILT_BYTES = 1 << 30  # of a model that is built in planning to see what its loss does
+
+
+def allowed(names: Iterable[str]) -> frozenset[str]:
+    """What is allowed by name; what need not be allowed, or one name in the place of several, is refused.
+
+    Raises:
+        InputError: it says what can be allowed.
+    """
+    lossy = (one.name for one in TECHNIQUES.values() if one.may_be_allowed or one.numerics == "lossy")
+    known = (*RECUTS, *lossy)
+    given = [names] if isinstance(names, str) else list(names)
+    unknown = [name for name in given if name not in known]
+    if unknown or isinstance(names, str):
+        raise InputError(f"allow={names!r}: give a list of names, of {', '.join(known)}")
+    return frozenset(given)
 
 
 class PlanningInput(Protocol):
@@ -113,7 +129,7 @@ class JobInput:
         self.batch_size, self.num_ranks = samples_of_rank(job), job.ranks
         self.sequence_length: int | None = texts.longest or job.sequence_length
         self.precision: str = job.precision
-        self.allow = frozenset[str](job.allow)
+        self.allow = allowed(job.allow)
         self.lengths_vary = job.is_labelled or job.data.has_padding
         self.tokenizer_bytes = texts.tokenizer_bytes
         self.evaluates_between_steps = bool(job.data.validation and job.evaluate_every)

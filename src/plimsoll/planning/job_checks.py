@@ -18,6 +18,7 @@ from plimsoll.device.cuda.gpus import find_gpu
 from plimsoll.embeddings.opening import dimension_of
 from plimsoll.errors import BudgetError, InputError, JobError
 from plimsoll.models.names import (
+    require_allowed,
     require_labels,
     require_model_fields,
     require_model_name,
@@ -63,6 +64,7 @@ def require_sound(
         lambda: require_optimizer(job.optimizer, job.steps),
         lambda: require_teacher_folder(job),
         *(lambda name=name: require_technique(name) for name in dict.fromkeys(names)),
+        *(lambda name=name: require_allowed(name) for name in job.allow),
         lambda: _require_device(device, job.device),
         lambda: _require_more_than_a_process(job, device, limit_bytes),
     ]

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from plimsoll.device.disk import disk_bytes_per_second
 from plimsoll.device.exchange import exchange_of, measured_exchange
 from plimsoll.device.mapped_memory import scratch_folder
 from plimsoll.device.speed import measured_speed, speed_of
-from plimsoll.errors import InputError, OutputError
+from plimsoll.errors import OutputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -41,7 +41,7 @@ from plimsoll.planning.constraints import decided_of, setting_of, with_pins_of
 from plimsoll.planning.dry_run.processes import Asked
 from plimsoll.planning.dry_run.ranks import threads_of_rank
 from plimsoll.planning.dry_run.step import dry_run_samples
-from plimsoll.planning.inputs import JobInput, PlanningInput, StepInput
+from plimsoll.planning.inputs import JobInput, PlanningInput, StepInput, allowed
 from plimsoll.planning.job_checks import require_sound
 from plimsoll.planning.kept_baseline import Baseline, kept_baseline
 from plimsoll.planning.search.ahead import Likely
@@ -54,13 +54,13 @@ from plimsoll.planning.search.cost import (
     update_seconds,
     with_disk,
 )
-from plimsoll.planning.search.evaluation import Evaluation, Found, phase_peaks, without_micro_batch
+from plimsoll.planning.search.evaluation import Evaluation, Found, phase_peaks
 from plimsoll.planning.search.reasons import told_of
 from plimsoll.planning.search.search import search
 from plimsoll.planning.targets import Target, find_target
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
-from plimsoll.records.job import Allowed, Job
+from plimsoll.records.job import Job
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import (
     Candidate,
@@ -71,12 +71,14 @@ from plimsoll.records.plan import (
     Rejected,
     micro_batch_choice,
     parse_pin,
+    without_micro_batch,
 )
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import parse_bytes
 from plimsoll.step.fallbacks import samples_of
-from plimsoll.techniques import TECHNIQUES, UNTRACED, Choices, in_order
+from plimsoll.techniques import TECHNIQUES, Choices, in_order, technique_of
+from plimsoll.techniques.autocast import Autocast
 
 Progress = Callable[[str], None]
 
@@ -204,21 +206,11 @@ def plan_step(
         BudgetError: if the device has less than the budget.
     """
     planning_input = StepInput(
-        model, optimizer, batch, loss, units, clip_norm, precision, _allowed(allow), never_cut, loss_check
+        model, optimizer, batch, loss, units, clip_norm, precision, allowed(allow), never_cut, loss_check
     )
     pinned = [parse_pin(pin) for pin in pins]
     limit = Budget(device_bytes=parse_bytes(budget))
     return Planner(planning_input, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()
-
-
-def _allowed(names: Iterable[str]) -> frozenset[str]:
-    """What is allowed by name; a technique that there is not, or one name in the place of several, is refused."""
-    known = get_args(Allowed)
-    given = [names] if isinstance(names, str) else list(names)
-    unknown = [name for name in given if name not in known]
-    if unknown or isinstance(names, str):
-        raise InputError(f"allow={names!r}: give a list of names, of {', '.join(known)}")
-    return frozenset(given)
 
 
 def _here(device: str) -> str:
@@ -385,8 +377,9 @@ class Planner:
     @property
     def plain_choices(self) -> Choices:
         """The whole batch, with what is pinned: without it a training may be impossible, as one too long for cuDNN."""
-        pinned = (choice for choice in self._decided.pinned if choice.technique != "micro_batch")
-        return in_order((*pinned, micro_batch_choice(self.planning_input.batch_size)))
+        return in_order(
+            (*without_micro_batch(self._decided.pinned), micro_batch_choice(self.planning_input.batch_size))
+        )
 
     def _learned(self, choices: Choices) -> Learned | None:
         if self._calibration is None:
@@ -498,7 +491,7 @@ class Planner:
 
     def _prediction(self, choices: Choices, counted: Counted) -> Prediction:
         planning_input = self.planning_input
-        named = [str(choice.options["dtype"]) for choice in choices if choice.technique == "autocast"]
+        named = [str(choice.options["dtype"]) for choice in choices if choice.technique == Autocast.name]
         precision = named[0] if named else str(planning_input.workload.precision)
         return self._target.predict(
             counted,
@@ -512,7 +505,7 @@ class Planner:
 
 
 def _seen_in_trace(choices: Choices) -> Choices:
-    return tuple(choice for choice in choices if choice.technique not in UNTRACED)
+    return tuple(choice for choice in choices if technique_of(choice.technique).is_traced)
 
 
 def _fallback_schedule(in_order: Sequence[Evaluation]) -> tuple[Configuration, ...]:

@@ -27,11 +27,12 @@ from plimsoll.planning.search.evaluation import Evaluation
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.diagnosis import Remedy
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Plan, micro_batch_choice
+from plimsoll.records.plan import Choice, Plan, micro_batch_choice, without_micro_batch
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.units import format_bytes
 from plimsoll.step.fallbacks import samples_of
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, technique_of
+from plimsoll.techniques.autocast import Autocast
 
 _MOST_SECONDS = 180.0  # for techniques one by one; the plan is made in any case
 _MIB = 1 << 20
@@ -174,8 +175,8 @@ class _Search:
         sizes = [size for size in available.sizes if size < self.before.micro_batch]
         if sizes:
             yield tuple(map(micro_batch_choice, sizes))
-        autocast = technique_of("autocast").choices(problem.workload, setting)
-        options = dict(available.options) | ({} if isinstance(autocast, str) else {"autocast": autocast})
+        autocast = Autocast().choices(problem.workload, setting)
+        options = dict(available.options) | ({} if isinstance(autocast, str) else {Autocast.name: autocast})
         for choices in (*options.values(), *((choice,) for choice in available.closed)):
             technique = technique_of(choices[0].technique)
             reached_bytes = sum(self.before.parts.get(part, 0) for part in technique.reaches)
@@ -232,7 +233,7 @@ class _Search:
         settings = self._budget()
         if closed:
             settings["allow"] = [*self.job.allow, *closed]
-        if any(choice.technique == "autocast" for choice in choices) and self.job.precision != "auto":
+        if any(choice.technique == Autocast.name for choice in choices) and self.job.precision != "auto":
             settings["precision"] = "auto"
         names = {choice.technique for choice in choices}
         kept = [text for text in self.job.pin if text.partition("=")[0].partition("(")[0].strip() not in names]
@@ -275,5 +276,4 @@ def choices_in_force(plan: Plan, fallback: int | None, micro_batch: int | None) 
     choices = plan.fallbacks[min(fallback or 0, len(plan.fallbacks) - 1)].choices
     if micro_batch is None or micro_batch >= samples_of(choices):
         return choices
-    others = (choice for choice in choices if choice.technique != "micro_batch")
-    return in_order((*others, micro_batch_choice(micro_batch)))
+    return in_order((*without_micro_batch(choices), micro_batch_choice(micro_batch)))

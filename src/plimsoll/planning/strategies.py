@@ -21,10 +21,13 @@ from plimsoll.records.comparison import Calibration
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan
 from plimsoll.records.strategies import Strategies, Strategy
+from plimsoll.techniques.layer_streaming import LayerStreaming
+from plimsoll.techniques.lora import Lora
+from plimsoll.techniques.parameter_offload import ParameterOffload
 
 Progress = Callable[[str], None]
 
-_STREAMED = {"cpu": "parameter_offload", "cuda": "layer_streaming"}
+_STREAMED = {"cpu": ParameterOffload.name, "cuda": LayerStreaming.name}
 _ADAPTERS = "other model: low-rank adapters beside frozen weights"
 
 
@@ -40,7 +43,7 @@ def _wanted(kind: str) -> tuple[_Wanted, ...]:
     streamed = _STREAMED[kind]
 
     def adapters(name: str, base: str, changes: str) -> _Wanted:
-        return _Wanted(name, changes, (Pin(technique="lora", options={"base": base}),), is_lossy=True)
+        return _Wanted(name, changes, (Pin(technique=Lora.name, options={"base": base}),), is_lossy=True)
 
     return (
         _Wanted("full", "nothing", forbids=(streamed,)),
@@ -108,8 +111,8 @@ def compare_strategies(
 
 def _allowing(job: Job, wanted: _Wanted) -> Job:
     """The job with adapters allowed, or not."""
-    others = tuple(name for name in job.allow if name != "lora")
-    return job.model_copy(update={"allow": (*others, "lora") if wanted.is_lossy else others})
+    others = tuple(name for name in job.allow if name != Lora.name)
+    return job.model_copy(update={"allow": (*others, Lora.name) if wanted.is_lossy else others})
 
 
 def _strategy(wanted: _Wanted, plan: Plan) -> Strategy:

@@ -37,7 +37,7 @@ from plimsoll.planning.calibration import learn_from_trial
 from plimsoll.planning.search.near_best import in_falling_order
 from plimsoll.planning.search.reasons import told_of, untried
 from plimsoll.planning.trial_copies import TrialCopies, copier_for, updated_by
-from plimsoll.records.plan import Candidate, Configuration, Plan, Trial, Tried
+from plimsoll.records.plan import MICRO_BATCH, Candidate, Configuration, Plan, Trial, Tried
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.plan_sheets import trial_sentence
@@ -462,7 +462,7 @@ class _Tries:
         rejected = tuple(one for one in plan.rejected if one.choices not in tried)
         if in_order[0] is not plan.fallbacks[0]:
             rejected = tuple(map(untried, rejected))
-        about, numerics = told_of(["micro_batch"], is_whole=in_order[0].micro_batch >= self._batch_size)
+        about, numerics = told_of([MICRO_BATCH], is_whole=in_order[0].micro_batch >= self._batch_size)
         changed: dict[str, Any] = {
             "fallbacks": in_order, "trial": trial, "candidates": (), "rejected": rejected, "about": plan.about | about,
             "numerics": plan.numerics | numerics,

@@ -136,11 +136,8 @@ class CheckpointPolicy(Frozen):
     keep: int = Field(default=2, ge=1)
 
 
-Allowed = Literal[
-    "recut_batch_norm", "recut_loss", "by_length", "adafactor", "low_bit_optimizer", "lora", "adaptive_softmax",
-    "truncated_bptt",
-]  # fmt: skip
-"""What changes the training or its result, and happens only where the user names it."""
+RECUTS = ("recut_batch_norm", "recut_loss")
+"""What a job can allow beside techniques: to cut a batch though that changes the training or its result."""
 
 Task = Literal["language-modeling", "classification", "token-classification"]
 
@@ -167,7 +164,7 @@ class Job(Record):
     steps: int = Field(default=100, ge=1)
     precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
     quantization_aware: Literal["int8", "int4"] | None = None
-    allow: Annotated[tuple[Allowed, ...], BeforeValidator(_listed)] = ()
+    allow: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
     pin: Annotated[tuple[PinText, ...], BeforeValidator(_listed)] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     ranks: int = Field(default=1, ge=1)

@@ -25,6 +25,9 @@ does; or another model, or another training."""
 Value = int | float | str | bool
 """Of an option."""
 
+MICRO_BATCH = "micro_batch"
+"""The technique that every plan has: its option ``samples`` is the size of one forward and backward pass."""
+
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _BEFORE_OPTION = re.compile(r",(?=\s*[a-z][a-z0-9_]*\s*=)")  # a value may have commas: blocks=0,3-5
 
@@ -100,12 +103,12 @@ class Configuration(Frozen):
     @property
     def micro_batch(self) -> int:
         """Samples of one forward and backward pass."""
-        return next(int(choice.options["samples"]) for choice in self.choices if choice.technique == "micro_batch")
+        return next(int(choice.options["samples"]) for choice in self.choices if choice.technique == MICRO_BATCH)
 
     @property
     def others(self) -> tuple[Choice, ...]:
         """The choices but for the micro-batch."""
-        return tuple(choice for choice in self.choices if choice.technique != "micro_batch")
+        return without_micro_batch(self.choices)
 
 
 class Rejected(Frozen):
@@ -256,7 +259,12 @@ class Plan(FormerNames, Record):
 
 def micro_batch_choice(samples: int) -> Choice:
     """Make the choice of a micro-batch."""
-    return Choice(technique="micro_batch", options={"samples": samples})
+    return Choice(technique=MICRO_BATCH, options={"samples": samples})
+
+
+def without_micro_batch(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """Leave the micro-batch out of choices."""
+    return tuple(choice for choice in choices if choice.technique != MICRO_BATCH)
 
 
 def micro_batch_plan(budget: Budget, sizes: tuple[int, ...]) -> Plan:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, zip_longest
 
 from plimsoll.records.device import Budget
-from plimsoll.records.plan import Choice, Configuration, Duration, Plan, Rejected
+from plimsoll.records.plan import MICRO_BATCH, Choice, Configuration, Duration, Plan, Rejected
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import format_bytes, format_seconds
@@ -293,9 +293,7 @@ def _without(plan: Plan, choice: Choice) -> str:
     whole = _words(plan.plain.choices) if plan.plain else set()
     for found in looked_at:
         same = _words(found.choices)
-        if found.peak is not None and (
-            same == others or (choice.technique == "micro_batch" and same == others | whole)
-        ):
+        if found.peak is not None and (same == others or (choice.technique == MICRO_BATCH and same == others | whole)):
             return f"without it {_compared(found.peak, limit_bytes_of(plan))}{_about_seconds(found.step_time)}"
     return ""
 

@@ -18,7 +18,7 @@ from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning
 from plimsoll.models.workload import Reason, Workload
 from plimsoll.records.device import MemoryUse
-from plimsoll.records.plan import Choice, Configuration
+from plimsoll.records.plan import MICRO_BATCH, Choice, Configuration, without_micro_batch
 from plimsoll.records.run import OomEvent
 from plimsoll.step.collective import attempt_collectively
 from plimsoll.step.micro_batches import Shape
@@ -311,7 +311,7 @@ def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size
 
 def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:
     """Those for the whole run, and the others but for the micro-batch, in order of installation."""
-    others = [choice for choice in in_order(choices) if choice.technique != "micro_batch"]
+    others = without_micro_batch(in_order(choices))
     return (
         tuple(choice for choice in others if technique_of(choice.technique).is_for_the_run),
         tuple(choice for choice in others if not technique_of(choice.technique).is_for_the_run),
@@ -329,7 +329,7 @@ def samples_of(choices: Sequence[Choice]) -> int:
     Raises:
         InputError: if it has none, or several.
     """
-    sizes = [int(choice.options["samples"]) for choice in choices if choice.technique == "micro_batch"]
+    sizes = [int(choice.options["samples"]) for choice in choices if choice.technique == MICRO_BATCH]
     if len(sizes) != 1:
         raise InputError(f"a fallback has {len(sizes)} micro-batches ({' '.join(map(str, choices))}): give one to each")
     return sizes[0]

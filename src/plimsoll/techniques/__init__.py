@@ -3,111 +3,75 @@
     with installed(workload, choices):
         ...
 
-`TECHNIQUES` is in the order of installation: first what moves states and parameters, which stays at work when a plan
-goes on to a fallback that begins alike; then what replaces parts of the model, and what wraps calls of it.
-The contract tests run over the registry.
+`TECHNIQUES` has those of this folder and those that other packages bring as entry points of the group
+`plimsoll.techniques`, in the order of installation (see `Technique`). What a technique is, it says itself: nothing else
+knows one by its name. The contract tests run over the registry.
 """
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from importlib import import_module
+from inspect import isabstract
+from types import ModuleType
 
-from plimsoll.models.names import require_technique
+from plimsoll.errors import InputError
+from plimsoll.models.names import own_techniques, require_technique, techniques_of_others
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Value
-from plimsoll.records.trace import Phase
-from plimsoll.techniques.activation_offload import ActivationOffload
-from plimsoll.techniques.adafactor import Adafactor
-from plimsoll.techniques.adaptive_softmax import AdaptiveSoftmax
-from plimsoll.techniques.allocator import Allocator
-from plimsoll.techniques.attention import Attention
-from plimsoll.techniques.autocast import Autocast
-from plimsoll.techniques.by_length import ByLength
-from plimsoll.techniques.cache import Cache
-from plimsoll.techniques.checkpointing import Checkpointing
-from plimsoll.techniques.chunked_loss import ChunkedLoss
-from plimsoll.techniques.cuda_graph import CudaGraph
-from plimsoll.techniques.evaluation import EvaluationPass
-from plimsoll.techniques.fully_shard import FullyShard
-from plimsoll.techniques.gradient_cache import FOUND, GradientCache
-from plimsoll.techniques.heap import Heap
-from plimsoll.techniques.layer_streaming import LayerStreaming
-from plimsoll.techniques.lora import Lora
-from plimsoll.techniques.low_bit_optimizer import LowBitOptimizer
-from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
-from plimsoll.techniques.micro_batch import MicroBatch
-from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
-from plimsoll.techniques.optimizer_kernel import OptimizerKernel
-from plimsoll.techniques.optimizer_offload import OptimizerOffload
-from plimsoll.techniques.packed_stretches import PackedStretches
-from plimsoll.techniques.parameter_offload import ParameterOffload
-from plimsoll.techniques.time_segments import TimeSegments
-from plimsoll.techniques.truncated_bptt import TruncatedBptt
+from plimsoll.records.plan import Choice
+from plimsoll.techniques.mechanisms.technique import STAGES, Choices, Setting, Technique
 
 __all__ = [
-    "CARRIED_ON", "FORGETFUL", "ONLY_IN", "TECHNIQUES", "UNOFFERED", "UNTRACED", "Choices", "Setting", "Technique",
-    "conflict_among", "in_order", "installed", "technique_of",
+    "TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed", "technique_of",
 ]  # fmt: skip
 
-TECHNIQUES: dict[str, Technique] = {
-    technique.name: technique
-    for technique in (
-        Autocast(),
-        Lora(),
-        AdaptiveSoftmax(),
-        Adafactor(),
-        LowBitOptimizer(),
-        FullyShard(),
-        MicroBatch(),
-        ByLength(),
-        OptimizerKernel(),
-        OptimizerOffload(),
-        ParameterOffload(),
-        LayerStreaming(),
-        Attention(),
-        ChunkedLoss(),
-        TruncatedBptt(),
-        TimeSegments(),
-        PackedStretches(),
-        Checkpointing(),
-        GradientCache(),
-        ActivationOffload(),
-        OptimizerInBackward(),
-        CudaGraph(),
-        EvaluationPass(),
-        Heap(),
-        Allocator(),
-        Cache(),
-    )
-}
 
-UNTRACED = (Heap.name, Allocator.name)
-"""How memory is handed out: these change no op, so that any of them can be counted on a trace that is there."""
+class _Registry(UserDict[str, Technique]):
+    """Techniques by name. Those of other packages are loaded when it is first looked at: they import this one."""
 
-ONLY_IN: dict[str, frozenset[Phase]] = {
-    "optimizer_kernel": frozenset({"optimizer"}),
-    "evaluation": frozenset({"evaluation"}),
-}
-"""Those that change nothing but one part of a training."""
+    def __init__(self) -> None:
+        pass  # `data` is made when it is needed
 
-FORGETFUL = frozenset({
-    "micro_batch", "autocast", "lora", "adaptive_softmax", "adafactor", "low_bit_optimizer", "optimizer_kernel",
-    "optimizer_offload", "parameter_offload", "layer_streaming", "attention", "chunked_loss", "checkpointing",
-    "activation_offload", "evaluation", "heap", "allocator", "cache",
-})  # fmt: skip
-"""Those that keep nothing from one forward and backward pass to the next: passes on the same values do the same."""
+    @cached_property
+    def data(self) -> dict[str, Technique]:  # type: ignore[override]
+        """All of them, in the order of installation."""
+        own = [_technique_in(module) for module in _OWN]
+        found = sorted((*own, *_others()), key=lambda one: (STAGES.index(one.stage), one.turn, one.name))
+        return {technique.name: technique for technique in found}
 
-CARRIED_ON = frozenset({"layer_streaming", "activation_offload"})
-"""Those that begin in one block what ends in the next, so that blocks that look alike do not do the same."""
 
-UNOFFERED: dict[str, dict[str, Value]] = {
-    "fully_shard": {"dtype": "kept", "offload": "none"},
-    "gradient_cache": {"part": FOUND},
-    "time_segments": {"kept": 0},
-    "allocator": {"max_split_size_mb": 0, "roundup_power2_divisions": 0},
-}
-"""Options that a menu leaves out where they seldom pay, and what they then are."""
+def _technique_in(module: ModuleType) -> Technique:
+    """Make the technique that a module of this folder defines."""
+    classes = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, Technique)]
+    (found,) = [one for one in classes if one.__module__ == module.__name__ and not isabstract(one)]
+    return found()
+
+
+def _others() -> Iterator[Technique]:
+    """Make the techniques of other packages.
+
+    Raises:
+        InputError: if one cannot be loaded, is no technique, or has a name that is taken.
+    """
+    taken = set(own_techniques())
+    for entry in techniques_of_others():
+        fault, found = "", None
+        try:
+            found = entry.load()
+        except (ImportError, AttributeError) as error:
+            fault = str(error)
+        if isinstance(found, type) and issubclass(found, Technique) and found.name == entry.name not in taken:
+            taken.add(entry.name)
+            yield found()
+        else:
+            fault = fault or f"it must be a `Technique` whose name is `{entry.name}`, and the only one of that name"
+            raise InputError(f"cannot use the technique {entry.value}: {fault}; remove the package that brings it")
+
+
+TECHNIQUES = _Registry()
 
 
 def technique_of(name: str) -> Technique:
@@ -116,8 +80,11 @@ def technique_of(name: str) -> Technique:
     Raises:
         InputError: if there is none; it names the nearest.
     """
-    require_technique(name, TECHNIQUES)
-    return TECHNIQUES[name]
+    try:
+        return TECHNIQUES[name]
+    except KeyError:
+        require_technique(name, TECHNIQUES)
+        raise
 
 
 def in_order(choices: Iterable[Choice]) -> Choices:
@@ -147,3 +114,7 @@ def installed(workload: Workload, choices: Iterable[Choice]) -> Iterator[None]:
         for choice in in_order(choices):
             stack.enter_context(technique_of(choice.technique).install(workload, choice))
         yield
+
+
+# What they import is there before a training is measured, and theirs need what is above.
+_OWN = tuple(import_module(f"{__name__}.{name}") for name in own_techniques())

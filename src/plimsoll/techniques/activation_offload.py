@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import InputError
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
+from plimsoll.records.plan import Choice
 from plimsoll.records.units import format_bytes
 from plimsoll.techniques.mechanisms.pinned import PinnedPool
 from plimsoll.techniques.mechanisms.side_stream import Leaving, SideStream, Transfer
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 LEAST_BYTES = 1 << 20
 """Smaller storages stay: their copies would cost more than they free."""
@@ -44,15 +43,22 @@ _PLACES = {"cpu": "disk", "cuda": "host"}
 _MOST_LEAVING = 1  # storages that are still on the device while their copies are on the way, beside the last one
 
 
-class ActivationOffload:
+class ActivationOffload(Technique):
     """`Technique`: what forward saves for backward off the device."""
 
-    name: ClassVar[str] = "activation_offload"
-    numerics: ClassVar[Numerics] = "bitwise"
-    summary: ClassVar[str] = "what backward needs of forward in a mapped file (CPU) or in the host's memory (CUDA)"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"activations"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = False
+    name = "activation_offload"
+    numerics = "bitwise"
+    summary = "what backward needs of forward in a mapped file (CPU) or in the host's memory (CUDA)"
+    moves = frozenset({"activations"})
+    reaches = frozenset({"activations"})
+    needs = frozenset({"loss"})
+    works_on_shards = True
+    is_for_trainers = True
+    not_captured = "activations go to the host and come back in each pass"
+    keeps_state_between_passes = False
+    spans_blocks = True
+    by_hand = "torch.autograd.graph.save_on_cpu() around forward and loss does it on a GPU"
+    turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Everything to the one place there is for the device."""

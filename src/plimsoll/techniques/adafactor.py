@@ -20,24 +20,29 @@ from typing import ClassVar
 import torch
 
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
-from plimsoll.techniques.mechanisms.replaced_optimizer import conflict, groups_for, obstacle, optimizer_replaced
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.records.plan import Choice
+from plimsoll.techniques.mechanisms.replaced_optimizer import (
+    ReplacedOptimizer,
+    conflict,
+    groups_for,
+    obstacle,
+    optimizer_replaced,
+)
+from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting
 
 _EPSILONS = (None, 1.0)
 _KEPT = ("lr", "weight_decay", "maximize", "foreach")
 
 
-class Adafactor:
+class Adafactor(ReplacedOptimizer):
     """`Technique`: Adafactor in place of Adam and AdamW."""
 
-    name: ClassVar[str] = "adafactor"
-    numerics: ClassVar[Numerics] = "lossy"
-    summary: ClassVar[str] = "Adafactor in place of Adam: nearly no optimizer states"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"optimizer states"})
-    is_for_the_run: ClassVar[bool] = True
-    may_be_faster: ClassVar[bool] = False
+    name = "adafactor"
+    summary = "Adafactor in place of Adam: nearly no optimizer states"
+    kernels = ("foreach", "loop")
+    exports: ClassVar = {"transformers": lambda _choice, _: Exported({"optim": "adafactor"})}
+    by_hand = 'give transformers.Adafactor, or optim="adafactor" to the Trainer'
+    remedies: ClassVar = {"optimizer_states": 2}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The one choice, also where it is not allowed: a plan says what it would open."""

@@ -29,10 +29,10 @@ from torch import nn
 from plimsoll.models.adaptive import DIV_VALUE, adaptive_head, cutoffs_fault, default_cutoffs
 from plimsoll.models.recurrent.model import RecurrentConfig, RecurrentLanguageModel
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
+from plimsoll.records.plan import Choice
+from plimsoll.techniques.chunked_loss import ChunkedLoss
 from plimsoll.techniques.mechanisms.frozen_base import KeptOutside
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 AUTO = "auto"
 """Cutoffs that follow from the vocabulary, whose size may not be known before the text is."""
@@ -41,17 +41,27 @@ _FEWEST_WORDS = 1024
 """Fewer are no large vocabulary: see `plimsoll.techniques.chunked_loss`."""
 
 
-class AdaptiveSoftmax:
+class AdaptiveSoftmax(Technique):
     """`Technique`: clusters of words by frequency in place of one large output layer."""
 
-    name: ClassVar[str] = "adaptive_softmax"
-    numerics: ClassVar[Numerics] = "lossy"
-    summary: ClassVar[str] = "rare words with fewer features, looked at only where they are; ids sorted by frequency"
-    reaches: ClassVar[frozenset[Category]] = frozenset({
+    name = "adaptive_softmax"
+    numerics = "lossy"
+    summary = "rare words with fewer features, looked at only where they are; ids sorted by frequency"
+    modifies = frozenset({"model", "optimizer"})
+    reaches = frozenset({
         "activations", "temporaries", "parameters", "gradients", "optimizer states"
     })  # fmt: skip
-    is_for_the_run: ClassVar[bool] = True
-    may_be_faster: ClassVar[bool] = True
+    is_for_the_run = True
+    excludes: ClassVar = {
+        ChunkedLoss.name: "chunked_loss is for the output layer that it replaces, and it never has all logits itself"
+    }
+    not_captured = "which words are in which cluster is known by values only"
+    may_be_faster = True
+    keeps_state_between_passes = False
+    by_hand = "build the model with nn.AdaptiveLogSoftmaxWithLoss"
+    remedies: ClassVar = {"embeddings": 0}
+    stage = "model"
+    turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """One choice, whose clusters follow from the vocabulary; others can be pinned."""
@@ -68,8 +78,9 @@ class AdaptiveSoftmax:
         div_value = choice.options.get("div_value", DIV_VALUE)
         if not isinstance(div_value, int | float) or isinstance(div_value, bool) or div_value < 1:
             return f"div_value is {div_value}: give a whole number of 1 or more"
-        if any(other.technique == "chunked_loss" for other in others):
-            return "chunked_loss is for the output layer that it replaces, and it never has all logits itself"
+        excluded = self.excluded(others)
+        if excluded is not None:
+            return excluded
         assert isinstance(workload.model, RecurrentLanguageModel)
         config = workload.model.config
         cutoffs = _cutoffs(choice, config)

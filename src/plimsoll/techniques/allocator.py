@@ -28,9 +28,8 @@ from plimsoll.errors import InputError
 from plimsoll.memory.allocator.options import rules_from_text
 from plimsoll.models.workload import Workload
 from plimsoll.records.allocator import AllocatorRules
-from plimsoll.records.plan import Choice, Numerics, Value
-from plimsoll.records.trace import Category
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.records.plan import Choice, Value
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 _BY_DEFAULT = {
     "expandable_segments": "False",
@@ -40,15 +39,22 @@ _BY_DEFAULT = {
 """What can be set, and what undoes it."""
 
 
-class Allocator:
+class Allocator(Technique):
     """`Technique`: how torch's CUDA allocator is set up."""
 
-    name: ClassVar[str] = "allocator"
-    numerics: ClassVar[Numerics] = "bitwise"
-    summary: ClassVar[str] = "segments of the CUDA allocator grow in place, which leaves no holes between them"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"fragmentation"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = False
+    name = "allocator"
+    numerics = "bitwise"
+    summary = "segments of the CUDA allocator grow in place, which leaves no holes between them"
+    reaches = frozenset({"fragmentation"})
+    works_on_shards = True
+    decides_time = True
+    unoffered: ClassVar = {"max_split_size_mb": 0, "roundup_power2_divisions": 0}
+    is_traced = False
+    keeps_state_between_passes = False
+    by_hand = "set PYTORCH_CUDA_ALLOC_CONF before the start"
+    remedies: ClassVar = {"fragmentation": 1}
+    stage = "memory"
+    turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Segments that grow, where nothing is against it."""

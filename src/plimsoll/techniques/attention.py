@@ -19,22 +19,27 @@ from typing import Any, ClassVar
 from torch import nn
 
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.records.plan import Choice
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 _FIELD = "_attn_implementation_internal"  # where every config keeps it; setting the public name sets sub-configs too
 
 
-class Attention:
+class Attention(Technique):
     """`Technique`: exchange eager attention for ``sdpa``."""
 
-    name: ClassVar[str] = "attention"
-    numerics: ClassVar[Numerics] = "reordered"
-    summary: ClassVar[str] = "attention without writing its scores to memory"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = True
+    name = "attention"
+    numerics = "reordered"
+    summary = "attention without writing its scores to memory"
+    modifies = frozenset({"model"})
+    reaches = frozenset({"activations", "temporaries"})
+    works_on_shards = True
+    is_for_trainers = True
+    may_be_faster = True
+    keeps_state_between_passes = False
+    by_hand = 'load the model with attn_implementation="sdpa"'
+    remedies: ClassVar = {"attention_scores": 0}
+    stage = "parts"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The fused kernels, if the model uses none."""

@@ -23,22 +23,30 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.records.plan import Choice
+from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique
 
 Half = Literal["bf16", "fp16"]
 
 
-class Autocast:
+class Autocast(Technique):
     """`Technique`: autocast to a half precision."""
 
-    name: ClassVar[str] = "autocast"
-    numerics: ClassVar[Numerics] = "reduced precision"
-    summary: ClassVar[str] = "matrix products in bf16, or in fp16 with a scaler of the loss"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries"})
-    is_for_the_run: ClassVar[bool] = True
-    may_be_faster: ClassVar[bool] = True
+    name = "autocast"
+    numerics = "reduced precision"
+    summary = "matrix products in bf16, or in fp16 with a scaler of the loss"
+    modifies = frozenset({"precision"})
+    reaches = frozenset({"activations", "temporaries"})
+    is_for_the_run = True
+    works_on_shards = True
+    may_be_faster = True
+    keeps_state_between_passes = False
+    exports: ClassVar = {
+        "deepspeed": lambda choice, _: Exported({str(choice.options["dtype"]): {"enabled": True}}),
+        "accelerate": lambda choice, _: Exported({"mixed_precision": str(choice.options["dtype"])}),
+        "transformers": lambda choice, _: Exported({str(choice.options["dtype"]): True}),
+    }
+    stage = "precision"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """What the device has kernels for, where the job leaves it open."""

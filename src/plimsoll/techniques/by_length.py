@@ -24,9 +24,8 @@ from typing import ClassVar
 from torch import nn
 
 from plimsoll.models.workload import Workload, model_loss
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.records.plan import Choice
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 from plimsoll.techniques.mechanisms.whole import counts_rows
 
 _SENSITIVE = {
@@ -47,15 +46,23 @@ in float64, and comparing: these differ by 3e-4 to 0.5 of the loss, all others b
 xlnet, which could not be built so, are here for what their code does."""
 
 
-class ByLength:
+class ByLength(Technique):
     """`Technique`: micro-batches by length, trimmed."""
 
-    name: ClassVar[str] = "by_length"
-    numerics: ClassVar[Numerics] = "reordered"
-    summary: ClassVar[str] = "samples of alike length in one pass, without their common padding"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries", "inputs"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = False
+    name = "by_length"
+    numerics = "reordered"
+    summary = "samples of alike length in one pass, without their common padding"
+    may_be_allowed = True
+    modifies = frozenset({"batch cut"})
+    reaches = frozenset({"activations", "temporaries", "inputs"})
+    needs = frozenset({"step"})
+    works_on_shards = True
+    not_captured = "micro-batches of alike length have all kinds of shapes"
+    leaves_out_work = True
+    by_hand = "sort samples by length in the loader (group_by_length in the Trainer)"
+    remedies: ClassVar = {"padding": 0}
+    stage = "batch"
+    turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """One choice, for a model that is known to give the same result with and without padding."""

@@ -11,25 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 import torch
 
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.records.plan import Choice
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 
-class Cache:
+class Cache(Technique):
     """`Technique`: the cache of the CUDA allocator is emptied when it is above a line."""
 
-    name: ClassVar[str] = "cache"
-    numerics: ClassVar[Numerics] = "bitwise"
-    summary: ClassVar[str] = "cached blocks go back to the driver between steps, above a line"
-    reaches: ClassVar[frozenset[Category]] = frozenset()  # the process's own peak stays: the plan never tries it
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = False
+    name = "cache"
+    numerics = "bitwise"
+    summary = "cached blocks go back to the driver between steps, above a line"
+    # It reaches nothing, as the process's own peak stays: the plan never tries it.
+    is_for_trainers = True
+    keeps_state_between_passes = False
+    by_hand = "call torch.cuda.empty_cache() where memory is short"
+    stage = "memory"
+    turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """After every step; a pin gives the line. Which line others need is not known here."""

@@ -29,26 +29,36 @@ from torch.utils.checkpoint import checkpoint
 
 from plimsoll.errors import InputError
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category, Trace
+from plimsoll.records.plan import Choice
+from plimsoll.records.trace import Trace
 from plimsoll.records.units import format_bytes
 from plimsoll.techniques.mechanisms.blocks import Blocks, blocks_of
 from plimsoll.techniques.mechanisms.caches import CachesBefore
 from plimsoll.techniques.mechanisms.forwards import replaced_forward
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique
 
 _LEAST_SHARE = 0.01  # of the activations; where blocks keep less, recomputing them cannot lower a peak that is seen
 
 
-class Checkpointing:
+class Checkpointing(Technique):
     """`Technique`: recompute the activations of blocks in backward."""
 
-    name: ClassVar[str] = "checkpointing"
-    numerics: ClassVar[Numerics] = "bitwise"
-    summary: ClassVar[str] = "activations of some or all blocks computed again in backward"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"activations"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = False
+    name = "checkpointing"
+    numerics = "bitwise"
+    summary = "activations of some or all blocks computed again in backward"
+    modifies = frozenset({"model"})
+    reaches = frozenset({"activations"})
+    works_on_shards = True
+    is_for_trainers = True
+    decides_time = True
+    keeps_state_between_passes = False
+    exports: ClassVar = {
+        "transformers": lambda choice, _: (
+            Exported({"activation_checkpointing": True}) if choice.options.get("blocks", "all") == "all" else None
+        )
+    }
+    by_hand = "call model.gradient_checkpointing_enable(), which takes all blocks"
+    remedies: ClassVar = {"attention_scores": 1}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Every fourth block, every second, all."""

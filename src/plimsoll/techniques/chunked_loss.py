@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from plimsoll.errors import InputError, PlimsollWarning
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category, Trace
+from plimsoll.records.plan import Choice
+from plimsoll.records.trace import Trace
 from plimsoll.techniques.mechanisms.lazy_logits import Tally, lazy_linear
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 # Fewer outputs than this are no vocabulary: their logits are small beside what the layers before leave.
 _FEWEST_OUTPUTS = 1024
@@ -34,15 +34,19 @@ _LEAST_RATIO = 4
 _CHUNK_TOKENS = {"cpu": (256, 64), "cuda": (1024, 256, 64)}
 
 
-class ChunkedLoss:
+class ChunkedLoss(Technique):
     """`Technique`: compute the logits and their cross entropy in chunks of tokens."""
 
-    name: ClassVar[str] = "chunked_loss"
-    numerics: ClassVar[Numerics] = "reordered"
-    summary: ClassVar[str] = "output layer and cross entropy a few tokens at a time, without all logits"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = True
+    name = "chunked_loss"
+    numerics = "reordered"
+    summary = "output layer and cross entropy a few tokens at a time, without all logits"
+    modifies = frozenset({"model"})
+    reaches = frozenset({"activations", "temporaries"})
+    may_be_faster = True
+    keeps_state_between_passes = False
+    by_hand = "use torch.nn.functional.linear_cross_entropy or the Liger kernel"
+    remedies: ClassVar = {"logits": 0}
+    stage = "parts"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Chunks of some tokens, where the output layer is large and its loss a cross entropy."""

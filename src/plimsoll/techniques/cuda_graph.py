@@ -17,39 +17,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 from torch import nn
 
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
-
-_NOT_WITH = {
-    "activation_offload": "activations go to the host and come back in each pass",
-    "adaptive_softmax": "which words are in which cluster is known by values only",
-    "by_length": "micro-batches of alike length have all kinds of shapes",
-    "fully_shard": "each pass gathers parameters from other ranks",
-    "gradient_cache": "Python goes on from slice to slice",
-    "layer_streaming": "blocks come to the device in each pass",
-    "optimizer_in_backward": "parameters are updated in backward",
-    "packed_stretches": "what is packed has all kinds of shapes",
-    "parameter_offload": "parameters come to the device in each pass",
-    "time_segments": "Python goes on from segment to segment",
-    "truncated_bptt": "Python carries the state from segment to segment",
-}
+from plimsoll.records.plan import Choice
+from plimsoll.techniques import technique_of
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 
-class CudaGraph:
+class CudaGraph(Technique):
     """`Technique`: replay micro-batches of equal shape as one captured graph."""
 
-    name: ClassVar[str] = "cuda_graph"
-    numerics: ClassVar[Numerics] = "bitwise"
-    summary: ClassVar[str] = "micro-batches of equal shape replayed as one captured graph: a single launch"
-    reaches: ClassVar[frozenset[Category]] = frozenset()  # it needs more memory
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = True
+    name = "cuda_graph"
+    numerics = "bitwise"
+    summary = "micro-batches of equal shape replayed as one captured graph: a single launch"
+    needs = frozenset({"step"})
+    may_be_faster = True
+    by_hand = "capture forward and backward with torch.cuda.graph in a loop of one's own"
+    stage = "graph"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The one way there is, where shapes are equal and the device has graphs."""
@@ -57,7 +43,7 @@ class CudaGraph:
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """Nothing else may move data, or let Python go on, within a pass."""
-        reasons = (_NOT_WITH.get(other.technique) for other in others)
+        reasons = (technique_of(other.technique).not_captured for other in others)
         return next(filter(None, reasons), None) or _obstacle(workload, setting)
 
     @contextmanager

@@ -14,20 +14,26 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.records.plan import Choice
+from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique
 
 
-class EvaluationPass:
+class EvaluationPass(Technique):
     """`Technique`: bound the samples of one evaluation pass."""
 
-    name: ClassVar[str] = "evaluation"
-    numerics: ClassVar[Numerics] = "reordered"
-    summary: ClassVar[str] = "evaluation in smaller passes than training"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"temporaries", "inputs"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = False
+    name = "evaluation"
+    numerics = "reordered"
+    summary = "evaluation in smaller passes than training"
+    modifies = frozenset({"batch cut"})
+    reaches = frozenset({"temporaries", "inputs"})
+    only_in = frozenset({"evaluation"})
+    works_on_shards = True
+    keeps_state_between_passes = False
+    exports: ClassVar = {
+        "transformers": lambda choice, _: Exported({"per_device_eval_batch_size": int(choice.options["samples"])})
+    }
+    by_hand = "set the evaluation's batch size (per_device_eval_batch_size in the Trainer)"
+    stage = "evaluation"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """A half, a quarter, ... of the batch, if the training evaluates at all."""

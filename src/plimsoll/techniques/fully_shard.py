@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,30 +36,71 @@ from torch import nn
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import InputError
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics, Value
-from plimsoll.records.trace import Category
+from plimsoll.records.plan import Choice, Value
+from plimsoll.techniques import technique_of
+from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.mechanisms.blocks import blocks_of
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
-from plimsoll.techniques.optimizer_offload import PLACES, OptimizerOffload
+from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique, by_deepspeed
+from plimsoll.techniques.optimizer_offload import DEEPSPEED_PLACES, PLACES, OptimizerOffload
 
 _GATHERED = ("once", "twice")
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BY_NUMBER = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-TOGETHER = frozenset(
-    {"micro_batch", "by_length", "autocast", "attention", "checkpointing", "activation_offload", "evaluation", "heap",
-     "allocator", "optimizer_kernel", OptimizerOffload.name}
-)  # fmt: skip
 
 
-class FullyShard:
+def _zero(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
+    """As DeepSpeed's ZeRO, which always gathers twice."""
+    zero: dict[str, Any] = {"stage": 3}
+    offload = choice.options.get("offload")
+    if offload in DEEPSPEED_PLACES:
+        place = {"device": DEEPSPEED_PLACES[str(offload)]}
+        zero |= {"offload_param": place, "offload_optimizer": place}
+    note = "ZeRO stage 3 gathers parameters for forward and again for backward, in less memory and more time"
+    precision = {name: {"enabled": True} for name in _HALVES if name == choice.options.get("dtype")}
+    return Exported(precision | {"zero_optimization": zero}, note if choice.options["gathered"] == "once" else "")
+
+
+def _fsdp(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
+    """As Accelerate's FSDP2, which is the same; it has no files, and DeepSpeed has."""
+    if choice.options.get("offload") == "disk":
+        return by_deepspeed(choice, device)
+    precision = {"mixed_precision": choice.options["dtype"]} if choice.options.get("dtype") in _HALVES else {}
+    fsdp = {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": choice.options["gathered"] == "twice",
+        "fsdp_offload_params": choice.options.get("offload") == "host",
+    }
+    return Exported(precision | {"distributed_type": "FSDP", "fsdp_config": fsdp})
+
+
+def _of_trainer(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported | None:
+    """As the FSDP2 of `transformers.TrainingArguments`."""
+    if choice.options.get("offload") == "disk":
+        return None
+    precision = {name: True for name in _HALVES if name == choice.options.get("dtype")}
+    fsdp = {
+        "version": 2,
+        "reshard_after_forward": choice.options["gathered"] == "twice",
+        "cpu_offload": choice.options.get("offload") == "host",
+    }
+    return Exported(precision | {"fsdp": True, "fsdp_config": fsdp})
+
+
+class FullyShard(Technique):
     """`Technique`: parameters, gradients and optimizer states in shards, one on each rank."""
 
-    name: ClassVar[str] = "fully_shard"
-    numerics: ClassVar[Numerics] = "reordered"
-    summary: ClassVar[str] = "parameters, gradients and optimizer states shared out over the ranks (FSDP2)"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"parameters", "gradients", "optimizer states"})
-    is_for_the_run: ClassVar[bool] = True
-    may_be_faster: ClassVar[bool] = False
+    name = "fully_shard"
+    numerics = "reordered"
+    summary = "parameters, gradients and optimizer states shared out over the ranks (FSDP2)"
+    modifies = frozenset({"model", "optimizer"})
+    moves = frozenset({"parameters", "states"})
+    reaches = frozenset({"parameters", "gradients", "optimizer states"})
+    is_for_the_run = True
+    not_captured = "each pass gathers parameters from other ranks"
+    unoffered: ClassVar = {"dtype": "kept", "offload": "none"}
+    exports: ClassVar = {"deepspeed": _zero, "accelerate": _fsdp, "transformers": _of_trainer}
+    stage = "ranks"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Gathered once, or twice; in the job's half precision where it has one; off the device as well."""
@@ -77,7 +118,7 @@ class FullyShard:
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """There must be several ranks, and nothing else that moves or replaces parameters."""
-        strange = [other.technique for other in others if other.technique not in TOGETHER]
+        strange = [other.technique for other in others if not technique_of(other.technique).works_on_shards]
         if strange:
             return f"{strange[0]} works on whole parameters, and each rank has some rows of them"
         if choice.options.get("offload", "none") != "none" and any(
@@ -133,7 +174,7 @@ def _odd_option(choice: Choice, others: Choices, workload: Workload, setting: Se
     cast_to = {
         setting.precision,
         workload.precision,
-        *(one.options["dtype"] for one in others if one.technique == "autocast"),
+        *(one.options["dtype"] for one in others if one.technique == Autocast.name),
     }
     if dtype in _HALVES and dtype not in cast_to:
         return f"parameters are gathered in {dtype} where the job computes in it: say `precision: {dtype}`"

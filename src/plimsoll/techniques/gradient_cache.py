@@ -30,33 +30,39 @@ from torch import nn
 from plimsoll.errors import InputError, PlimsollWarning
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.former import warn_of_former
-from plimsoll.records.plan import Choice, Numerics, micro_batch_choice
-from plimsoll.records.trace import Category
+from plimsoll.records.plan import MICRO_BATCH, Choice, micro_batch_choice
+from plimsoll.techniques.by_length import ByLength
+from plimsoll.techniques.fully_shard import FullyShard
+from plimsoll.techniques.layer_streaming import LayerStreaming
 from plimsoll.techniques.mechanisms.blocks import blocks_of
 from plimsoll.techniques.mechanisms.forwards import replaced_forward
 from plimsoll.techniques.mechanisms.sliced import SlicedForward, Slicing
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 from plimsoll.techniques.mechanisms.whole import counts_rows
+from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 
 FOUND = "found"
 _STEP = 4  # between the sizes of a menu
-_NOT_WITH = {
-    "by_length": "by_length cuts the batch, and its loss with it",
-    "fully_shard": "blocks that are shared out over the ranks would be gathered for each slice anew",
-    "layer_streaming": "blocks would come to the device for each slice anew",
-    "optimizer_in_backward": "gradients add up over slices, and are complete in the last one only",
-}
 
 
-class GradientCache:
+class GradientCache(Technique):
     """`Technique`: embed a batch in slices, and again in backward, for a loss of all embeddings."""
 
-    name: ClassVar[str] = "gradient_cache"
-    numerics: ClassVar[Numerics] = "reordered"
-    summary: ClassVar[str] = "the batch embedded in slices, and again in backward; the loss is of all embeddings"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = False
+    name = "gradient_cache"
+    numerics = "reordered"
+    summary = "the batch embedded in slices, and again in backward; the loss is of all embeddings"
+    modifies = frozenset({"model"})
+    reaches = frozenset({"activations", "temporaries"})
+    excludes: ClassVar = {
+        ByLength.name: "by_length cuts the batch, and its loss with it",
+        FullyShard.name: "blocks that are shared out over the ranks would be gathered for each slice anew",
+        LayerStreaming.name: "blocks would come to the device for each slice anew",
+        OptimizerInBackward.name: "gradients add up over slices, and are complete in the last one only",
+    }
+    is_for_trainers = True
+    not_captured = "Python goes on from slice to slice"
+    is_for_whole_batches = True
+    unoffered: ClassVar = {"part": FOUND}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Slices of a quarter of the batch, a sixteenth, and so on down to single samples."""
@@ -79,13 +85,13 @@ class GradientCache:
         if size < 1:
             return f"a slice of {size} samples is none: give 1 or more"
         for other in others:
-            if other.technique == "micro_batch" and int(other.options["samples"]) < setting.batch_size:
+            if other.technique == MICRO_BATCH and int(other.options["samples"]) < setting.batch_size:
                 return (
                     f"micro-batches of {other.options['samples']} of {setting.batch_size} samples cut the batch "
                     "already, and its loss with it"
                 )
-            if other.technique in _NOT_WITH:
-                return _NOT_WITH[other.technique]
+            if other.technique in self.excludes:
+                return self.excludes[other.technique]
         return _why_not(workload, str(choice.options.get("part", FOUND)))
 
     @contextmanager

@@ -17,9 +17,9 @@ from typing import ClassVar
 from plimsoll.device.cpu import data_limit, heap
 from plimsoll.models.workload import Workload
 from plimsoll.records.allocator import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.records.plan import Choice
+from plimsoll.techniques import technique_of
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 MAPPED_FROM_BYTES = {
     "never": None,
@@ -31,15 +31,22 @@ MAPPED_FROM_BYTES = {
 """The thresholds by the word for them, what keeps most first."""
 
 
-class Heap:
+class Heap(Technique):
     """`Technique`: how the heap of the host is set up."""
 
-    name: ClassVar[str] = "heap"
-    numerics: ClassVar[Numerics] = "bitwise"
-    summary: ClassVar[str] = "freed memory is kept for speed, or goes back to the system sooner for room"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"fragmentation"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = True
+    name = "heap"
+    numerics = "bitwise"
+    summary = "freed memory is kept for speed, or goes back to the system sooner for room"
+    reaches = frozenset({"fragmentation"})
+    works_on_shards = True
+    is_for_trainers = True
+    may_be_faster = True
+    decides_time = True
+    is_traced = False
+    keeps_state_between_passes = False
+    by_hand = "set MALLOC_TRIM_THRESHOLD_ before the start"
+    remedies: ClassVar = {"fragmentation": 0}
+    stage = "memory"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """What keeps everything, and what keeps less than a budget's default does."""
@@ -106,7 +113,8 @@ def set_up_for_steps(choices: Choices) -> None:
 
 def is_built_apart(choices: Choices) -> bool:
     """Whether the parameters that a model is built with go before the first step, for smaller ones."""
-    return any(choice.technique == "fully_shard" for choice in choices)
+    techniques = [technique_of(choice.technique) for choice in choices]
+    return any(one.is_for_the_run and "parameters" in one.moves for one in techniques)
 
 
 def rules_in_force(choices: Choices, has_budget: bool) -> HeapRules:
@@ -120,7 +128,7 @@ def rules_in_force(choices: Choices, has_budget: bool) -> HeapRules:
 def heap_rules(choices: Iterable[Choice]) -> HeapRules | None:
     """The rules of the heap with these choices; ``None`` where none of them sets it up."""
     for choice in choices:
-        if choice.technique == "parameter_offload":  # which sets the heap up itself
+        if technique_of(choice.technique).sets_up_heap:
             return TIGHT_HEAP
         if choice.technique == Heap.name:
             threshold_bytes = _threshold_bytes(choice)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,26 +29,31 @@ from torch._subclasses.fake_tensor import FakeTensor
 from plimsoll.device.off_device import is_marked, mark_outside, unmark
 from plimsoll.errors import InputError
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
-from plimsoll.techniques.checkpointing import chosen_blocks
+from plimsoll.records.plan import Choice
+from plimsoll.techniques.checkpointing import Checkpointing, chosen_blocks
 from plimsoll.techniques.mechanisms.blocks import Blocks, blocks_of
 from plimsoll.techniques.mechanisms.pinned import PinnedPool
 from plimsoll.techniques.mechanisms.streamed_layers import streamable_parameters, streamed
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 _NOT_ON_CPU = "on a CPU the weights are in the host's memory already; parameter_offload puts them into a file"
 
 
-class LayerStreaming:
+class LayerStreaming(Technique):
     """`Technique`: weights of blocks on the host, brought for each use."""
 
-    name: ClassVar[str] = "layer_streaming"
-    numerics: ClassVar[Numerics] = "reordered"
-    summary: ClassVar[str] = "weights of blocks on the host, copied to the GPU block by block and updated there"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"parameters", "gradients", "optimizer states"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = False
+    name = "layer_streaming"
+    numerics = "reordered"
+    summary = "weights of blocks on the host, copied to the GPU block by block and updated there"
+    modifies = frozenset({"model", "optimizer"})
+    moves = frozenset({"parameters", "states"})
+    reaches = frozenset({"parameters", "gradients", "optimizer states"})
+    not_captured = "blocks come to the device in each pass"
+    keeps_state_between_passes = False
+    spans_blocks = True
+    by_hand = "ZeRO stage 3 keeps all parameters away, not those of chosen blocks: see its offload_param"
+    stage = "places"
+    turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Every second block, or all."""
@@ -64,7 +69,7 @@ class LayerStreaming:
         try:
             numbers = chosen_blocks(str(choice.options["blocks"]), len(blocks))
         except InputError as error:
-            return str(error).replace("checkpointing", self.name)
+            return str(error).replace(Checkpointing.name, self.name)
         return _why_not(tuple(blocks[number] for number in numbers), workload, setting)
 
     @contextmanager

@@ -27,11 +27,10 @@ from torch import nn
 
 from plimsoll.models.hugging_face import is_hugging_face
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics, Value
-from plimsoll.records.trace import Category
+from plimsoll.records.plan import Choice, Value
 from plimsoll.techniques.mechanisms.codes import CODECS
 from plimsoll.techniques.mechanisms.frozen_base import KeptOutside, to_codes
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 _RANK, _ALPHA = 8, 16
 """peft's own rank, and twice as much for the scale, as its examples have it."""
@@ -39,15 +38,19 @@ _RANK, _ALPHA = 8, 16
 _BASES = ("kept", *CODECS)
 
 
-class Lora:
+class Lora(Technique):
     """`Technique`: train low-rank adapters of a frozen model."""
 
-    name: ClassVar[str] = "lora"
-    numerics: ClassVar[Numerics] = "lossy"
-    summary: ClassVar[str] = "small adapters are trained, the model is frozen"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"parameters", "gradients", "optimizer states"})
-    is_for_the_run: ClassVar[bool] = True
-    may_be_faster: ClassVar[bool] = False
+    name = "lora"
+    numerics = "lossy"
+    summary = "small adapters are trained, the model is frozen"
+    modifies = frozenset({"model", "optimizer"})
+    reaches = frozenset({"parameters", "gradients", "optimizer states"})
+    is_for_the_run = True
+    keeps_state_between_passes = False
+    by_hand = "wrap the model with peft.get_peft_model"
+    remedies: ClassVar = {"optimizer_states": 3}
+    stage = "model"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """One size of adapters, beside the model as it is and in codes of 8 and 4 bits; other sizes can be pinned."""

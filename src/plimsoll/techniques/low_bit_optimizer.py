@@ -14,25 +14,31 @@ from contextlib import AbstractContextManager
 from typing import ClassVar
 
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
+from plimsoll.records.plan import Choice
 from plimsoll.techniques.mechanisms.low_bit_adam import LEAST_ELEMENTS, LowBitAdam, is_quantized
-from plimsoll.techniques.mechanisms.replaced_optimizer import conflict, groups_for, obstacle, optimizer_replaced
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.replaced_optimizer import (
+    ReplacedOptimizer,
+    conflict,
+    groups_for,
+    obstacle,
+    optimizer_replaced,
+)
+from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting
 
 _BITS = (8, 4)
 _KEPT = ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay")
 
 
-class LowBitOptimizer:
+class LowBitOptimizer(ReplacedOptimizer):
     """`Technique`: Adam or AdamW with moments of few bits."""
 
-    name: ClassVar[str] = "low_bit_optimizer"
-    numerics: ClassVar[Numerics] = "lossy"
-    summary: ClassVar[str] = "Adam's moments in 8 or 4 bits"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"optimizer states"})
-    is_for_the_run: ClassVar[bool] = True
-    may_be_faster: ClassVar[bool] = False
+    name = "low_bit_optimizer"
+    summary = "Adam's moments in 8 or 4 bits"
+    exports: ClassVar = {
+        "transformers": lambda choice, _: Exported({"optim": "adamw_8bit"}) if choice.options.get("bits") == 8 else None
+    }
+    by_hand = "give torchao.optim.AdamW8bit or AdamW4bit as the optimizer"
+    remedies: ClassVar = {"optimizer_states": 1}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Both, also where they are not allowed: a plan says what they would open."""

@@ -13,21 +13,25 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 from plimsoll.models.workload import Reason, Workload
-from plimsoll.records.plan import Choice, Numerics, micro_batch_choice
-from plimsoll.records.trace import Category
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.records.plan import MICRO_BATCH, Choice, micro_batch_choice
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 from plimsoll.techniques.mechanisms.whole import WholeBatch
 
 
-class MicroBatch:
+class MicroBatch(Technique):
     """`Technique`: accumulate gradients over pieces of the batch."""
 
-    name: ClassVar[str] = "micro_batch"
-    numerics: ClassVar[Numerics] = "reordered"
-    summary: ClassVar[str] = "the batch in pieces, whose gradients add up to the whole batch's"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries", "inputs"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = False
+    name = MICRO_BATCH
+    numerics = "reordered"
+    summary = "the batch in pieces, whose gradients add up to the whole batch's"
+    modifies = frozenset({"batch cut"})
+    reaches = frozenset({"activations", "temporaries", "inputs"})
+    works_on_shards = True
+    is_for_trainers = True
+    decides_time = True
+    keeps_state_between_passes = False
+    remedies: ClassVar = {"attention_scores": 2, "logits": 1}
+    stage = "batch"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Every size that needs another number of pieces, largest first."""

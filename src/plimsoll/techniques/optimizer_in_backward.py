@@ -19,21 +19,26 @@ import torch
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.models.optimizers import is_separable
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
+from plimsoll.records.plan import MICRO_BATCH, Choice
+from plimsoll.techniques.autocast import Autocast
+from plimsoll.techniques.by_length import ByLength
 from plimsoll.techniques.mechanisms.pinned import PinnedPool
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 
-class OptimizerInBackward:
+class OptimizerInBackward(Technique):
     """`Technique`: update each parameter as soon as its gradient is complete."""
 
-    name: ClassVar[str] = "optimizer_in_backward"
-    numerics: ClassVar[Numerics] = "bitwise"
-    summary: ClassVar[str] = "each parameter updated in backward, its gradient freed at once"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"gradients"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = False
+    name = "optimizer_in_backward"
+    numerics = "bitwise"
+    summary = "each parameter updated in backward, its gradient freed at once"
+    modifies = frozenset({"optimizer"})
+    reaches = frozenset({"gradients"})
+    excludes: ClassVar = {ByLength.name: "by_length cuts the batch, so gradients are complete in the last pass only"}
+    not_captured = "parameters are updated in backward"
+    by_hand = "register_post_accumulate_grad_hook in a loop of one's own does it"
+    remedies: ClassVar = {"optimizer_temporaries": 1}
+    stage = "update"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The one way there is, unless the training itself forbids it."""
@@ -41,7 +46,7 @@ class OptimizerInBackward:
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """Nothing may need all gradients before the first update."""
-        reasons = (_obstacle_of(other, setting) for other in others)
+        reasons = (_obstacle_of(other, setting) or self.excluded((other,)) for other in others)
         return next(filter(None, reasons), None) or _obstacle(workload, setting)
 
     @contextmanager
@@ -60,19 +65,14 @@ _SCALED = "fp16's scaler looks at all gradients before it lets any be used"
 
 def _obstacle_of(other: Choice, setting: Setting) -> str | None:
     """Why another technique makes it impossible, or ``None``."""
-    if other.technique == "micro_batch" and int(other.options["samples"]) < setting.batch_size:
+    if other.technique == MICRO_BATCH and int(other.options["samples"]) < setting.batch_size:
         return (
             f"gradients add up over micro-batches of {other.options['samples']} of {setting.batch_size} samples, and "
             "are complete in the last one only"
         )
-    if other.technique == "autocast" and "fp16" in map(str, other.options.values()):
+    if other.technique == Autocast.name and "fp16" in map(str, other.options.values()):
         return _SCALED
-    return _OBSTACLES.get(other.technique)
-
-
-_OBSTACLES = {
-    "by_length": "by_length cuts the batch, so gradients are complete in the last pass only",
-}
+    return None
 
 
 def _obstacle(workload: Workload, setting: Setting) -> str | None:

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from plimsoll.models.optimizers import is_of_torch
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.records.plan import Choice
+from plimsoll.techniques import technique_of
+from plimsoll.techniques.mechanisms.replaced_optimizer import ReplacedOptimizer
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 Kernel = Literal["foreach", "loop", "fused"]
 _MISSING = object()
@@ -34,15 +35,22 @@ _MISSING = object()
 _OF_FUSED = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 
 
-class OptimizerKernel:
+class OptimizerKernel(Technique):
     """`Technique`: another kernel for the update."""
 
-    name: ClassVar[str] = "optimizer_kernel"
-    numerics: ClassVar[Numerics] = "reordered"
-    summary: ClassVar[str] = "the optimizer's update in a kernel with fewer temporaries"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"temporaries"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = True
+    name = "optimizer_kernel"
+    numerics = "reordered"
+    summary = "the optimizer's update in a kernel with fewer temporaries"
+    modifies = frozenset({"optimizer"})
+    moves = frozenset({"states"})
+    reaches = frozenset({"temporaries"})
+    only_in = frozenset({"optimizer"})
+    works_on_shards = True
+    may_be_faster = True
+    keeps_state_between_passes = False
+    by_hand = "give the optimizer foreach=False or fused=True, as the option says"
+    remedies: ClassVar = {"optimizer_temporaries": 0}
+    stage = "places"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """`fused`, which is faster and needs less than the others; where it cannot be had, what is not in force."""
@@ -69,9 +77,10 @@ class OptimizerKernel:
         kernel = choice.options["kernel"]
         if kernel not in get_args(Kernel):
             return f"there is no kernel `{kernel}`: choose foreach, loop or fused"
-        replacing = next((other.technique for other in others if other.technique in _REPLACING), None)
-        if replacing is not None and kernel not in _REPLACING[replacing]:
-            return f"{replacing} replaces the optimizer by one that has no `{kernel}` kernel to choose"
+        techniques = (technique_of(other.technique) for other in others)
+        replacing = next((one for one in techniques if isinstance(one, ReplacedOptimizer)), None)
+        if replacing is not None and kernel not in replacing.kernels:
+            return f"{replacing.name} replaces the optimizer by one that has no `{kernel}` kernel to choose"
         return _obstacle(kernel, workload, setting.device)
 
     @contextmanager
@@ -153,8 +162,6 @@ def _obstacle_to_fused(workload: Workload, device: Literal["cpu", "cuda"]) -> st
 
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-# Techniques that replace the optimizer, and the kernels that what they put in its place has.
-_REPLACING: dict[str, tuple[Kernel, ...]] = {"adafactor": ("foreach", "loop"), "low_bit_optimizer": ()}
 
 
 def _place_step_counts(optimizer: torch.optim.Optimizer) -> None:

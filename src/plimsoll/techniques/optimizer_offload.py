@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import MethodType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +31,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.device.off_device import is_marked, states_outside
 from plimsoll.models.workload import Workload, resident_bytes
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
+from plimsoll.records.plan import Choice
 from plimsoll.techniques.mechanisms.pinned import PinnedPool
 from plimsoll.techniques.mechanisms.side_stream import SideStream, Transfer
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique, by_deepspeed
 
 PLACES = {"cpu": "disk", "cuda": "host"}
 """Where there is memory that a device's budget does not count."""
+
+DEEPSPEED_PLACES = {"host": "cpu", "disk": "nvme"}
+"""What DeepSpeed calls them."""
 
 
 class Pool(Protocol):
@@ -57,15 +59,26 @@ class Pool(Protocol):
         ...
 
 
-class OptimizerOffload:
+def _zero(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
+    place = DEEPSPEED_PLACES[str(choice.options.get("to", PLACES[device]))]
+    stage = 3 if place == "nvme" else 2  # only stage 3 goes to a disk
+    return Exported({"zero_optimization": {"stage": stage, "offload_optimizer": {"device": place}}})
+
+
+class OptimizerOffload(Technique):
     """`Technique`: optimizer states off the device."""
 
-    name: ClassVar[str] = "optimizer_offload"
-    numerics: ClassVar[Numerics] = "bitwise"
-    summary: ClassVar[str] = "optimizer states in a mapped file (CPU) or in the host's memory (CUDA)"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"optimizer states"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = False
+    name = "optimizer_offload"
+    numerics = "bitwise"
+    summary = "optimizer states in a mapped file (CPU) or in the host's memory (CUDA)"
+    modifies = frozenset({"optimizer"})
+    moves = frozenset({"states"})
+    reaches = frozenset({"optimizer states"})
+    works_on_shards = True
+    keeps_state_between_passes = False
+    exports: ClassVar = {"deepspeed": _zero, "accelerate": by_deepspeed}
+    remedies: ClassVar = {"optimizer_states": 0, "optimizer_temporaries": 2}
+    stage = "places"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """All states to the one place there is for the device."""

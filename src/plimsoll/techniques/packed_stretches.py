@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import groupby, pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,22 +39,25 @@ from plimsoll.errors import InputError
 from plimsoll.memory.known import values_of
 from plimsoll.models.recurrent.segments import State
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
+from plimsoll.records.plan import Choice
 from plimsoll.techniques.mechanisms.forwards import replaced_forward
 from plimsoll.techniques.mechanisms.recurrent_layers import ComposedLayer, Sequences, is_plain_layer
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 
-class PackedStretches:
+class PackedStretches(Technique):
     """`Technique`: packed sequences as dense batches, from one length to the next."""
 
-    name: ClassVar[str] = "packed_stretches"
-    numerics: ClassVar[Numerics] = "reordered"
-    summary: ClassVar[str] = "packed sequences through the kernels for batches, from one length to the next"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = True
+    name = "packed_stretches"
+    numerics = "reordered"
+    summary = "packed sequences through the kernels for batches, from one length to the next"
+    modifies = frozenset({"model"})
+    reaches = frozenset({"activations", "temporaries"})
+    not_captured = "what is packed has all kinds of shapes"
+    may_be_faster = True
+    leaves_out_work = True
+    stage = "time"
+    turn = 2
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """One choice, on the CPU, for a model that says that it packs."""

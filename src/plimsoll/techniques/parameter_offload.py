@@ -29,24 +29,37 @@ from torch import Tensor, nn
 from plimsoll.device.cpu import heap
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
-from plimsoll.techniques.heap import blocks_mapped_from
+from plimsoll.records.plan import Choice
+from plimsoll.techniques.heap import Heap, blocks_mapped_from
 from plimsoll.techniques.mechanisms.codes import CODECS
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique, by_deepspeed
+from plimsoll.techniques.optimizer_offload import DEEPSPEED_PLACES, PLACES
 
 _NOT_ON_CUDA = "a GPU cannot read a file's pages: layer_streaming brings weights to it from the host, block by block"
 
 
-class ParameterOffload:
+class ParameterOffload(Technique):
     """`Technique`: parameters in a mapped file."""
 
-    name: ClassVar[str] = "parameter_offload"
-    numerics: ClassVar[Numerics] = "bitwise"
-    summary: ClassVar[str] = "parameters, and gradients as well, in a mapped file (CPU)"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"parameters", "gradients"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = False
+    name = "parameter_offload"
+    numerics = "bitwise"
+    summary = "parameters, and gradients as well, in a mapped file (CPU)"
+    moves = frozenset({"parameters"})
+    reaches = frozenset({"parameters", "gradients"})
+    excludes: ClassVar = {
+        Heap.name: "parameter_offload sets the heap up itself (blocks mapped from 128 KiB on), and heap cannot go with "
+        "it"
+    }
+    sets_up_heap = True
+    not_captured = "parameters come to the device in each pass"
+    keeps_state_between_passes = False
+    exports: ClassVar = {
+        "deepspeed": lambda _, device: Exported({
+            "zero_optimization": {"stage": 3, "offload_param": {"device": DEEPSPEED_PLACES[PLACES[device]]}}
+        }),
+        "accelerate": by_deepspeed,
+    }  # fmt: skip
+    stage = "places"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The parameters; the parameters and their gradients."""
@@ -56,11 +69,7 @@ class ParameterOffload:
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """It is for the CPU, and sets the heap up itself."""
-        if any(other.technique == "heap" for other in others):
-            return (
-                "parameter_offload sets the heap up itself (blocks mapped from 128 KiB on), and heap cannot go with it"
-            )
-        return _NOT_ON_CUDA if setting.device == "cuda" else None
+        return self.excluded(others) or (_NOT_ON_CUDA if setting.device == "cuda" else None)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:

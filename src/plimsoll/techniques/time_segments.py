@@ -32,15 +32,14 @@ from plimsoll.errors import InputError
 from plimsoll.models.recurrent.cells import StateForm, UnrolledCell, state_of_cell
 from plimsoll.models.recurrent.segments import Passed, Run, State, runs_in_segments
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics, Value
-from plimsoll.records.trace import Category
-from plimsoll.techniques.checkpointing import chosen_blocks
+from plimsoll.records.plan import Choice, Value
+from plimsoll.techniques.checkpointing import Checkpointing, chosen_blocks
 from plimsoll.techniques.mechanisms.blocks import blocks_of
 from plimsoll.techniques.mechanisms.forwards import replaced_forward
 from plimsoll.techniques.mechanisms.over_time import Walk, has_hook, over_time
 from plimsoll.techniques.mechanisms.purity import Attributes
 from plimsoll.techniques.mechanisms.recurrent_layers import Cut, SegmentedLayer, is_plain_layer
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 from plimsoll.techniques.mechanisms.whole import counts_rows
 
 _FEWEST_STEPS = 16  # of a segment: with fewer, a kernel's own preparation takes longer than its steps
@@ -48,15 +47,20 @@ _STEPS_PER_SEGMENT = 4  # a menu's longest segments are a quarter of the sequenc
 _MOST_SEGMENTS_KEPT = 256  # where a plan may have more, it is also offered to keep fewer states
 
 
-class TimeSegments:
+class TimeSegments(Technique):
     """`Technique`: exact backpropagation through time, a segment at a time."""
 
-    name: ClassVar[str] = "time_segments"
-    numerics: ClassVar[Numerics] = "reordered"
-    summary: ClassVar[str] = "recurrent layers over a segment of time at a time, computed again in backward"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries"})
-    is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = True
+    name = "time_segments"
+    numerics = "reordered"
+    summary = "recurrent layers over a segment of time at a time, computed again in backward"
+    modifies = frozenset({"model"})
+    reaches = frozenset({"activations", "temporaries"})
+    is_for_trainers = True
+    not_captured = "Python goes on from segment to segment"
+    may_be_faster = True
+    unoffered: ClassVar = {"kept": 0}
+    stage = "time"
+    turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Segments of a quarter of the sequence, a sixteenth, and so on; then fewer states between the shortest."""
@@ -79,10 +83,8 @@ class TimeSegments:
         wrong = wrong_numbers(choice, {"steps": "the default", "kept": "all"})
         if wrong is not None:
             return wrong
-        names = {other.technique: other for other in others}
-        if "truncated_bptt" in names:
-            return "truncated_bptt cuts the same sequences"
-        if "checkpointing" in names and _is_checkpointed(workload.model, names["checkpointing"]):
+        checkpointed = (other for other in others if other.technique == Checkpointing.name)
+        if any(_is_checkpointed(workload.model, other) for other in checkpointed):
             return "checkpointing computes the same layers again: leave one of the two out"
         return _why_not(workload.model)
 

@@ -29,24 +29,28 @@ from plimsoll.errors import InputError
 from plimsoll.models.distillation import Distillation
 from plimsoll.models.recurrent.segments import runs_in_segments, sums_its_loss
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category
+from plimsoll.records.plan import Choice
 from plimsoll.techniques.mechanisms.forwards import replaced_forward
 from plimsoll.techniques.mechanisms.recurrent_layers import Cut
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 from plimsoll.techniques.mechanisms.whole import counts_rows
-from plimsoll.techniques.time_segments import Unrolled, segment_lengths, wrong_numbers
+from plimsoll.techniques.time_segments import TimeSegments, Unrolled, segment_lengths, wrong_numbers
 
 
-class TruncatedBptt:
+class TruncatedBptt(Technique):
     """`Technique`: gradients that reach back a segment."""
 
-    name: ClassVar[str] = "truncated_bptt"
-    numerics: ClassVar[Numerics] = "lossy"
-    summary: ClassVar[str] = "gradients through time end where a segment begins"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries"})
-    is_for_the_run: ClassVar[bool] = True
-    may_be_faster: ClassVar[bool] = True
+    name = "truncated_bptt"
+    numerics = "lossy"
+    summary = "gradients through time end where a segment begins"
+    modifies = frozenset({"model"})
+    reaches = frozenset({"activations", "temporaries"})
+    is_for_the_run = True
+    excludes: ClassVar = {TimeSegments.name: "time_segments cuts the same sequences"}
+    not_captured = "Python carries the state from segment to segment"
+    may_be_faster = True
+    by_hand = "cut the sequences and detach the state in the loader and the model"
+    stage = "time"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The same lengths as `time_segments` offers."""
@@ -69,7 +73,7 @@ class TruncatedBptt:
             return wrong
         if workload.precision == "fp16" or any(other.options.get("dtype") == "fp16" for other in others):
             return "its gradients are made before fp16's scale of the loss arrives: use bf16"
-        return _why_not(workload)
+        return self.excluded(others) or _why_not(workload)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:

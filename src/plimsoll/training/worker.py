@@ -454,10 +454,11 @@ def _gradient_reach(job: Job, prepared: Prepared, plan: Plan) -> GradientReach |
     from plimsoll.data.prepare import reach_of
     from plimsoll.data.samples.stream_slots import truncated_reach
     from plimsoll.techniques.mechanisms.recurrent_layers import Cut
+    from plimsoll.techniques.truncated_bptt import TruncatedBptt
 
     num_read = job.sequence_length - 1
     for choice in plan.fallbacks[0].choices:
-        if choice.technique == "truncated_bptt":
+        if choice.technique == TruncatedBptt.name:
             _, segment_steps = Cut(int(choice.options["steps"])).spans(num_read)[0]
             if prepared.gradient_reach is not None:
                 return reach_of(job, prepared.train, prepared.validation, segment_steps)

@@ -6,16 +6,17 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from plan_records import fallback, fitting_plan
+from plan_records import configuration, fitting_plan
 from plimsoll.errors import InputError
 from plimsoll.integrations.exports import export, to_accelerate, to_deepspeed
 from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.records.prediction import Estimate, Exchange
 
 
 def plan_of(*choices, samples=16, batch=64):
     return fitting_plan(
-        fallbacks=(fallback(*choices, micro_batch_choice(samples), mib=1000, seconds=1.0),),
-        plain=fallback(micro_batch_choice(batch), mib=5120, seconds=1.0),
+        fallbacks=(configuration(*choices, micro_batch_choice(samples), mib=1000, seconds=1.0),),
+        plain=configuration(micro_batch_choice(batch), mib=5120, seconds=1.0),
         prediction=None,
     )
 
@@ -79,6 +80,73 @@ def test_accelerate_reads_its_file(choices, distributed, tmp_path):
     if distributed == "DEEPSPEED":
         assert loaded.deepspeed_config["gradient_accumulation_steps"] == 4
     assert any(line.startswith("clipping: ") for line in found.not_mapped) == (distributed == "DEEPSPEED")
+
+
+SHARDS = {"gathered": "twice"}
+
+
+def sharded(**options):
+    return Choice(technique="fully_shard", options=SHARDS | options)
+
+
+def of_ranks(plan, num_ranks=2):
+    """The same plan, for as many ranks."""
+    nothing = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)
+    counted = dict.fromkeys(Exchange.model_fields.keys() - {"num_ranks", "kept"}, 0)
+    exchange = Exchange(num_ranks=num_ranks, kept=nothing, **counted)
+    return plan.model_copy(update={"prediction": fitting_plan().prediction.model_copy(update={"exchange": exchange})})
+
+
+@pytest.mark.parametrize(
+    ("options", "zero"),
+    [
+        ({}, {"stage": 3}),
+        ({"offload": "host"}, {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}),
+        (
+            {"offload": "disk"},
+            {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
+        ),
+    ],
+)
+def test_shards_are_stage_3_of_deepspeed(options, zero):
+    found = to_deepspeed(of_ranks(plan_of(sharded(**options))))
+    assert found.config["zero_optimization"] == zero
+    assert found.config["train_batch_size"] == 2 * 64
+    assert not any(line.startswith("fully_shard") for line in found.not_mapped)
+    once = to_deepspeed(plan_of(sharded(gathered="once", dtype="bf16")))
+    assert once.config["bf16"] == {"enabled": True}
+    assert any("ZeRO stage 3 gathers parameters for forward and again" in line for line in once.not_mapped)
+
+
+@pytest.mark.parametrize(
+    ("choices", "distributed"),
+    [
+        ((sharded(),), "FSDP"),
+        ((sharded(offload="host"), BF16), "FSDP"),
+        ((sharded(offload="disk"),), "DEEPSPEED"),
+        ((sharded(), OFFLOAD), "DEEPSPEED"),
+    ],
+)
+def test_shards_are_fsdp_of_accelerate_or_left_to_deepspeed(choices, distributed, tmp_path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    found = to_accelerate(of_ranks(plan_of(*choices)))
+    (tmp_path / "accelerate.yaml").write_text(found.text)
+    loaded = load_config_from_file(str(tmp_path / "accelerate.yaml"))
+    assert (loaded.distributed_type, loaded.num_processes) == (distributed, 2)
+    assert loaded.mixed_precision == ("bf16" if BF16 in choices else "no")
+    if distributed == "FSDP":
+        offloads = choices[0].options.get("offload") == "host"
+        assert (loaded.fsdp_config["fsdp_version"], loaded.fsdp_config["fsdp_reshard_after_forward"]) == (2, True)
+        assert loaded.fsdp_config["fsdp_offload_params"] == offloads
+    else:
+        assert loaded.deepspeed_config["zero_stage"] == 3
+        assert not loaded.fsdp_config
+    assert not any(line.startswith("fully_shard") for line in found.not_mapped)
+
+
+def test_ranks_without_shards_are_processes_of_pytorch():
+    assert to_accelerate(of_ranks(plan_of())).config["distributed_type"] == "MULTI_GPU"
 
 
 def test_a_plan_that_does_not_fit_is_refused():

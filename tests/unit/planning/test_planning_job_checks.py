@@ -120,6 +120,12 @@ def test_names_of_techniques_are_those_there_are():
     assert set(re.findall(r"\w+", str(refused.value).partition("known here: ")[2])) == set(TECHNIQUES)
 
 
+def test_what_a_job_allows_has_a_name_there_is(job):
+    require_sound(job(allow=["lora", "recut_loss"]))
+    with pytest.raises(JobError, match=r"allow: there is no `quantize` that could be allowed; known here: recut_batch"):
+        require_sound(job(allow="quantize"))
+
+
 @pytest.mark.parametrize(
     ("device", "limit_bytes", "is_refused"),
     [("cpu", 115 * MIB, True), ("cpu", 116 * MIB, False), ("rtx3060", 50 * MIB, False), ("cpu", None, False)],

@@ -245,10 +245,6 @@ def test_a_change_to_a_short_form_and_one_below_it(tmp_path: Path):
 
 def test_one_thing_that_is_allowed_needs_no_list(tmp_path: Path):
     assert job_of(tmp_path, MINIMAL, "allow=recut_batch_norm").allow == ("recut_batch_norm",)
-    assert faults_of(tmp_path, MINIMAL + "allow: quantize")[1:] == [
-        "  allow: Input should be 'recut_batch_norm', 'recut_loss', 'by_length', 'adafactor', 'low_bit_optimizer', "
-        "'lora', 'adaptive_softmax' or 'truncated_bptt' (got 'quantize')"
-    ]
 
 
 def test_a_file_that_is_not_a_job(tmp_path: Path):

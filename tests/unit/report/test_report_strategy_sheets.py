@@ -9,7 +9,7 @@ from strategy_records import none_fits, strategies
 
 def test_the_sentence_names_what_fits():
     assert headline(strategies()) == "1 of 3 fine-tuning strategies fit 2.0 GiB of cpu: full, weights streamed."
-    assert headline(none_fits()) == "None of the fine-tuning strategies fits 2.0 GiB of cpu."
+    assert headline(none_fits()) == "No fine-tuning strategy fits 2.0 GiB of cpu."
 
 
 def test_each_way_has_its_numbers_or_its_reason():

@@ -17,7 +17,7 @@ from plimsoll.step.fallbacks import InstalledFallbacks, after_oom, measured, ran
 from plimsoll.step.micro_batches import Shape
 from plimsoll.step.recovery import FallbackSchedule, Measured, RanOut, Size
 from plimsoll.step.train_step import TrainStep
-from plimsoll.techniques import TECHNIQUES
+from plimsoll.techniques import TECHNIQUES, Technique
 from processes import run_program
 from workloads import BATCH_SIZE, CASES, largest_relative_difference, plain_loop, weights_of
 
@@ -25,7 +25,7 @@ NUM_STEPS = 3
 CASE, WITH_BATCH_NORM = CASES[0], CASES[3]
 
 
-class Noted:
+class Noted(Technique):
     """A technique that writes down what is done with it, and runs out of memory as often as it is told."""
 
     numerics = "bitwise"
@@ -34,8 +34,8 @@ class Noted:
         self.name, self.notes, self.is_for_the_run = name, notes, is_for_the_run
         self.num_failures = 0
 
-    def conflicts(self, choice, others, workload, setting):
-        return None
+    def choices(self, workload, setting):
+        return ()
 
     @contextmanager
     def install(self, workload, choice):

@@ -1,5 +1,6 @@
 """The registry and how a set of techniques is put to work: in order, and wholly or not at all."""
 
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -7,18 +8,22 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
+from plimsoll.models.names import require_technique
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.techniques import TECHNIQUES, Setting, conflict_among, in_order, installed, technique_of
+from plimsoll.techniques import TECHNIQUES, Setting, Technique, conflict_among, in_order, installed, technique_of
 
 SETTING = Setting("cpu", batch_size=4)
 
 
-class Noted:
+class Noted(Technique):
     """A technique that writes down what is done with it."""
 
     def __init__(self, name, notes, fails=False):
         self.name, self.notes, self.fails = name, notes, fails
+
+    def choices(self, workload, setting):
+        return ()
 
     def conflicts(self, choice, others, workload, setting):
         return "two are too many" if others else None
@@ -92,3 +97,55 @@ def test_the_first_conflict_names_its_choice(workload, notes):
         "micro_batch=5: a micro-batch of 5 is"
     )
     assert conflict_among(choices("first", "second"), workload, SETTING) == "first: two are too many"
+
+
+@pytest.fixture
+def brought(tmp_path, monkeypatch):
+    """Have another package bring a technique by some lines of Python; what there is, is then looked for again."""
+
+    def bring(program, entry="rests = brought_by_a_test:Rests"):
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "brought_by_a_test", raising=False)
+        (tmp_path / "brought_by_a_test.py").write_text(program)
+        (tmp_path / "brought-1.dist-info").mkdir()
+        (tmp_path / "brought-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1\n")
+        (tmp_path / "brought-1.dist-info" / "entry_points.txt").write_text(f"[plimsoll.techniques]\n{entry}\n")
+        monkeypatch.delitem(vars(TECHNIQUES), "data")
+
+    return bring
+
+
+RESTS = """
+from contextlib import nullcontext
+from plimsoll.techniques import Technique
+
+class Rests(Technique):
+    name, numerics, summary, stage = "rests", "bitwise", "nothing is done", "model"
+    choices = lambda self, workload, setting: ()
+    install = lambda self, workload, choice: nullcontext()
+"""
+
+
+def test_another_package_brings_one_by_an_entry_point(brought, workload):
+    brought(RESTS)
+    require_technique("rests")
+    assert "brought_by_a_test" not in sys.modules
+    assert in_order(choices("heap", "rests", "lora")) == choices("lora", "rests", "heap")
+    with installed(workload, choices("rests")):
+        assert technique_of("rests").summary == "nothing is done"
+
+
+@pytest.mark.parametrize(
+    ("program", "entry", "fault"),
+    [
+        ("", "rests = brought_by_a_test:Rests", "has no attribute 'Rests'"),
+        (RESTS, "rests = not_there:Rests", "No module named 'not_there'"),
+        (RESTS, "rest = brought_by_a_test:Rests", "must be a `Technique` whose name is `rest`"),
+        (RESTS.replace("rests", "lora"), "lora = brought_by_a_test:Rests", "the only one of that name"),
+        ("Rests = 1", "rests = brought_by_a_test:Rests", "must be a `Technique`"),
+    ],
+)
+def test_one_that_cannot_be_used_is_refused_with_where_it_is_from(program, entry, fault, brought):
+    brought(program, entry)
+    with pytest.raises(InputError, match=f"cannot use the technique .*{fault}.*; remove the package that brings it"):
+        technique_of("heap")

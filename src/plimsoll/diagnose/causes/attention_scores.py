@@ -28,12 +28,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     facts = [Fact(text=f"{one.count} x {one.shape}, {one.category}", known=evidence.holdings_known) for one in holdings]
     instead = "use a kernel of attention that does not keep the scores (docs/techniques/attention.md)"
     what = f"attention scores of {length:,} x {length:,} positions"
-    techniques = ("attention", "checkpointing", "micro_batch")
-    return (
-        finding_of_part(
-            evidence, "attention_scores", part, what=what, instead=instead, techniques=techniques, facts=facts
-        ),
-    )
+    return (finding_of_part(evidence, "attention_scores", part, what=what, instead=instead, facts=facts),)
 
 
 def _is_of_pairs(holding: Holding, length: int) -> bool:

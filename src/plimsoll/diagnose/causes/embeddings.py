@@ -37,8 +37,4 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         return ()
     facts = [Fact(text=f"{one.count} x {one.shape}, {one.category}", known=evidence.holdings_known) for one in holdings]
     what = "tables with a row for every token"
-    return (
-        finding_of_part(
-            evidence, "embeddings", part, what=what, instead=_INSTEAD, techniques=("adaptive_softmax",), facts=facts
-        ),
-    )
+    return (finding_of_part(evidence, "embeddings", part, what=what, instead=_INSTEAD, facts=facts),)

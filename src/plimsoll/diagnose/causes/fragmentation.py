@@ -40,7 +40,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         return ()
     instead = "let the allocator give back what it does not use (docs/techniques/heap.md, allocator.md)"
     what = "memory that the allocator holds and does not use"
-    return (finding_of_part(evidence, _CAUSE, part, what=what, instead=instead, techniques=("heap", "allocator")),)
+    return (finding_of_part(evidence, _CAUSE, part, what=what, instead=instead),)
 
 
 def _of_text(event: OomText) -> Finding:

@@ -32,7 +32,6 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
             part,
             what=what,
             instead=instead,
-            techniques=("chunked_loss", "micro_batch"),
             facts=facts,
         ),
     )

@@ -15,7 +15,6 @@ from plimsoll.records.diagnosis import Fact, Finding
 _CAUSE, _LEAST_SHARE = "optimizer_states", 0.2
 _UPDATE = re.compile(r"\b(?:\w*optim\w*|opt|scaler|sgd|adamw?)\.step\(", re.IGNORECASE)
 _TORCHS = re.compile(r"torch/optim/\w+\.py\", line \d+, in (?:step|_init_group|_\w+_tensor_\w+|_fused_\w+)")
-_TECHNIQUES = ("optimizer_offload", "low_bit_optimizer", "adafactor", "lora")
 _INSTEAD = (
     "keep them outside of the device, in fewer bits, or use an optimizer with fewer "
     "(docs/techniques/optimizer_offload.md, low_bit_optimizer.md, adafactor.md)"
@@ -27,7 +26,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     part = part_of_category(evidence, "optimizer states")
     if part is not None and is_large(evidence, part, _LEAST_SHARE):
         what = "the states of the optimizer"
-        return (finding_of_part(evidence, _CAUSE, part, what=what, instead=_INSTEAD, techniques=_TECHNIQUES),)
+        return (finding_of_part(evidence, _CAUSE, part, what=what, instead=_INSTEAD),)
     event = evidence.event if evidence.phase in ("", "optimizer") else None
     if event is None or not event.is_oom or not (_UPDATE.search(event.code) or _TORCHS.search(event.above)):
         return ()

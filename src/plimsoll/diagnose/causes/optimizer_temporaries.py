@@ -10,7 +10,6 @@ from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Finding
 
 _LEAST_SHARE = 0.1
-_TECHNIQUES = ("optimizer_kernel", "optimizer_in_backward", "optimizer_offload")
 _INSTEAD = (
     "update with fewer parameters at a time: `foreach=False` or `fused=True` in the arguments of the optimizer "
     "(docs/techniques/optimizer_kernel.md)"
@@ -23,6 +22,4 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     if evidence.phase != "optimizer" or part is None or not is_large(evidence, part, _LEAST_SHARE):
         return ()
     what = "temporaries of the optimizer's update"
-    return (
-        finding_of_part(evidence, "optimizer_temporaries", part, what=what, instead=_INSTEAD, techniques=_TECHNIQUES),
-    )
+    return (finding_of_part(evidence, "optimizer_temporaries", part, what=what, instead=_INSTEAD),)

@@ -25,7 +25,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         return ()
     parts = [part_of_category(evidence, name) or Part(0) for name in ("activations", "temporaries")]
     padded_bytes = int(share * sum(part.num_bytes for part in parts))
-    tried = tried_remedy(evidence, ("by_length",))
+    tried = tried_remedy(evidence, "padding")
     return (
         Finding(
             cause="padding",

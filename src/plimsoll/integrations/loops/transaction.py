@@ -52,6 +52,8 @@ from plimsoll.step.retry import Retry, first_samples
 from plimsoll.step.undo.saved import Stateful
 from plimsoll.step.update.after_update import AfterUpdate
 from plimsoll.step.update.commit import StepCommit
+from plimsoll.techniques import TECHNIQUES
+from plimsoll.techniques.mechanisms.technique import Part
 from plimsoll.techniques.mechanisms.whole import WholeBatch
 
 OnePass = Callable[[Any, float], Tensor]
@@ -62,15 +64,24 @@ Finish = Callable[[Callable[[], Tensor]], object]
 
 PutBack = Callable[[], None]
 
-ON_THE_MODEL = frozenset(
-    {"allocator", "attention", "cache", "checkpointing", "chunked_loss", "evaluation", "gradient_cache", "heap",
-     "micro_batch", "packed_stretches", "time_segments"}
-)  # fmt: skip
-"""Techniques that are at work in whatever loop runs the model: they change neither its loss function, nor its
-precision, nor its optimizer."""
+_OF_THE_LOOP = frozenset[Part]({"loss", "optimizer", "precision"})
 
-AROUND_THE_LOSS = frozenset({"activation_offload"})
-"""Techniques that are at work where the caller computes its loss by ``workload.loss``."""
+
+def techniques_for_loops(*, has_loss: bool = False) -> frozenset[str]:
+    """Return the techniques that are at work in whatever loop runs the model, which keeps what is its own.
+
+    Args:
+        has_loss: whether the loop computes its loss by ``workload.loss``.
+    """
+    at_hand = frozenset({"loss"} if has_loss else ())
+    return frozenset(
+        one.name
+        for one in TECHNIQUES.values()
+        if not one.is_for_the_run
+        and one.modifies.isdisjoint(_OF_THE_LOOP)
+        and one.moves <= {"activations"}
+        and one.needs <= at_hand
+    )
 
 
 def _nothing() -> None:
@@ -134,9 +145,7 @@ class Transaction:
     ) -> None:
         device = device_of(model)
         refuse(model, optimizer, "fp32", micro_batch, units=units, kind=device.type)
-        _refuse_techniques(
-            fallbacks or (), micro_batch, ON_THE_MODEL if loss is None else ON_THE_MODEL | AROUND_THE_LOSS
-        )
+        _refuse_techniques(fallbacks or (), micro_batch, techniques_for_loops(has_loss=loss is not None))
         self.workload = Workload(model, optimizer, loss or model_loss, units or "samples", device=device)
         self.position = Position()
         self.backend = backend_for(str(device))

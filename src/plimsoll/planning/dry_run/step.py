@@ -57,7 +57,8 @@ from plimsoll.step.oom_boundary import Position
 from plimsoll.step.recovery import samples_of_rank
 from plimsoll.step.train_step import TrainStep
 from plimsoll.step.update.scratch import ADDRESS_OF
-from plimsoll.techniques import CARRIED_ON, Choices
+from plimsoll.techniques import Choices, technique_of
+from plimsoll.techniques.by_length import ByLength
 from plimsoll.techniques.layer_streaming import put_where_needed, streams
 from plimsoll.techniques.mechanisms.lengths import groups_by_length, lengths_of
 from plimsoll.techniques.parameter_offload import builds_in_files
@@ -283,7 +284,7 @@ def _dry_run(  # noqa: PLR0917 -- one call
 ) -> None:
     """A step on each batch; an evaluation where the training has one: after two, or when the states are dropped."""
     if passes_repeat(step.workload, choices):
-        may_fold = stage.folds_blocks and CARRIED_ON.isdisjoint(choice.technique for choice in choices)
+        may_fold = stage.folds_blocks and not any(technique_of(choice.technique).spans_blocks for choice in choices)
         blocks = FoldedBlocks(stage.recorder, step.workload.model) if may_fold else None
         step._passes.folded = Folded(stage.recorder, step.workload, step._all_parameters, blocks)
         step._commit.folded = FoldedUpdates(stage.recorder, step.workload.optimizer)
@@ -336,7 +337,7 @@ def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Ch
     """
     num_samples = batch_size_of(batch)
     first = split_batch(batch, dry_run_samples(num_samples, micro_batch))[0]
-    is_by_length = any(choice.technique == "by_length" for choice in choices)
+    is_by_length = any(choice.technique == ByLength.name for choice in choices)
     if not is_by_length and not any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return first
     lengths, groups = lengths_of(batch), groups_by_length(batch, micro_batch)

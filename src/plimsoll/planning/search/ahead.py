@@ -12,9 +12,9 @@ from itertools import islice
 
 import numpy as np
 
-from plimsoll.planning.search.evaluation import Evaluation, without_micro_batch
+from plimsoll.planning.search.evaluation import Evaluation
 from plimsoll.planning.search.surrogate import Surrogate
-from plimsoll.records.plan import Duration
+from plimsoll.records.plan import MICRO_BATCH, Duration, without_micro_batch
 from plimsoll.records.prediction import Estimate
 from plimsoll.techniques import Choices
 
@@ -68,7 +68,7 @@ def asked_in_turn(
 def as_guessed(choices: Choices, surrogate: Surrogate, evaluations: Iterable[Evaluation]) -> Evaluation:
     """Return what a trace of choices may say, but for peak and time that of what is most like it."""
     combination = without_micro_batch(choices)
-    micro_batch = next(int(one.options["samples"]) for one in choices if one.technique == "micro_batch")
+    micro_batch = next(int(one.options["samples"]) for one in choices if one.technique == MICRO_BATCH)
     need, seconds = surrogate.guess([combination], np.zeros(1, dtype=int), np.asarray([micro_batch]))
     need_bytes, likely_seconds = max(int(need[0]), 1), max(float(seconds[0]), 0.0)
     alike = min(

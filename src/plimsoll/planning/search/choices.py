@@ -11,14 +11,10 @@ from math import inf
 from plimsoll.errors import InputError
 from plimsoll.models.workload import Workload
 from plimsoll.planning.search.pins import Decided
-from plimsoll.records.plan import Choice, Rejected
+from plimsoll.records.plan import MICRO_BATCH, Choice, Rejected, without_micro_batch
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, technique_of
 
 _NOTHING_DECIDED = Decided((), frozenset(), frozenset())
-_ALWAYS = ("by_length", "packed_stretches")
-"""Techniques that only leave work out."""
-_WHERE_NOTHING_IS_CUT = ("gradient_cache",)
-"""Techniques that do in more time what micro-batches do, for batches that must stay whole."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ def available_choices(problem: Problem) -> AvailableChoices:
     rejected: list[Rejected] = []
     sizes = _sizes(problem)
     for name, technique in TECHNIQUES.items():
-        if name in names or name == "micro_batch":
+        if name in names or name == MICRO_BATCH:
             continue
         offered = _offered(name, problem, is_cut=not isinstance(sizes, str) and len(sizes) > 1)
         if isinstance(offered, str):
@@ -78,7 +74,7 @@ def available_choices(problem: Problem) -> AvailableChoices:
             rejected.append(Rejected(choices=(offered[-1],), reason=reason))
         else:
             options[name] = offered
-    always = tuple(options.pop(name)[-1] for name in _ALWAYS if name in options)
+    always = tuple(options.pop(name)[-1] for name in list(options) if technique_of(name).leaves_out_work)
     base = in_order((*pinned, *always))
     conflict = conflict_among(base, workload, setting)
     impossible = (
@@ -90,28 +86,27 @@ def available_choices(problem: Problem) -> AvailableChoices:
     if conflict is not None:
         raise InputError(f"the pinned choices cannot be used: {conflict}; leave out a --pin")
     if isinstance(sizes, str):
-        rejected.append(Rejected(choices=(Choice(technique="micro_batch"),), reason=sizes))
+        rejected.append(Rejected(choices=(Choice(technique=MICRO_BATCH),), reason=sizes))
         sizes = (setting.batch_size,)
-    base = tuple(choice for choice in base if choice.technique != "micro_batch")
-    return AvailableChoices(base, sizes, options, tuple(closed), tuple(rejected))
+    return AvailableChoices(without_micro_batch(base), sizes, options, tuple(closed), tuple(rejected))
 
 
 def _offered(name: str, problem: Problem, is_cut: bool) -> Choices | str:
     """What a technique offers, or why nothing."""
     if name in problem.decided.forbidden:
         return "forbidden by the user"
-    if name in _WHERE_NOTHING_IS_CUT and is_cut and name not in problem.decided.required:
-        return "this batch may be cut, and micro_batch takes less time"
+    if technique_of(name).is_for_whole_batches and is_cut and name not in problem.decided.required:
+        return f"this batch may be cut, and {MICRO_BATCH} takes less time"
     return technique_of(name).choices(problem.workload, problem.setting)
 
 
 def _sizes(problem: Problem) -> tuple[int, ...] | str:
-    pinned = [choice for choice in problem.decided.pinned if choice.technique == "micro_batch"]
+    pinned = [choice for choice in problem.decided.pinned if choice.technique == MICRO_BATCH]
     if pinned:
         return (int(pinned[0].options["samples"]),)
-    if "micro_batch" in problem.decided.forbidden:
+    if MICRO_BATCH in problem.decided.forbidden:
         return "forbidden by the user"
-    offered = technique_of("micro_batch").choices(problem.workload, problem.setting)
+    offered = technique_of(MICRO_BATCH).choices(problem.workload, problem.setting)
     return offered if isinstance(offered, str) else tuple(int(choice.options["samples"]) for choice in offered)
 
 

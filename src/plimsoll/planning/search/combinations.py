@@ -13,7 +13,7 @@ from plimsoll.planning.search.evaluation import Evaluation
 from plimsoll.planning.search.near_best import can_follow
 from plimsoll.planning.search.surrogate import Column
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.techniques import UNTRACED, Choices, in_order, technique_of
+from plimsoll.techniques import Choices, in_order, technique_of
 
 LEAST_PART = 0.02
 """Of a peak: what is less is not worth a trace."""
@@ -56,7 +56,7 @@ def combinations_of(
 def all_on_top(evaluation: Evaluation, available: AvailableChoices, allows: Allows) -> Choices:
     """Return a combination that can follow another, with every technique on top that reaches its peak."""
     size, combination = micro_batch_choice(available.sizes[-1]), evaluation.combination
-    rest = {name: options[-1] for name, options in available.options.items() if name not in UNTRACED}
+    rest = {name: options[-1] for name, options in available.options.items() if technique_of(name).is_traced}
     reached = {name: sum(evaluation.parts.get(part, 0) for part in technique_of(name).reaches) for name in rest}
     for name in sorted(rest, key=lambda name: (-reached[name], name)):
         more = in_order((*(choice for choice in combination if choice.technique != name), rest[name]))

@@ -27,7 +27,7 @@ from plimsoll.memory.captures import captured_rows
 from plimsoll.memory.predict import Counted
 from plimsoll.planning.search.stream_timeline import StreamTimeline
 from plimsoll.records.comparison import Calibration, Learned, Target
-from plimsoll.records.plan import Duration
+from plimsoll.records.plan import MICRO_BATCH, Duration
 from plimsoll.records.speed import ExchangeKind, ExchangeSpeed, MovingKind, Speed, rate_at
 from plimsoll.records.trace import Phase, Trace
 
@@ -197,7 +197,7 @@ def _with_target(calibration: Calibration, lowered_to: str, target: Target) -> C
 
 def _set_name(techniques: Iterable[str]) -> str:
     """A micro-batch is in every plan; its size is what the trace tells."""
-    return "+".join(sorted(set(techniques) - {"micro_batch"}))
+    return "+".join(sorted(set(techniques) - {MICRO_BATCH}))
 
 
 def _of_all(pieces: Sequence[float], num_pieces: int, ends_smaller: bool) -> float:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from plimsoll.memory.predict import Counted
-from plimsoll.records.plan import Choice, Configuration, Duration, Rejected
+from plimsoll.records.plan import Choice, Configuration, Duration, Rejected, without_micro_batch
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Category, Phase
-from plimsoll.techniques import UNTRACED, Choices, in_order
+from plimsoll.techniques import Choices, in_order, technique_of
 
 _GROWS = ("activations", "temporaries", "inputs")
 _PASSES: tuple[Phase, ...] = ("copy", "forward", "loss", "backward", "evaluation")
@@ -68,19 +68,14 @@ Evaluate = Callable[[Choices], Evaluation]
 """Traces a combination; the same combination is traced once."""
 
 
-def without_micro_batch(choices: tuple[Choice, ...]) -> Choices:
-    """The choices but for the micro-batch."""
-    return tuple(choice for choice in choices if choice.technique != "micro_batch")
-
-
 def heap_of(choices: Choices) -> Choice | None:
     """Which of them sets up how memory is handed out; ``None`` for what a budget sets by itself."""
-    return next((choice for choice in choices if choice.technique in UNTRACED), None)
+    return next((choice for choice in choices if not technique_of(choice.technique).is_traced), None)
 
 
 def in_heap(choices: Choices, heap: Choice | None) -> Choices:
     """The same choices in another heap; ``None`` is the one that a budget sets by itself."""
-    rest = tuple(choice for choice in choices if choice.technique not in UNTRACED)
+    rest = tuple(choice for choice in choices if technique_of(choice.technique).is_traced)
     return rest if heap is None else in_order((*rest, heap))
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plimsoll.planning.search.evaluation import Evaluation
-from plimsoll.records.plan import Configuration
-from plimsoll.techniques import UNTRACED, Choices, technique_of
+from plimsoll.records.plan import Choice, Configuration
+from plimsoll.techniques import Choices, technique_of
 
 MOST_CANDIDATES = 4
 """The chosen plan among them: a trial of each takes a few steps."""
@@ -20,14 +20,10 @@ MOST_CANDIDATES = 4
 FALLS_SHARE = 0.95
 """Of what is before it: what needs more is no fallback."""
 
-_DECISIVE = ("micro_batch", "checkpointing", *UNTRACED)
-# Taking one back needs room in the crisis.
-_MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload", "layer_streaming")
-
 
 def can_follow(before: Choices, combination: Choices) -> bool:
     """Whether a combination can come after another in a run: it keeps what changes the training and moves states."""
-    moved = [tuple(one for one in both if one.technique in _MOVES) for both in (before, combination)]
+    moved = [tuple(one for one in both if _takes_room_to_undo(one)) for both in (before, combination)]
     return _for_the_run(before) == _for_the_run(combination) and moved[1][: len(moved[0])] == moved[0]
 
 
@@ -106,5 +102,10 @@ def _for_the_run(combination: Choices) -> Choices:
     return tuple(choice for choice in combination if technique_of(choice.technique).is_for_the_run)
 
 
+def _takes_room_to_undo(choice: Choice) -> bool:
+    """Whether what has moved would have to come back, in the crisis."""
+    return not technique_of(choice.technique).moves.isdisjoint({"states", "parameters"})
+
+
 def _kind_of(evaluation: Evaluation) -> tuple[str, ...]:
-    return tuple(str(one) for one in evaluation.choices if one.technique in _DECISIVE)
+    return tuple(str(one) for one in evaluation.choices if technique_of(one.technique).decides_time)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from plimsoll.errors import InputError
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Pin, Value, check_pins, micro_batch_choice
-from plimsoll.techniques import UNOFFERED, Choices, Setting, technique_of
+from plimsoll.records.plan import MICRO_BATCH, Choice, Pin, Value, check_pins, micro_batch_choice
+from plimsoll.techniques import Choices, Setting, technique_of
 
 _NOT_HERE = "it cannot be used here: "
 
@@ -51,7 +51,7 @@ def decide(pins: Sequence[Pin], forbids: Iterable[str], workload: Workload, sett
             left_out[str(pin)] = reason.partition("; leave it out")[0]
             continue
         if choice is None:
-            required += [pin.technique] if pin.technique != "micro_batch" else []  # every plan has one
+            required += [pin.technique] if pin.technique != MICRO_BATCH else []  # every plan has one
         elif choice not in pinned:
             pinned.append(choice)
     return Decided(tuple(pinned), frozenset(required), forbidden, left_out)
@@ -59,7 +59,7 @@ def decide(pins: Sequence[Pin], forbids: Iterable[str], workload: Workload, sett
 
 def _is_possible_with_other_ranks(pin: Pin, workload: Workload, setting: Setting) -> bool:
     """Whether it is the number of ranks alone that forbids a pin: alone, or with another, it would do."""
-    if pin.technique == "micro_batch" and workload.kept_whole is not None:
+    if pin.technique == MICRO_BATCH and workload.kept_whole is not None:
         return False
     whole = setting.batch_size * setting.num_ranks
     for num_ranks in {1, 2} - {setting.num_ranks}:
@@ -79,7 +79,7 @@ def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
         if pin.technique == whole.technique and whole.options["samples"] in {pin.value, pin.options.get("samples")}:
             return whole  # which cuts nothing
         raise InputError(f"--pin {pin}: {_NOT_HERE}{offered}; leave it out")
-    known = offered[0].options | UNOFFERED.get(technique.name, {})
+    known = offered[0].options | dict(technique.unoffered)
     names = list(known)
     options = dict(pin.options)
     if pin.value is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from plimsoll.planning.search.choices import Problem
 from plimsoll.planning.search.evaluation import Evaluation
-from plimsoll.records.plan import Numerics, Rejected
+from plimsoll.records.plan import MICRO_BATCH, Numerics, Rejected
 from plimsoll.records.units import format_bytes
 from plimsoll.techniques import TECHNIQUES
 
@@ -65,5 +65,5 @@ def told_of(names: Iterable[str], is_whole: bool) -> tuple[dict[str, str], dict[
     about = {name: TECHNIQUES[name].summary for name in sorted(names)}
     numerics = {name: TECHNIQUES[name].numerics for name in sorted(names)}
     if is_whole:
-        about["micro_batch"], numerics["micro_batch"] = "the whole batch in one pass", "bitwise"
+        about[MICRO_BATCH], numerics[MICRO_BATCH] = "the whole batch in one pass", "bitwise"
     return about, numerics

@@ -38,7 +38,9 @@ from plimsoll.planning.search.reasons import SAME_SECONDS, rejected
 from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.trace import Phase
-from plimsoll.techniques import ONLY_IN, UNTRACED, Choices, in_order, technique_of
+from plimsoll.techniques import Choices, in_order, technique_of
+from plimsoll.techniques.checkpointing import Checkpointing
+from plimsoll.techniques.time_segments import TimeSegments
 
 _MOST_EVALUATIONS = 8  # at combinations, for the plan
 _MOST_LEANEST_EVALUATIONS = 2  # for what needs least, after a descent
@@ -113,7 +115,7 @@ class _Search:
         setting = self._problem.setting
         if setting.device != "cuda" or (setting.sequence_length or 0) <= MOST_STEPS:
             return ()
-        return tuple(choice for choice in self._available.base if choice.technique == "time_segments")
+        return tuple(choice for choice in self._available.base if choice.technique == TimeSegments.name)
 
     def _fastest(self, limit_bytes: int) -> Evaluation | None:
         fits_plainly, may_gain = self._judge_plain(limit_bytes)
@@ -174,13 +176,13 @@ class _Search:
             evaluations[middle] = self._evaluate(base, middle)
             learned = evaluations[middle] if self._is_faster(evaluations[middle]) else small
         self._plain_evaluations, self._learned_at = tuple(evaluations.values()), learned.micro_batch
-        offered = {name: self._available.options[name] for name in UNTRACED if name in self._available.options}
+        offered = {name: one for name, one in self._available.options.items() if not technique_of(name).is_traced}
         allowed = {name: tuple(filter(self._goes_with_base, choices)) for name, choices in offered.items()}
         heaps = tuple(chain.from_iterable(allowed.values()))
         for heap in (self._usual_heap, *heaps):
             counted = [self._evaluate_choices(in_heap(evaluation.choices, heap)) for evaluation in evaluations.values()]
             self._known.surrogates[heap] = Surrogate(counted)
-        self._asked.update(UNTRACED)
+        self._asked.update(offered)
         self._known.learned.update({name: list(choices) for name, choices in allowed.items() if choices})
 
     def _goes_with_base(self, choice: Choice) -> bool:
@@ -203,7 +205,7 @@ class _Search:
             technique, options = technique_of(name), self._available.options[name]
             *others, strongest = options
             learned = [strongest] if strongest in useful else []
-            if name == "checkpointing":
+            if name == Checkpointing.name:
                 learned += self._known.blocks(self._problem, strongest) if learned else []
             elif not learned:
                 learned += filter(self._learn, others[:1])
@@ -239,10 +241,10 @@ class _Search:
             for evaluation in evaluations
         )
         may_help = not only_faster and max(reached_shares) >= LEAST_PART
-        if name in ONLY_IN and not self._is_peak_of(ONLY_IN[name]):
+        if technique.only_in and not self._is_peak_of(technique.only_in):
             may_help = False
         may_be_faster = technique.may_be_faster and not (
-            name in ONLY_IN and self._problem.update_seconds < SAME_SECONDS * self._reference.seconds
+            technique.only_in and self._problem.update_seconds < SAME_SECONDS * self._reference.seconds
         )
         is_wanted = may_help or may_be_faster or name in self._problem.decided.required
         return is_wanted and name not in self._asked

@@ -4,7 +4,7 @@ The first micro-batch of the second step does what that of the first step did, a
 once: of the same values, with or without gradients to add to. Passes are noted again only if
 
 - the code of all modules and hooks is torch's, transformers' or ours,
-- no technique keeps anything from pass to pass (`plimsoll.techniques.FORGETFUL`), and
+- no technique keeps anything from pass to pass (`plimsoll.techniques.Technique`), and
 - a pass leaves every attribute of the modules the same.
 
 Does NOT see what a module changes inside an attribute that is not a collection, nor the state of a function that is
@@ -31,7 +31,7 @@ from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.repeated import Stretch, name_gradients, place_of
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.step.folding.blocks import FoldedBlocks
-from plimsoll.techniques import FORGETFUL, Choices
+from plimsoll.techniques import Choices, technique_of
 
 _KNOWN_CODE = {"torch", "transformers", "plimsoll", "peft"}
 _CALLED = ("func", "__func__", "__wrapped__", "forward")
@@ -43,7 +43,7 @@ def passes_repeat(workload: Workload, choices: Choices) -> bool:
         workload.loss is model_loss
         and workload.ranks.is_alone
         and workload.captured is None
-        and all(choice.technique in FORGETFUL for choice in choices)
+        and not any(technique_of(choice.technique).keeps_state_between_passes for choice in choices)
         and all(_is_known(one) for module in workload.model.modules() for one in (type(module), *_put_on(module)))
     )
 

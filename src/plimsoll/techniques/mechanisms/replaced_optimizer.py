@@ -9,18 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from plimsoll.models.workload import Workload
-from plimsoll.techniques.mechanisms.technique import Choices, Setting
-
-REPLACING = frozenset({"adafactor", "low_bit_optimizer"})
-"""The techniques that do so; a run has one optimizer."""
+from plimsoll.techniques import technique_of
+from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 _REPLACED = (torch.optim.Adam, torch.optim.AdamW)
+
+
+class ReplacedOptimizer(Technique):
+    """A technique that does so: a run has one optimizer. ``kernels`` are those of the new one that can be chosen."""
+
+    numerics = "lossy"
+    modifies = frozenset({"optimizer"})
+    reaches = frozenset({"optimizer states"})
+    is_for_the_run = True
+    keeps_state_between_passes = False
+    stage = "optimizer"
+    kernels: ClassVar[tuple[str, ...]] = ()
 
 
 def obstacle(workload: Workload) -> str | None:
@@ -44,7 +54,8 @@ def conflict(name: str, others: Choices, workload: Workload, setting: Setting) -
     """Why one of these techniques is impossible, or ``None``."""
     if name not in setting.allow:
         return f"is lossy: allow it with `allow: [{name}]`"
-    other = next((other.technique for other in others if other.technique in REPLACING), None)
+    names = (other.technique for other in others)
+    other = next((one for one in names if isinstance(technique_of(one), ReplacedOptimizer)), None)
     return f"{other} replaces the optimizer as well" if other else obstacle(workload)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from plimsoll.errors import BudgetError, InputError
 from plimsoll.integrations.loops.planned import planned, refuse_both
-from plimsoll.integrations.loops.transaction import ON_THE_MODEL
+from plimsoll.integrations.loops.transaction import techniques_for_loops
 
 
 def plan_for(budget, offered, model=None):
@@ -33,7 +33,7 @@ def test_only_what_is_offered_is_planned_and_random_numbers_are_as_before():
 
 def test_where_nothing_fits_the_error_says_what_would():
     with pytest.raises(BudgetError, match=r"needs .*iB: give --budget \d+MiB or more"):
-        plan_for("20MiB", ON_THE_MODEL)
+        plan_for("20MiB", techniques_for_loops())
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from plimsoll.step.failpoints import armed, exhaust_memory
 from plimsoll.step.recovery import FallbackSchedule
 from plimsoll.step.retry import scaler_as_now
 from plimsoll.techniques import TECHNIQUES
+from plimsoll.techniques.cache import Cache
 
 CHECKPOINTS = Choice(technique="checkpointing", options={"blocks": "all"})
 
@@ -239,10 +240,8 @@ def test_a_batch_without_a_target_is_refused():
         )
 
 
-class ShortOfRoom:
+class ShortOfRoom(Cache):
     """A technique for whose installation there is no room the first few times."""
-
-    name, numerics, is_for_the_run = "cache", "bitwise", False
 
     def __init__(self, num_failures):
         self.num_failures = num_failures

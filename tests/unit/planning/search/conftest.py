@@ -3,7 +3,7 @@
 import pytest
 
 import plimsoll.techniques
-from plimsoll.planning.search import options, pins, search
+from plimsoll.planning.search import choices, pins, search
 
 
 @pytest.fixture
@@ -11,7 +11,7 @@ def inhabited(monkeypatch):
     """Let the techniques of a world be all there are."""
 
     def inhabit(world):
-        for module in (plimsoll.techniques, options):
+        for module in (plimsoll.techniques, choices):
             monkeypatch.setattr(module, "TECHNIQUES", world.registry)
         assert search.technique_of is pins.technique_of
         return world

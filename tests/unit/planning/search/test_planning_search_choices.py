@@ -31,14 +31,14 @@ def test_every_technique_offers_says_why_not_or_is_closed(inhabited):
 
 @pytest.mark.parametrize("name", ["by_length", "packed_stretches"])
 def test_what_only_leaves_work_out_is_in_every_mix_it_is_possible_in(name, inhabited):
-    world = inhabited(World([MadeUp(name)]))
+    world = inhabited(World([MadeUp(name, leaves_out_work=True)]))
     assert available_choices(world.problem(100)).base == (choice(name),)
     assert available_choices(world.problem(100, Decided((), frozenset(), frozenset({name})))).base == ()
 
 
 def test_what_micro_batches_do_in_less_time_is_offered_where_there_are_none(inhabited):
     """Or where it is asked for."""
-    world = inhabited(World([MadeUp("gradient_cache")]))
+    world = inhabited(World([MadeUp("gradient_cache", is_for_whole_batches=True)]))
     reasons = [one.reason for one in available_choices(world.problem(100)).rejected]
     assert reasons == ["this batch may be cut, and micro_batch takes less time"]
     for required, forbidden in ((frozenset(), {"micro_batch"}), ({"gradient_cache"}, frozenset())):

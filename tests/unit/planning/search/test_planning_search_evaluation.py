@@ -4,9 +4,9 @@ import pytest
 
 from hand_traces import trace_of
 from plimsoll.memory.predict import count_on_cpu
-from plimsoll.planning.search.evaluation import Evaluation, PhasePeak, phase_peaks, without_micro_batch
+from plimsoll.planning.search.evaluation import Evaluation, PhasePeak, phase_peaks
 from plimsoll.records.allocator import FAST_HEAP
-from plimsoll.records.plan import Choice, Duration, micro_batch_choice
+from plimsoll.records.plan import Choice, Duration, micro_batch_choice, without_micro_batch
 from plimsoll.records.prediction import Estimate
 
 MIB = 1 << 20

@@ -1,14 +1,21 @@
 """Rows of many combinations: what is guessed of each by itself, but where it was traced what is known."""
 
 import numpy as np
+import pytest
 from test_planning_search_surrogate import HALF, PLAIN, STATES, evaluate
 
 from plimsoll.planning.search.combinations import Combination
 from plimsoll.planning.search.guesses import guesses_of
 from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice, micro_batch_choice
+from worlds import MadeUp, World
 
 HEAP = Choice(technique="heap")
+
+
+@pytest.fixture(autouse=True)
+def _their_world(inhabited):
+    inhabited(World([MadeUp(HALF.technique), MadeUp(STATES.technique), MadeUp(HEAP.technique, is_traced=False)]))
 
 
 def learned(beyond):

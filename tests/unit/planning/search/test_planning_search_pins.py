@@ -8,7 +8,6 @@ from plimsoll.errors import InputError
 from plimsoll.models.workload import Reason
 from plimsoll.planning.search.pins import decide
 from plimsoll.records.plan import Choice, micro_batch_choice, parse_pin
-from plimsoll.techniques import UNOFFERED
 from worlds import MadeUp, World
 
 
@@ -76,9 +75,8 @@ def test_a_batch_that_must_stay_whole_may_be_pinned_whole(world):
             decide([parse_pin(pin)], [], problem.workload, problem.setting)
 
 
-def test_an_option_that_a_menu_leaves_out_can_be_pinned(inhabited, monkeypatch):
-    world = inhabited(World([MadeUp("recompute", (4, 8), seconds=(0.1, 0.3))]))
-    monkeypatch.setitem(UNOFFERED, "recompute", {"kept": 0})
+def test_an_option_that_a_menu_leaves_out_can_be_pinned(inhabited):
+    world = inhabited(World([MadeUp("recompute", (4, 8), seconds=(0.1, 0.3), unoffered={"kept": 0})]))
     of_both = Choice(technique="recompute", options={"level": 1, "kept": 20})
     assert decided(world, ["recompute(level=1,kept=20)"]).pinned == (of_both,)
     assert decided(world, ["recompute(level=1,kept=0)"]) == decided(world, ["recompute=1"])

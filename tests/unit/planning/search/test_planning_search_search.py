@@ -295,7 +295,7 @@ def test_it_is_as_fast_as_the_best_of_all_mixes(inhabited, seed):
             )
         )
     if seed % 3 == 0:
-        techniques.append(MadeUp("heap", (-4, -1, 2), seconds=(-0.3, -0.2, 0.2), may_be_faster=True))
+        techniques.append(MadeUp("heap", (-4, -1, 2), seconds=(-0.3, -0.2, 0.2), may_be_faster=True, is_traced=False))
     world = inhabited(World(techniques, clashes_bytes=(seed % 2) * 10))
     for limit_bytes in (120, 180, 240, 300):
         world.asked.clear()
@@ -336,7 +336,7 @@ def test_where_nothing_fits_no_weaker_option_is_traced(inhabited):
 
 def test_a_heap_is_counted_on_every_trace_and_takes_none(inhabited):
     """The fastest heap needs 16 bytes a sample: it fits with 8 samples, and with 16 only where others save."""
-    heap = MadeUp("heap", (-6, 2), seconds=(-0.4, 0.3), may_be_faster=True)
+    heap = MadeUp("heap", (-6, 2), seconds=(-0.4, 0.3), may_be_faster=True, is_traced=False)
     world = inhabited(World([MadeUp("recompute", (9,), saves_fixed=20, seconds=(0.3,)), heap]))
     found, problem = searched(world, 290)
     assert set(Counter(map(without_heap, world.asked[:-1])).values()) == {3}  # each in each, but for the last resort
@@ -351,7 +351,7 @@ def test_a_heap_is_counted_on_every_trace_and_takes_none(inhabited):
 
 
 def test_a_heap_that_is_pinned_is_the_only_one(inhabited):
-    heap = MadeUp("heap", (-6, 2), seconds=(-0.4, 0.3), may_be_faster=True)
+    heap = MadeUp("heap", (-6, 2), seconds=(-0.4, 0.3), may_be_faster=True, is_traced=False)
     world = inhabited(World([MadeUp("recompute", (9,), saves_fixed=20, seconds=(0.3,)), heap]))
     pinned = Choice(technique="heap", options={"level": 1})
     found, _ = searched(world, 290, Decided((pinned,), frozenset(), frozenset()))
@@ -395,7 +395,8 @@ def test_what_does_not_hold_at_full_length_is_not_chosen(inhabited):
 
 @pytest.mark.parametrize("name", ["evaluation", "optimizer_kernel"])
 def test_what_acts_in_one_part_of_a_step_is_traced_where_that_part_may_be_too_much(inhabited, name):
-    part = MadeUp(name, (0,), saves_fixed=40, reaches=frozenset({"optimizer states"}))
+    only_in = frozenset({"evaluation" if name == "evaluation" else "optimizer"})
+    part = MadeUp(name, (0,), saves_fixed=40, reaches=frozenset({"optimizer states"}), only_in=only_in)
     update_is_peak = name == "optimizer_kernel"
     world = inhabited(World([part, MadeUp("recompute", (8,), saves_fixed=60, seconds=(0.1,))]))
     searched(world, 230)  # of which the update alone needs 250
@@ -404,7 +405,8 @@ def test_what_acts_in_one_part_of_a_step_is_traced_where_that_part_may_be_too_mu
 
 
 def test_what_saves_less_of_an_update_than_can_be_told_is_not_traced(inhabited):
-    kernel = MadeUp("optimizer_kernel", (0,), seconds=(-0.1,), reaches=frozenset(), may_be_faster=True)
+    only_in = frozenset({"optimizer"})
+    kernel = MadeUp("optimizer_kernel", seconds=(-0.1,), reaches=frozenset(), may_be_faster=True, only_in=only_in)
     world = inhabited(World([kernel]))
     searched_with = {}
     for update_seconds in (0.01, 0.2):

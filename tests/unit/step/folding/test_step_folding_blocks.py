@@ -19,7 +19,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.folding import blocks as folded_blocks
 from plimsoll.step.folding.blocks import BlocksDiffer
-from plimsoll.techniques import CARRIED_ON, in_order
+from plimsoll.techniques import TECHNIQUES, in_order
 from plimsoll.techniques.checkpointing import checkpointing_choice
 
 LOWERINGS = {"cpu": CpuLowering(), "cuda": CudaLowering((8, 6))}
@@ -100,7 +100,7 @@ def test_the_trace_with_techniques_is_that_of_running_all_blocks(target, mix, no
     assert written_out(folded) == written_out(all_run(monkeypatch, trace))
 
 
-@pytest.mark.parametrize("technique", sorted(CARRIED_ON))
+@pytest.mark.parametrize("technique", sorted(one.name for one in TECHNIQUES.values() if one.spans_blocks))
 def test_blocks_are_run_where_a_technique_goes_on_from_one_to_the_next(technique, noted):
     options = {"layer_streaming": {"blocks": "all"}, "activation_offload": {"to": "host"}}[technique]
     job_traced("gpt2", "cuda", mix=[Choice(technique=technique, options=options)])()

@@ -69,7 +69,6 @@ def finding_of_part(
     *,
     what: str,
     instead: str,
-    techniques: Sequence[str],
     facts: Sequence[Fact] = (),
 ) -> Finding:
     """Make the finding of a part of the peak; its effect is what the remedy saves, as far as the part goes.
@@ -80,12 +79,11 @@ def finding_of_part(
         part: the part.
         what: the beginning of the title, such as ``the logits``.
         instead: what to do where no technique was tried.
-        techniques: those that free it, best first.
         facts: evidence beside the size.
     """
     assert evidence.peak_bytes
     share = min(part.num_bytes / evidence.peak_bytes, 1.0)
-    tried = tried_remedy(evidence, techniques, part.num_bytes)
+    tried = tried_remedy(evidence, cause, part.num_bytes)
     return Finding(
         cause=cause,
         title=f"{what}: {format_bytes(part.num_bytes)}, {share:.0%} of the peak",
@@ -101,15 +99,20 @@ def finding_of_part(
     )
 
 
-def tried_remedy(evidence: Evidence, techniques: Sequence[str], num_bytes: int = 0) -> Remedy | None:
+def tried_remedy(evidence: Evidence, cause: str, num_bytes: int = 0) -> Remedy | None:
     """Return the remedy of one technique alone, of those that were tried and save something.
 
     Args:
         evidence: with the remedies.
-        techniques: those that can be it, best first.
+        cause: the name of what it is to be a remedy for, which techniques say themselves.
         num_bytes: the first that saves half of this is taken, or else the one that saves most.
     """
     alone = {remedy.choices[0].technique: remedy for remedy in evidence.remedies if len(remedy.choices) == 1}
-    tried = [alone[name] for name in techniques if name in alone]
+    if not alone:
+        return None
+    from plimsoll.techniques import TECHNIQUES  # it takes torch along, which most that ask do without
+
+    places = {name: one.remedies[cause] for name, one in TECHNIQUES.items() if name in alone and cause in one.remedies}
+    tried = [alone[name] for name in sorted(places, key=places.__getitem__)]
     enough = [remedy for remedy in tried if (remedy.saving_bytes or 0) >= _ENOUGH_SHARE * num_bytes]
     return next(iter(enough), None) or max(tried, key=lambda remedy: remedy.saving_bytes or 0, default=None)

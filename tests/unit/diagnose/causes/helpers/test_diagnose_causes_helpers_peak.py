@@ -45,8 +45,8 @@ def test_a_part_is_large_against_what_the_training_takes_itself():
 def test_the_first_technique_that_was_tried_alone_is_the_remedy():
     both = tried("heap").model_copy(update={"choices": (*tried("lora").choices, *tried("heap").choices)})
     seen = evidence(remedies=(both, tried("micro_batch"), tried("chunked_loss")))
-    assert tried_remedy(seen, ("lora", "chunked_loss", "micro_batch")) == tried("chunked_loss")
-    assert tried_remedy(seen, ("lora",)) is None
+    assert tried_remedy(seen, "logits") == tried("chunked_loss")
+    assert tried_remedy(seen, "optimizer_states") is None
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,15 @@ def test_the_first_technique_that_was_tried_alone_is_the_remedy():
 )
 def test_the_effect_is_what_is_saved_of_the_part(remedies, remedy, effect_mib):
     seen = evidence(remedies=remedies, shares=shares(activations=1000))
-    finding = finding_of_part(seen, "heap", Part(240 * MIB), what="it", instead="by hand", techniques=("heap",))
+    finding = finding_of_part(seen, "fragmentation", Part(240 * MIB), what="it", instead="by hand")
     assert finding.title == "it: 240.0 MiB, 20% of the peak"
     assert str(finding.remedy) == remedy
     assert (finding.effect_bytes, finding.effect_known, finding.peak_share) == (effect_mib * MIB, "predicted", 0.2)
 
 
 def test_what_saves_little_of_a_part_gives_way_to_what_saves_most():
-    seen = evidence(remedies=(tried("heap", 40), tried("allocator", 90), tried("lora", 95)))
-    names = ("heap", "allocator", "lora")
-    assert tried_remedy(seen, names, 100 * MIB) == tried("allocator", 90)
-    assert tried_remedy(seen, names, 80 * MIB) == tried("heap", 40)
-    assert tried_remedy(seen, names, 900 * MIB) == tried("lora", 95)
+    seen = evidence(remedies=(tried("optimizer_offload", 40), tried("low_bit_optimizer", 90), tried("lora", 95)))
+    cause = "optimizer_states"
+    assert tried_remedy(seen, cause, 100 * MIB) == tried("low_bit_optimizer", 90)
+    assert tried_remedy(seen, cause, 80 * MIB) == tried("optimizer_offload", 40)
+    assert tried_remedy(seen, cause, 900 * MIB) == tried("lora", 95)
