@@ -29,7 +29,7 @@ from plimsoll.diagnose.holders import CONTAINERS, Found, found_in, kept_by, leng
 from plimsoll.diagnose.parse.event import event_of
 from plimsoll.diagnose.request import Asked, tensor_asked, tensors_at_hand
 from plimsoll.diagnose.seen import Kept, Seen
-from plimsoll.memory.graph import storage_key
+from plimsoll.memory.autograd_graph import storage_key
 from plimsoll.memory.inventory import Inventory, Piece, inventory_begun
 from plimsoll.records.diagnosis import ASKED, Share
 from plimsoll.records.oom_text import OomText
