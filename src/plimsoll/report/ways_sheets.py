@@ -6,7 +6,7 @@ from plimsoll.records.strategies import Way, Ways
 from plimsoll.records.units import format_bytes
 from plimsoll.report.plan_sheets import budget_word, seconds_range_text
 from plimsoll.report.prediction_sheets import range_text
-from plimsoll.report.sheets import Column, Sheet
+from plimsoll.report.sheets import Sheet, columns_of
 
 GIVE_TITLE = "What to give for each, after plimsoll plan or plimsoll train and the job"
 _NONE = "-"
@@ -23,8 +23,8 @@ def headline(ways: Ways) -> str:
 
 def ways_sheets(ways: Ways) -> tuple[Sheet, ...]:
     """What each way needs and takes, and what it changes; how it is had is in `give_lines`."""
-    numbers = (Column("Way"), Column("Verdict"), Column("Peak", True), Column("A step", True))
-    words = (Column("Way"), Column("What it changes"), Column("With"))
+    numbers = columns_of("Way", "Verdict", "#Peak", "#A step")
+    words = columns_of("Way", "What it changes", "With")
     return (
         Sheet(f"Ways to train: {ways.subject}", numbers, tuple(map(_numbers, ways.ways))),
         Sheet("What each is", words, tuple(map(_words, ways.ways))),
@@ -39,7 +39,7 @@ def give_lines(ways: Ways) -> tuple[str, ...]:
 def page_sheets(ways: Ways) -> tuple[Sheet, ...]:
     """The same, and what to give for each way as a table: columns of a page are wide enough to copy from."""
     rows = tuple((way.name, way.how or _NONE) for way in ways.ways)
-    return (*ways_sheets(ways), Sheet(GIVE_TITLE, (Column("Way"), Column("Give")), rows))
+    return (*ways_sheets(ways), Sheet(GIVE_TITLE, columns_of("Way", "Give"), rows))
 
 
 def done_line(way: Way) -> str:
