@@ -32,7 +32,7 @@ from plimsoll.memory.library_buffers import deltas_with_workspaces
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.lowering.cudnn_rnn import DROPOUT_STATE_BYTES
 from plimsoll.memory.predict import count_on_cuda
-from plimsoll.memory.trace import Rehearsal, trace_training
+from plimsoll.memory.trace import DryRun, trace_training
 from plimsoll.records.trace import Trace
 
 _KEPT, _GAP = -1, -2  # storages that are not of the trace
@@ -136,7 +136,7 @@ def trace_of(case: Case, capability: tuple[int, int], num_sms: int = 132) -> tup
     """Trace a case; with it, the row of the op that was the last at each mark."""
     marks: list[int] = []
 
-    def run(place: Rehearsal) -> None:
+    def run(place: DryRun) -> None:
         train(_in_short(case), build(case), "cuda:0", lambda step, phase: marks.append(place.recorder.op_row))
 
     with warnings.catch_warnings():

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from plimsoll.compression.methods import SHRINKERS, Calibration, Subject
-from plimsoll.compression.saved_form import form_of, save_subject
+from plimsoll.compression.saved_form import form_of, save_planning_input
 from plimsoll.models.loading import load_model
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import METHODS
@@ -41,7 +41,7 @@ CASES = [(method, model) for method in SHRINKERS for model in MODELS]
 
 def choices_for(method: str, given: Subject) -> tuple[Choice, ...] | str:
     """What the menu has, or the reason why it has nothing."""
-    return SHRINKERS[method].menu(given)
+    return SHRINKERS[method].choices(given)
 
 
 def case(method: str, name: str) -> tuple[Subject, Choice, Calibration]:
@@ -103,7 +103,7 @@ def test_what_is_no_model_of_text_has_a_reason(method):
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(2))
 
-    assert isinstance(SHRINKERS[method].menu(Subject(Other(), subject("gpt2").tokenizer)), str)
+    assert isinstance(SHRINKERS[method].choices(Subject(Other(), subject("gpt2").tokenizer)), str)
 
 
 @pytest.mark.sampled(3)
@@ -140,7 +140,7 @@ def test_it_is_saved_and_loaded_with_the_same_outputs(method, name, tmp_path):
     SHRINKERS[method].shrink(given, choice, data)
     ids_BT = ids_of(given.tokenizer, "load the ship")
     wanted = outputs(given.model, ids_BT)
-    save_subject(given, tmp_path / "small")
+    save_planning_input(given, tmp_path / "small")
     loaded = load_model(tmp_path / "small")
     # Where a tensor lies in memory decides the order of sums; in bfloat16 that is a digit.
     near = {"rtol": 1e-2, "atol": 1e-2} if wanted.dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
@@ -197,7 +197,7 @@ def test_two_methods_of_values_go_together_in_this_order_or_it_is_said_why_not(f
         SHRINKERS[method].shrink(given, choice, Calibration())
     expected = logits(given.model)
     assert expected.isfinite().all()
-    save_subject(given, tmp_path / "small")
+    save_planning_input(given, tmp_path / "small")
     again = logits(load_model(tmp_path / "small").model)
     assert again.dtype == expected.dtype
     assert torch.allclose(again.float(), expected.float(), atol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plimsoll.compression.methods import SHRINKERS
-from plimsoll.compression.saved_form import form_of, save_subject
+from plimsoll.compression.saved_form import form_of, save_planning_input
 from shrink_models import calibration, ids_of, outputs, subject
 
 # A GPT-2 has layers that torchao does not know and a field of its own for their number.
@@ -58,13 +58,13 @@ def loadings(tmp_path_factory):
     forms = {}
     for model, name in CASES:
         given, method = subject(model), SHRINKERS[name]
-        menu = method.menu(given)
+        menu = method.choices(given)
         if isinstance(menu, str):
             continue
         method.shrink(given, menu[-1], calibration(given))
         folder = root / "folders" / f"{model}-{name}"
         ids_BT = ids_of(given.tokenizer, TEXT)
-        save_subject(given, folder)
+        save_planning_input(given, folder)
         wanted = outputs(given.model.eval(), ids_BT).float()
         auto = "AutoModelForSequenceClassification" if model == "bert" else "AutoModelForCausalLM"
         named = auto if model == "lstm-lm" else type(given.model).__name__

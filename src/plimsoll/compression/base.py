@@ -67,7 +67,7 @@ class Shrinker(Protocol):
     title: ClassVar[str]
     saves: ClassVar[str]
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Return what is worth trying, mildest first, or a sentence that says why nothing is.
 
         The sentence names the modules that were looked for. What is not in the menu may still be asked for by the user

@@ -34,7 +34,7 @@ def form_of(model: nn.Module) -> Form:
     return "code" if getattr(config, FIELD, None) else "plain"
 
 
-def save_subject(subject: Subject, folder: Path, origin: Path | None = None) -> None:
+def save_planning_input(subject: Subject, folder: Path, origin: Path | None = None) -> None:
     """Write a model and its tokenizer into a folder, which is made if need be.
 
     Args:

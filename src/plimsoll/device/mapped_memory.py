@@ -100,7 +100,7 @@ class MappedPool:
             return self.empty_like(tensor).copy_(tensor.detach())
 
     def know(self, tensor: Tensor) -> None:
-        """Take a fake tensor that stands for one made here, in a rehearsal, for one that was."""
+        """Take a fake tensor that stands for one made here, in a dry run, for one that was."""
         self._made.add(tensor)
 
     def holds(self, tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""One pass of a model over rows of text, on fake tensors: what `plimsoll.inference.apply` does, rehearsed.
+"""One pass of a model over rows of text, on fake tensors: what `plimsoll.inference.apply` does, dry-run.
 
 What is traced is the task's own ``compute``, under the same ``inference_mode``, with the weights where the plan has
 them: those of parts on disk, or beside a GPU on the host, are counted outside the device. A pass that makes new tokens
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.memory.lowering.base import Lowering
-from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with_unknown_lengths
+from plimsoll.memory.trace import DryRun, dry_run, failures_explained, with_unknown_lengths
 from plimsoll.records.trace import Trace
 from plimsoll.techniques.mechanisms.parts import block_names, parts_of
 from plimsoll.techniques.mechanisms.streamed_layers import streamed
@@ -27,7 +27,7 @@ Batch = dict[str, Tensor]
 Compute = Callable[[nn.Module, Batch], Any]
 
 
-def rehearse_inference(
+def dry_run_inference(
     model: nn.Module,
     compute: Compute,
     lowering: Lowering,
@@ -53,7 +53,7 @@ def rehearse_inference(
     """
 
     def trace_with(keeps_all: bool) -> Trace:
-        with rehearsal(lowering, lambda: "forward", keeps_all) as stage:
+        with dry_run(lowering, lambda: "forward", keeps_all) as stage:
             fake = _arrived(stage, model, outside)
             copied = block_names(model, outside) if lowering.kind == "cuda" else ()
             with (
@@ -70,7 +70,7 @@ def rehearse_inference(
     return with_unknown_lengths(trace_with)
 
 
-def _arrived(stage: Rehearsal, model: nn.Module, outside: Collection[str]) -> nn.Module:
+def _arrived(stage: DryRun, model: nn.Module, outside: Collection[str]) -> nn.Module:
     """The fake model, whose weights are known to be where they will be."""
     away = [weight for part in parts_of(model) if part.name in outside for weight in part.weights]
     fake = stage.fake_model(model, away).eval().requires_grad_(False)
@@ -78,7 +78,7 @@ def _arrived(stage: Rehearsal, model: nn.Module, outside: Collection[str]) -> nn
     return fake
 
 
-def _last_token(stage: Rehearsal, model: nn.Module, rows: int, num_seen: int) -> None:
+def _last_token(stage: DryRun, model: nn.Module, rows: int, num_seen: int) -> None:
     """The pass of the last new token, which sees itself and the keys and values of all before it."""
     stage.recorder.step = 0
     mask = stage.fake_batch(_batch(model, rows, num_seen))["attention_mask"]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
-from plimsoll.inference.dry_run import rehearse_inference
+from plimsoll.inference.dry_run import dry_run_inference
 from plimsoll.inference.model import require_head
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.models.inference import InferenceTask, inference_task, read_config
@@ -109,9 +109,9 @@ class Applied:
                 f"{most} tokens: give shorter ones"
             )
 
-    def rehearse(self, lowering: Lowering, rows: int, longest_tokens: int, outside: Collection[str]) -> Trace:
-        """Trace one pass; see `rehearse_inference`."""
-        return rehearse_inference(
+    def dry_run(self, lowering: Lowering, rows: int, longest_tokens: int, outside: Collection[str]) -> Trace:
+        """Trace one pass; see `dry_run_inference`."""
+        return dry_run_inference(
             self.model, self.task.compute, lowering,
             rows=rows, longest_tokens=longest_tokens, outside=outside, new_tokens=self.new_tokens,
         )  # fmt: skip

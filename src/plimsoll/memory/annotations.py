@@ -8,7 +8,7 @@
     copied.note_wait(by_processor=False)
 
 A dry run has no streams and makes each copy at once. Noted is which copies would overlap with later ops and where each
-is waited for: their predicted time follows from it (`plimsoll.planning.search.stream_slots`). Ops of a graph cost no
+is waited for: their predicted time follows from it (`plimsoll.planning.search.stream_timeline`). Ops of a graph cost no
 calls and have memory of their own. In a run that nobody records this does nothing.
 """
 

@@ -23,7 +23,7 @@ from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
 from plimsoll.records.run_comparison import RunComparison
 from plimsoll.records.shrink import ShrinkRecord
-from plimsoll.records.strategies import Ways
+from plimsoll.records.strategies import Strategies
 from plimsoll.records.trace import CATEGORIES
 from plimsoll.records.units import format_bytes
 from plimsoll.records.watch import WatchRecord
@@ -36,13 +36,13 @@ from plimsoll.report import (
     prediction_sheets,
     sheets,
     shrink_sheets,
+    strategy_sheets,
     watch_sheets,
-    ways_sheets,
 )
 from plimsoll.report._templates import environment
 from plimsoll.report.charts import Chart, run_charts
 from plimsoll.report.comparison_charts import comparison_charts
-from plimsoll.report.plan_charts import ladder_chart
+from plimsoll.report.plan_charts import fallback_chart
 from plimsoll.report.plotly_js import plotly_js
 from plimsoll.report.prediction_charts import prediction_chart
 from plimsoll.report.shrink_charts import front_chart
@@ -205,8 +205,8 @@ def _bars(shares: Sequence[Share]) -> list[Bar]:
 def plan_page(plan: Plan) -> str:
     """Return the page of a plan."""
     prediction = plan.prediction
-    charts = [ladder_chart(plan), *([prediction_chart(prediction)] if prediction else [])]
-    sentences = [plan_sheets.headline(plan), plan_sheets.plain_sentence(plan), plan_sheets.opening_sentence(plan)]
+    charts = [fallback_chart(plan), *([prediction_chart(prediction)] if prediction else [])]
+    sentences = [plan_sheets.headline(plan), plan_sheets.plain_sentence(plan), plan_sheets.alternative_sentence(plan)]
     if prediction:
         sentences += prediction_sheets.moment_sentences(prediction)
         sentences += prediction_sheets.exchange_sentences(prediction)
@@ -216,20 +216,20 @@ def plan_page(plan: Plan) -> str:
         verdict=plan_sheets.verdict(plan),
         sentences=[*filter(None, sentences)],
         key_numbers=plan_sheets.key_numbers(plan),
-        wishes=[
+        constraints=[
             plan_sheets.budget_sentence(plan.budget),
             plan_sheets.loss_sentence(plan),
             plan_sheets.off_device_sentence(plan),
             plan_sheets.preparing_sentence(plan),
             plan_sheets.trial_sentence(plan),
-            plan_sheets.wishes_sentence(plan),
+            plan_sheets.constraints_sentence(plan),
         ],
         charts={chart.key: chart for chart in charts},
         plotly_js=_drawn_by(charts),
         chosen=plan_sheets.chosen_sheet(plan),
-        ladder=plan_sheets.ladder_sheet(plan),
+        fallback_schedule=plan_sheets.fallback_sheet(plan),
         trial=plan_sheets.trial_sheet(plan),
-        openings=plan_sheets.opening_sheet(plan),
+        lossy_alternatives=plan_sheets.alternative_sheet(plan),
         rejected=plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED),
         more_rejected=_more_rejected(plan),
         parts_at_peak=prediction_sheets.part_sheet(prediction) if prediction else None,
@@ -293,8 +293,8 @@ def _drawn_by(charts: Iterable[Chart]) -> str | None:
     return plotly_js() if any(chart.figure for chart in charts) else None
 
 
-def _ways_page(ways: Ways) -> str:
-    return sheets_page("Ways to train", ways_sheets.page_sheets(ways))
+def _strategies_page(strategies: Strategies) -> str:
+    return sheets_page("Ways to train", strategy_sheets.page_sheets(strategies))
 
 
 PAGES: dict[type[Record], Callable[[Any], str]] = {
@@ -309,7 +309,7 @@ PAGES: dict[type[Record], Callable[[Any], str]] = {
     TokenFacts: token_page,
     Inspection: inspection_page,
     FeedRates: feed_page,
-    Ways: _ways_page,
+    Strategies: _strategies_page,
     InferencePlan: placement_page,
     ShrinkRecord: shrink_page,
     WatchRecord: watch_page,

@@ -29,7 +29,7 @@ from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
 from plimsoll.records.run_comparison import RunComparison
 from plimsoll.records.shrink import ShrinkRecord
-from plimsoll.records.strategies import Ways
+from plimsoll.records.strategies import Strategies
 from plimsoll.records.watch import WatchRecord, is_recording
 from plimsoll.report import apply_sheets, as_text, cache_sheets, embedding_sheets, lint_formats
 from plimsoll.report.sheets import Sheet
@@ -61,7 +61,7 @@ _TEXTS: dict[type[Record], Callable[[Any], RenderableType]] = {
     TokenFacts: as_text.token_report,
     Inspection: as_text.inspection_report,
     FeedRates: as_text.feed_report,
-    Ways: as_text.ways_report,
+    Strategies: as_text.strategies_report,
     InferencePlan: as_text.placement_report,
     ShrinkRecord: as_text.shrink_report,
     WatchRecord: as_text.watch_report,

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from plimsoll.errors import InputError
-from plimsoll.inference.dry_run import rehearse_inference
+from plimsoll.inference.dry_run import dry_run_inference
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
@@ -52,7 +52,7 @@ def skeleton(config, auto_class=AutoModelForCausalLM) -> nn.Module:
 
 def traced(model: nn.Module, task=Score(), lowering=None, **options) -> Trace:
     options = {"rows": 4, "longest_tokens": 24} | options
-    return rehearse_inference(model, task.compute, lowering or CpuLowering(), **options)
+    return dry_run_inference(model, task.compute, lowering or CpuLowering(), **options)
 
 
 def peak_bytes(trace: Trace) -> int:
@@ -159,4 +159,4 @@ def test_the_model_stays_as_it_is():
 def test_a_model_that_fails_says_where():
     model = skeleton(CONFIGS["gpt2"])
     with pytest.raises(InputError, match=r"the model GPT2LMHeadModel fails in the \w+ phase"):
-        rehearse_inference(model, lambda model, batch: model(batch), CpuLowering(), rows=1, longest_tokens=4)
+        dry_run_inference(model, lambda model, batch: model(batch), CpuLowering(), rows=1, longest_tokens=4)

@@ -86,7 +86,7 @@ def test_the_type_is_that_of_most_bytes_and_not_of_most_weights(folder, num_of_6
 
 def test_a_pass_is_the_tasks_own(folder):
     applied = Applied.open(folder, "score", None, 0)
-    trace = applied.rehearse(CpuLowering(), rows=2, longest_tokens=16, outside=())
+    trace = applied.dry_run(CpuLowering(), rows=2, longest_tokens=16, outside=())
     assert not any(weight.requires_grad for weight in applied.model.parameters())
     assert not applied.model.training
     assert set(trace.ops.phase) <= {"setup", "forward"}

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from distillations import SAMPLES, VOCABULARY, batch_of, gradients_of, largest_difference, model_of, plain_loss
 from plimsoll.errors import InputError
-from plimsoll.models.chunked_distillation import Mix, chunked_distillation
+from plimsoll.models.chunked_distillation import Combination, chunked_distillation
 from plimsoll.models.head_apart import head_apart
 from plimsoll.models.soft_targets import FullTargets
 
-MIX = Mix(3.0, 0.5)
+MIX = Combination(3.0, 0.5)
 POSITION = SAMPLES * VOCABULARY
 """Logits of one position of all samples."""
 

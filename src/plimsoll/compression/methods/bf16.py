@@ -27,7 +27,7 @@ class Bf16:
         "time of a pass falls where the processor multiplies in bfloat16, and rises where it does not"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Offer it where there is something in float32."""
         choice = Choice(technique=self.name)
         return self.refusal(subject, choice) or (choice,)

@@ -60,7 +60,7 @@ class Channels:
         "of a pass become smaller in proportion; embeddings and attention stay as they are"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Offer an eighth, a quarter and a half."""
         choices = [Choice(technique=self.name, options={"share": share}) for share in (0.125, 0.25, 0.5)]
         return possible(self, subject, choices)

@@ -29,7 +29,7 @@ class DynamicInt8:
         "of a whole layer's output, so that with many tokens its peak may rise; it cannot be trained"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Offer it where there is a linear layer."""
         return self.refusal(subject, Choice(technique=self.name)) or (Choice(technique=self.name),)
 

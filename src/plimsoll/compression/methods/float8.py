@@ -30,7 +30,7 @@ class Float8:
         "it computes and the peak falls by less than the weights; it cannot be trained"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Offer it where a device multiplies in float8; elsewhere ``int8`` is as small and closer."""
         choice = Choice(technique=self.name, options={"dynamic": True})
         return self.refusal(subject, choice) or (choice,)

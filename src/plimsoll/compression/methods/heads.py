@@ -45,7 +45,7 @@ class Heads:
         "its time become smaller in proportion; feed-forward layers and embeddings stay as they are"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Offer a quarter and a half of the heads."""
         choices = [Choice(technique=self.name, options={"share": share}) for share in (0.25, 0.5)]
         return possible(self, subject, choices)

@@ -65,7 +65,7 @@ class Hidden:
         "optimizer states and activations, and the time of a pass"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Offer about an eighth, a quarter and a half; where heads leave with it, shares that are whole heads.
 
         They are judged by activations, which lost far less than the size of weights (docs/LOG.md).

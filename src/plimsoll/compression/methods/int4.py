@@ -44,7 +44,7 @@ class Int4:
         "bfloat16; without Plimsoll the folder computes on a GPU only; it cannot be trained"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Offer small groups, which are closer, and large ones, which are smaller."""
         choices = [
             Choice(technique=self.name, options={"group": group}) for group in (SMALLEST_INT4_GROUP, _LARGEST_GROUP)

@@ -24,7 +24,7 @@ class Int8:
         "the head and the embeddings stay; it cannot be trained"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Offer it where there is a linear layer."""
         return self.refusal(subject, Choice(technique=self.name)) or (Choice(technique=self.name),)
 

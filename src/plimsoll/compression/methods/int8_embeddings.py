@@ -30,7 +30,7 @@ class Int8Embeddings:
         "Plimsoll the table is decoded whole in every pass, and the peak of memory rises; it cannot be trained"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Offer it where the model has a table of its own."""
         return self.refusal(subject, Choice(technique=self.name)) or (Choice(technique=self.name),)
 

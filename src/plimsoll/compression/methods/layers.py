@@ -40,7 +40,7 @@ class Layers:
         "smaller by what the layers had of them; embeddings stay as they are"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Offer to keep three quarters and a half of the layers."""
         found = _lists(subject.model)
         if isinstance(found, str):

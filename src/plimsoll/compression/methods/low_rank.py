@@ -45,7 +45,7 @@ class LowRank:
         "are no faster"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Return a quarter and a half, or why it cannot be."""
         choices = tuple(Choice(technique=self.name, options={"share": share}) for share in (0.25, 0.5))
         possible = tuple(choice for choice in choices if self.refusal(subject, choice) is None)

@@ -35,7 +35,7 @@ class LowRankEmbeddings:
         "table; a pass takes a small product more, and a tied output fewer operations"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Return a half and three quarters, or why it cannot be."""
         choices = tuple(Choice(technique=self.name, options={"share": share}) for share in (0.5, 0.75))
         possible = tuple(choice for choice in choices if self.refusal(subject, choice) is None)

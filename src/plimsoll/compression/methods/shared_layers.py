@@ -34,7 +34,7 @@ class SharedLayers:
         "have none of their own; not activations, and not time: as many layers are computed as before"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Return two groups and one, where there are so many layers, or why it cannot be."""
         choices = tuple(Choice(technique=self.name, options={"groups": groups}) for groups in (2, 1))
         possible = tuple(choice for choice in choices if self.refusal(subject, choice) is None)

@@ -28,7 +28,7 @@ class Tied:
         "table; not time: the output is computed as before"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Return the one choice, or why it cannot be."""
         choice = Choice(technique=self.name)
         return self.refusal(subject, choice) or (choice,)

@@ -30,7 +30,7 @@ class TwoFour:
         "compute capability 8.0 or more torch.sparse.to_sparse_semi_structured then halves the linear weights"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Offer nothing, and say why."""
         return f"{self.name} saves {self.saves}: ask for {self.name} by name if you want the zeros"
 

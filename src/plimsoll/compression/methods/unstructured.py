@@ -27,7 +27,7 @@ class Unstructured:
         "only what packs the file (zip) makes it smaller"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Offer nothing, and say why."""
         return f"{self.name} saves {self.saves}: ask for {self.name}(share=0.5) by name if you want the zeros"
 

@@ -51,7 +51,7 @@ class Vocabulary:
         "time"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def choices(self, subject: Subject) -> Choices | str:
         """Return the one choice, or why it cannot be."""
         choice = Choice(technique=self.name)
         return self.refusal(subject, choice) or (choice,)
