@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from plimsoll.diagnose.evidence import Kept
 from plimsoll.diagnose.holders import CONTAINERS, Found, stored, variables_of
-from plimsoll.diagnose.seen import Kept
 from plimsoll.memory.autograd_graph import has_graph, storage_bytes, storage_key
 from plimsoll.memory.inventory import Inventory
 
