@@ -122,7 +122,12 @@ def test_every_fork_of_a_command_has_ctrl_c_wait():
     """Each of them, in the order of the calls: a signal that comes while it forks is raised afterwards."""
     source = Path(plimsoll.__file__).parent
     forks = {str(path.relative_to(source)) for path in source.rglob("*.py") if FORK.search(path.read_text("utf-8"))}
-    assert forks == {"files/child_processes.py", "planning/baseline.py", "files/fork_server.py", "planning/dry_run/processes.py"}
+    assert forks == {
+        "files/child_processes.py",
+        "planning/baseline.py",
+        "files/fork_server.py",
+        "planning/dry_run/processes.py",
+    }
     for name in forks:
         assert "uninterrupted()" in (source / name).read_text("utf-8")
 
