@@ -18,9 +18,9 @@ import transformers
 
 import plan_time_gpu
 from plimsoll.memory.allocator.caching import CachingAllocator, replay
+from plimsoll.memory.library_buffers import LT_BYTES
 from plimsoll.memory.predict import count_on_cuda
 from plimsoll.memory.trace import DryRun, trace_training
-from plimsoll.memory.workspaces import LT_BYTES
 from plimsoll.planning.targets import gpu_target
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Trace

@@ -170,7 +170,7 @@ def predict(run: Run, draw: int | None) -> Answer:
     """Trace the run once and simulate the allocator of its GPU; without a draw its batches have 128 columns."""
     from plimsoll.device.cuda.gpus import find_gpu
     from plimsoll.memory.allocator.caching import CachingAllocator, replay
-    from plimsoll.memory.workspaces import deltas_with_workspaces
+    from plimsoll.memory.library_buffers import deltas_with_workspaces
 
     started = time.process_time()
     trace = trace_run(run, draw)

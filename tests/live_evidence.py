@@ -1,8 +1,7 @@
 """Evidence of a live process by hand: 1,000 MiB of a training beside 200 MiB before it."""
 
-from plimsoll.diagnose.evidence import Evidence
+from plimsoll.diagnose.evidence import Evidence, Kept, Seen
 from plimsoll.diagnose.parse.event import event_of
-from plimsoll.diagnose.seen import Kept, Seen
 from plimsoll.records.diagnosis import Share
 
 MIB = 1 << 20

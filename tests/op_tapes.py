@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plimsoll.memory.accumulate import accumulating_in_place
+from plimsoll.memory.dispatch_gaps import accumulating_in_place
 
 
 class Op(NamedTuple):

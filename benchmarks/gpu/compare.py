@@ -28,11 +28,11 @@ from plimsoll.device.cuda.gpus import cublas_workspace_bytes, find_gpu
 from plimsoll.device.cuda.segments import text_of
 from plimsoll.memory.allocator.caching import CachingAllocator, replay
 from plimsoll.memory.allocator.options import rules_from_text
+from plimsoll.memory.library_buffers import deltas_with_workspaces
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.lowering.cudnn_rnn import DROPOUT_STATE_BYTES
 from plimsoll.memory.predict import count_on_cuda
 from plimsoll.memory.trace import DryRun, trace_training
-from plimsoll.memory.workspaces import deltas_with_workspaces
 from plimsoll.records.trace import Trace
 
 _KEPT, _GAP = -1, -2  # storages that are not of the trace

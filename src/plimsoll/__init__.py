@@ -15,7 +15,7 @@ from plimsoll.files import former_modules
 from plimsoll.records.base import Shown
 
 if TYPE_CHECKING:
-    from plimsoll.device.limit import limited as limited
+    from plimsoll.device.base import limited as limited
     from plimsoll.device.probe import probe_machine as probe  # noqa: F401
     from plimsoll.diagnose.explain import explain as explain
     from plimsoll.diagnose.live import explained as explained
@@ -52,7 +52,7 @@ _HOMES = {
     "UnrolledCell": ("plimsoll.models.recurrent.cells", "UnrolledCell"),
     "explain": ("plimsoll.diagnose.explain", "explain"),
     "explained": ("plimsoll.diagnose.live", "explained"),
-    "limited": ("plimsoll.device.limit", "limited"),
+    "limited": ("plimsoll.device.base", "limited"),
     "load_model": ("plimsoll.models.loading", "load_model"),
     "plan_job": ("plimsoll.planning.plan", "plan_job"),
     "plan_step": ("plimsoll.planning.plan", "plan_step"),

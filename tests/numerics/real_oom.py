@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plimsoll.device.base import backend_for
-from plimsoll.device.limit import limited
+from plimsoll.device.base import backend_for, limited
 from plimsoll.step.train_step import TrainStep
 from workloads import NUM_SAMPLES, Case, Output, plain_loop, weights_of
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import plimsoll
-from plimsoll.device.limit import limited
+from plimsoll.device.base import limited
 from plimsoll.device.probe import probe_machine
 from plimsoll.step.train_step import TrainStep
 from processes import environment

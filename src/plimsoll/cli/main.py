@@ -34,8 +34,7 @@ from plimsoll.cli.output import complain, format_warning, tell
 from plimsoll.device.cpu.threads import spin_briefly
 from plimsoll.errors import Interrupted, PlimsollError
 from plimsoll.files import timings
-from plimsoll.files.forking import end_as_asked
-from plimsoll.files.orphans import is_rank
+from plimsoll.files.child_processes import end_as_asked, is_rank
 
 app = typer.Typer(
     name="plimsoll",

@@ -76,7 +76,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     """
     from plimsoll.cli.output import show
     from plimsoll.errors import InputError
-    from plimsoll.files.orphans import is_rank
+    from plimsoll.files.child_processes import is_rank
     from plimsoll.report.progress import spinner
 
     is_silent, is_quiet = is_rank() and os.environ["RANK"] != "0", quiet or as_json
@@ -173,7 +173,7 @@ def _given(job_file: Path | None, out: Path) -> Path:
 def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
     """How many processes train together, where the command or torchrun says it."""
     from plimsoll.errors import InputError
-    from plimsoll.files.orphans import is_rank
+    from plimsoll.files.child_processes import is_rank
 
     if not is_rank():
         if num_ranks is None and (world_size := os.environ.get("WORLD_SIZE") or "1") != "1":

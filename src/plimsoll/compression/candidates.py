@@ -35,7 +35,7 @@ from plimsoll.data.tokens.model_tokenizer import load_model_tokenizer
 from plimsoll.device.base import backend_for
 from plimsoll.device.cpu.data_limit import set_up_heap
 from plimsoll.errors import DataError, InputError, PlimsollError, WeightsError
-from plimsoll.files.forking import ending_with_this
+from plimsoll.files.child_processes import ending_with_this
 from plimsoll.inference.dry_run import Compute, dry_run_inference
 from plimsoll.inference.model import import_first, load_for_inference, stored_dtype
 from plimsoll.memory.lowering.cpu import CpuLowering

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 from plimsoll import errors
 from plimsoll.errors import InputError, KilledError, PlimsollError
-from plimsoll.files.forking import ending_with_this
+from plimsoll.files.child_processes import ending_with_this
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from plimsoll.errors import DeviceError
 from plimsoll.records.device import Device, MemoryUse
+from plimsoll.records.units import parse_bytes
 
 
 class Backend(Protocol):
@@ -84,3 +85,20 @@ def backend_for(device: str) -> Backend:
     if match is None:
         raise DeviceError(f"there is no device {device!r}: give cpu, cuda, or cuda and a number such as cuda:1")
     return CudaBackend(int(match[1] or 0))
+
+
+def limited(budget: str | int, device: str = "cpu") -> AbstractContextManager[None]:
+    """Make allocations past ``budget`` raise on ``device`` while the block runs, instead of the process being killed.
+
+    Code in Rust, such as that of ``tokenizers``, ends the process where it is refused memory: nothing can be raised
+    there. It is printed where that was, why, and what to do; prepare texts before the block, or give it room.
+
+    Args:
+        budget: bytes, or a size such as ``"2GiB"``.
+        device: ``"cpu"`` limits this process's private memory, ``"cuda"`` the caching allocator's share of that device.
+
+    Raises:
+        BudgetError: if more than that is in use already, or the device has less.
+        DeviceError: if there is no such device.
+    """
+    return backend_for(device).limited(parse_bytes(budget))

@@ -3,16 +3,16 @@
     pool = MappedPool()
     state = pool.copy_of(state)
 
+    table = create(path, (num_rows, 300), torch.float32, fill)
+
 A limit on private memory (``RLIMIT_DATA``, ``RssAnon``) does not count the pages of a file mapped as shared, so this
-is where a training on the CPU puts what its budget cannot hold. The files have no names: they are gone as soon as the
-last tensor in them and the pool are, however the process ends. What a tensor gives back is used again.
+is where a training on the CPU puts what its budget cannot hold. The files of a pool have no names: they are gone as
+soon as the last tensor in them and the pool are, however the process ends. A named file holds a matrix and nothing
+else, row after row, as ``numpy.memmap`` reads it.
 
-Folder: ``PLIMSOLL_SCRATCH``, else the one for temporary files, else ``/var/tmp`` where that one is kept in memory
-(tmpfs), which would be no gain and is refused. Disk blocks are reserved before they are mapped: a full disk is an
-`OutputError` and not a SIGBUS in the middle of a kernel.
-
-In a dry run, on fake tensors, the same calls make fake tensors that a trace counts outside the device. Does NOT
-cover other systems than Linux, and sparse tensors.
+Disk blocks are reserved before they are mapped: a full disk is an `OutputError` and not a SIGBUS in the middle of a
+kernel. In a dry run, on fake tensors, a pool makes fake tensors that a trace counts outside the device. Does NOT cover
+other systems than Linux, sparse tensors, and two processes that make the same file.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -207,11 +208,8 @@ def _rounded(num_bytes: int, unit_bytes: int) -> int:
 
 
 def _mapped_file(folder: Path, num_bytes: int) -> mmap.mmap:
-    """An unnamed file of so many bytes, all of them reserved on the disk."""
     try:
-        with tempfile.TemporaryFile(dir=folder, prefix="plimsoll-", buffering=0) as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-            return mmap.mmap(file.fileno(), num_bytes, mmap.MAP_SHARED)
+        return _unnamed(folder, num_bytes)
     except OSError as error:
         raise OutputError(
             f"cannot keep {format_bytes(num_bytes)} of the training in a file in {folder}: {error.strerror or error}; "
@@ -219,8 +217,18 @@ def _mapped_file(folder: Path, num_bytes: int) -> mmap.mmap:
         ) from error
 
 
+def _unnamed(folder: Path, num_bytes: int) -> mmap.mmap:
+    with tempfile.TemporaryFile(dir=folder, prefix="plimsoll-", buffering=0) as file:
+        return _mapped(file, num_bytes)
+
+
+def _mapped(file: IO[bytes], num_bytes: int) -> mmap.mmap:
+    os.posix_fallocate(file.fileno(), 0, num_bytes)  # also of a file that was copied with holes
+    return mmap.mmap(file.fileno(), num_bytes, mmap.MAP_SHARED)
+
+
 def scratch_folder() -> Path:
-    """Return the folder for files that are mapped, on a disk.
+    """Return the folder for files that are mapped: ``PLIMSOLL_SCRATCH``, else a folder for temporary files on a disk.
 
     Raises:
         OutputError: if the folder that was given, or all there are, are kept in memory or do not exist.
@@ -246,3 +254,72 @@ def _file_system_of(folder: Path) -> str:
         return "unknown"
     types = [mount.partition(" - ")[2].split()[0] for mount in mounts if mount.split()[2] == number]
     return types[0] if types else "unknown"
+
+
+# -- matrices in files of their own ------------------------------------------------------------------------------------
+
+Shape = tuple[int, int]
+
+
+def create(path: Path, shape: Shape, dtype: torch.dtype, fill: Callable[[Tensor], object]) -> Tensor:
+    """Make a file with a matrix in it, which ``fill`` writes to; under its name only once that has ended.
+
+    Raises:
+        OutputError: if it exists, or the disk has no room.
+    """
+    if path.exists():
+        raise OutputError(f"cannot make the table {path}: it exists; remove it, or give another path")
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with _opened(part, "w+b") as file:
+            matrix = _matrix(lambda num_bytes: _mapped(file, num_bytes), shape, dtype, part)
+        fill(matrix)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return matrix
+
+
+def reopen(path: Path, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Map the file of a matrix; what is written to the matrix is written to the file.
+
+    Raises:
+        OutputError: if it cannot be written to, or is not as large as the matrix.
+    """
+    with _opened(path, "r+b") as file:
+        found_bytes, needed_bytes = os.fstat(file.fileno()).st_size, prod(shape) * dtype.itemsize
+        if found_bytes != needed_bytes:
+            raise OutputError(
+                f"the file {path} has {found_bytes:,} bytes, but {shape[0]:,} rows of {shape[1]:,} {dtype} are "
+                f"{needed_bytes:,}: give the size it was made with, or another path"
+            )
+        return _matrix(lambda num_bytes: _mapped(file, num_bytes), shape, dtype, path)
+
+
+def unnamed(folder: Path, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Make a matrix of zeros in a file that is gone with it, however the process ends.
+
+    Raises:
+        OutputError: if the folder cannot be written to, or the disk has no room.
+    """
+    return _matrix(lambda num_bytes: _unnamed(folder, num_bytes), shape, dtype, folder)
+
+
+def _opened(path: Path, mode: str) -> IO[bytes]:
+    try:
+        return path.open(mode)
+    except OSError as error:
+        raise OutputError(
+            f"cannot open the table {path} for writing: {error.strerror or error}; give a path that can be written to"
+        ) from error
+
+
+def _matrix(mapped: Callable[[int], mmap.mmap], shape: Shape, dtype: torch.dtype, place: Path) -> Tensor:
+    num_bytes = prod(shape) * dtype.itemsize
+    try:
+        return torch.frombuffer(mapped(num_bytes), dtype=dtype).view(shape)
+    except OSError as error:
+        raise OutputError(
+            f"cannot keep {shape[0]:,} rows of {shape[1]:,} {dtype} ({format_bytes(num_bytes)}) in {place}: "
+            f"{error.strerror or error}; free some space there, or give a path on a disk that has it"
+        ) from error

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from plimsoll.diagnose.evidence import Kept
 from plimsoll.diagnose.holders import CONTAINERS, Found, stored, variables_of
-from plimsoll.diagnose.seen import Kept
-from plimsoll.memory.graph import has_graph, storage_bytes, storage_key
+from plimsoll.memory.autograd_graph import has_graph, storage_bytes, storage_key
 from plimsoll.memory.inventory import Inventory
 
 _FEWEST, _LEAST_SHARE, _LEAST_NAMED_SHARE = 4, 0.5, 0.9

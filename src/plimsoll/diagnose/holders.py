@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from plimsoll.diagnose.seen import Kept
-from plimsoll.memory.graph import has_graph, saved_tensors, storage_bytes, storage_key
+from plimsoll.diagnose.evidence import Kept
+from plimsoll.memory.autograd_graph import has_graph, saved_tensors, storage_bytes, storage_key
 from plimsoll.memory.inventory import graph_nodes
 from plimsoll.step.retained.assignments import Assignment, assignment_of
 from plimsoll.step.retained.tensors import OF_TORCH, attributes_of

@@ -28,8 +28,7 @@ from plimsoll.diagnose.findings import diagnosed
 from plimsoll.diagnose.frames import users_callers
 from plimsoll.diagnose.of_error import Before, backend_of, evidence_of_error
 from plimsoll.errors import PlimsollError
-from plimsoll.memory.births import Births
-from plimsoll.memory.inventory import inventory
+from plimsoll.memory.inventory import Births, inventory
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.report.as_text import diagnosis_report
 from plimsoll.step.oom_boundary import without_fail

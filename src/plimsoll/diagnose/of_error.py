@@ -21,15 +21,14 @@ from torch.utils.data import DataLoader
 from plimsoll.device import aborts, watched
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.device.texts import requested_bytes
-from plimsoll.device.watched_limits import lines_of
+from plimsoll.device.watched import lines_of
 from plimsoll.diagnose.copies import copies_in
-from plimsoll.diagnose.evidence import Evidence
+from plimsoll.diagnose.evidence import Evidence, Kept, Seen
 from plimsoll.diagnose.frames import Line, frames_of, users_callers, users_lines
 from plimsoll.diagnose.holders import CONTAINERS, Found, found_in, kept_by, lengths_of, stored
 from plimsoll.diagnose.parse.event import event_of
 from plimsoll.diagnose.request import Asked, tensor_asked, tensors_at_hand
-from plimsoll.diagnose.seen import Kept, Seen
-from plimsoll.memory.graph import storage_key
+from plimsoll.memory.autograd_graph import storage_key
 from plimsoll.memory.inventory import Inventory, Piece, inventory_begun
 from plimsoll.records.diagnosis import ASKED, Share
 from plimsoll.records.oom_text import OomText

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from plimsoll.errors import RankLostError
-from plimsoll.files.orphans import LAUNCHER, begin_supervised
+from plimsoll.files.child_processes import LAUNCHER, begin_supervised
 from plimsoll.files.temporary import own_folder
 
 # A rank that was asked to stop finishes its step and saves.

@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from plimsoll.device import mapped_memory
 from plimsoll.device.cpu.pages import copied_on_write
 from plimsoll.device.dtypes import floating_type
-from plimsoll.embeddings import host_files
 from plimsoll.embeddings.host_prefetch import prefetched, read_rows
 from plimsoll.errors import InputError, OutputError
 
@@ -256,13 +256,15 @@ def _coalesce_gradient(weight_ND: Tensor) -> None:
     weight_ND.grad = weight_ND.grad.coalesce()
 
 
-def _table(path: Path | None, shape: host_files.Shape, dtype: torch.dtype, fill: Callable[[Tensor], object]) -> Tensor:
+def _table(
+    path: Path | None, shape: mapped_memory.Shape, dtype: torch.dtype, fill: Callable[[Tensor], object]
+) -> Tensor:
     """A new table, written by ``fill``, or what is in the file."""
     if path is None:
         weight_ND = torch.empty(shape, dtype=dtype)
         fill(weight_ND)
         return weight_ND
-    return host_files.reopen(path, shape, dtype) if path.exists() else host_files.create(path, shape, dtype, fill)
+    return mapped_memory.reopen(path, shape, dtype) if path.exists() else mapped_memory.create(path, shape, dtype, fill)
 
 
 def _matrix(rows: NDArray[Any] | Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plimsoll.embeddings import host_files
+from plimsoll.device import mapped_memory
 from plimsoll.embeddings.host import HostEmbedding
 from plimsoll.embeddings.sparse_gradients import refuse_wrong_gradients
 from plimsoll.errors import InputError
@@ -110,7 +110,7 @@ def _as_large(state_1D: Tensor, table: HostEmbedding) -> Tensor:
     if table.path is None:
         state_ND = torch.zeros(shape, dtype=state_1D.dtype)
     else:
-        state_ND = host_files.unnamed(table.path.parent, shape, state_1D.dtype)
+        state_ND = mapped_memory.unnamed(table.path.parent, shape, state_1D.dtype)
     return state_ND.copy_(state_1D.expand(shape)) if state_1D.any() else state_ND
 
 

@@ -173,6 +173,13 @@ def _is_whole(place: Path, note: dict[str, Any]) -> bool:
 
 # -- copying -----------------------------------------------------------------------------------------------------------
 
+# Why not fsspec's own `filecache`, `simplecache` or `blockcache` (looked at in 2026.9)? They have no limit on their
+# size: files go when they are older than some days (`clear_expired_cache`), whoever reads them. They write a copy under
+# its final name, so that a process that is killed leaves half a file, which the next one reads, and so does one that
+# comes while it is written (fsspec issue 639; pull request 2075 makes it a rename, where it is released). A source that
+# has changed is copied anew without a word (`check_files`), where an index or a checkpoint of the old one must be
+# refused. `blockcache` gives a file object and no path that could be mapped, and fills it as it is read.
+
 
 def _copy(place: Path, note: dict[str, Any], told: Told) -> None:
     """Make a copy, where nobody else does."""

@@ -9,7 +9,7 @@ plan says that the page cache cannot keep them. Beside a GPU the blocks that do 
 copied to it for as long as they compute (`plimsoll.techniques.mechanisms.streamed_layers`). Numbers do not change by
 where weights lie.
 
-Does NOT limit memory (`plimsoll.device.limit` does), and does not follow a model that is changed in the block.
+Does NOT limit memory (`plimsoll.device.base` does), and does not follow a model that is changed in the block.
 """
 
 from __future__ import annotations

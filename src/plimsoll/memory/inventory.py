@@ -14,22 +14,24 @@ optimizer; autograd's graph knows what it saves. A storage counts once, for the 
 Of what is mapped from a file only the pages that were written count, which are this process's own.
 
 Does NOT see what only C++ holds (a gradient on its way through a backward pass), nor, beyond `MOST_NODES` operations,
-what a graph saves (see `plimsoll.memory.graph` for why); of a sparse tensor nothing is counted.
+what a graph saves (see `plimsoll.memory.autograd_graph` for why); of a sparse tensor nothing is counted.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.device.cpu.pages import FileMappings
-from plimsoll.memory.graph import has_graph, saved_tensors, storage_key
+from plimsoll.memory.autograd_graph import has_graph, saved_tensors, storage_key
+from plimsoll.memory.dispatch_gaps import accumulating_in_place
 
 MOST_NODES = 20_000
 
@@ -166,3 +168,45 @@ def _op_of(tensor: Tensor) -> str:
         return ""
     name = str(tensor.grad_fn.name()).rpartition("::")[2]  # type: ignore[union-attr]
     return name.rstrip("0123456789").removesuffix("Backward").lower()
+
+
+_LEAST_BYTES = 64 << 10
+_MOST_ADDRESSES = 200_000
+
+
+class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes, while it is active, which line of the user's made a storage, by its address.
+
+    For as long as a storage lives it is the last that was made there. Seen below autograd are the results of ops that
+    share no storage with what the op was given. Each op costs a walk over the frames, some 10 to 20 microseconds, so
+    this is for a search and not for every training. Gradients on CUDA are made in another thread and are not seen.
+
+    Args:
+        line_of: asked for the line of a frame and its callers.
+    """
+
+    def __init__(self, line_of: Callable[[], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lines: dict[int, str] = {}
+        self._line_of = line_of
+        self._run = accumulating_in_place(lambda op, args, kwargs: op(*args, **kwargs))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run an op and note what it made."""
+        result = self._run(func, args, kwargs or {})
+        for one in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(one, Tensor) and one.layout is torch.strided:
+                self._note(one, args)
+        return result
+
+    def _note(self, made: Tensor, args: tuple[Any, ...]) -> None:
+        storage = made.untyped_storage()
+        if storage.nbytes() < _LEAST_BYTES:
+            return
+        address = storage.data_ptr()
+        given = (one for one in args if isinstance(one, Tensor) and one.layout is torch.strided)
+        if any(one.untyped_storage().data_ptr() == address for one in given):
+            return
+        if len(self.lines) >= _MOST_ADDRESSES:
+            self.lines.pop(next(iter(self.lines)))
+        self.lines[address] = self._line_of()

@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from plimsoll.errors import InputError
-from plimsoll.memory.grouped import GROUPED, grouped_result
-from plimsoll.memory.layouts import Layouts
+from plimsoll.memory.layouts import GROUPED, Layouts, grouped_result
 from plimsoll.memory.lowering.base import tensors_in
 from plimsoll.records.trace import Assumption
 

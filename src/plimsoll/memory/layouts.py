@@ -220,3 +220,28 @@ def _fills_its_memory(tensor: Any) -> bool:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     num_bytes = (extent if tensor.numel() else 0) * tensor.element_size()
     return bool(tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == num_bytes)
+
+
+GROUPED = aten._grouped_mm.default
+_ALIGNED_BYTES = 16
+
+
+def grouped_result(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Return what ``_grouped_mm`` (mixtures of experts) makes, without computing; not the scaled one of 8 bits."""
+    # torch's own rule for fake tensors knows only bfloat16; the kernels take every type, and rows begin at 16 bytes.
+    shape = _grouped_shape(a, b, offs)
+    per_row = _ALIGNED_BYTES // a.element_size()
+    padded = -(-shape[-1] // per_row) * per_row
+    strides = (shape[-2] * padded, padded, 1)[-len(shape) :]
+    made: Tensor = aten.empty_strided.default(shape, strides, dtype=a.dtype, device=a.device)
+    return made
+
+
+def _grouped_shape(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[int, ...]:
+    """The shape of a result: groups lie along the rows of ``a``, the columns of ``b``, or what is summed over."""
+    if a.dim() == b.dim() == 2:
+        assert offs is not None
+        return (offs.shape[0], a.shape[0], b.shape[1])
+    if a.dim() == b.dim() == 3:
+        return (a.shape[0], a.shape[1], b.shape[2])
+    return (a.shape[-2], b.shape[-1])

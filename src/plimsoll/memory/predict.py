@@ -20,10 +20,10 @@ from functools import cached_property
 import numpy as np
 
 from plimsoll.memory.allocator import caching
-from plimsoll.memory.captures import private_storages
+from plimsoll.memory.annotations import private_storages
 from plimsoll.memory.heaps import Heaps, steps_of
+from plimsoll.memory.library_buffers import deltas_with_workspaces
 from plimsoll.memory.live import Column, Live, live_bytes
-from plimsoll.memory.workspaces import deltas_with_workspaces
 from plimsoll.records.allocator import AllocatorRules, HeapRules
 from plimsoll.records.comparison import Learned
 from plimsoll.records.device import DeviceSpec

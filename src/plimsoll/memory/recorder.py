@@ -33,12 +33,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.device.off_device import is_outside
-from plimsoll.memory.accumulate import accumulating_in_place
-from plimsoll.memory.beside import Beside
-from plimsoll.memory.captures import is_captured, stretches
-from plimsoll.memory.graphs import Graphs, calls_by_itself
+from plimsoll.memory.annotations import Beside, is_captured, stretches
+from plimsoll.memory.autograd_graph import Graphs, calls_by_itself
+from plimsoll.memory.dispatch_gaps import accumulating_in_place, noting_resizes
 from plimsoll.memory.lowering.base import NO_SCRATCH, Made, Run, ScratchBytes, Unwritten, tensors_of
-from plimsoll.memory.resized import noting_resizes
 from plimsoll.memory.work import NO_WORK, WorkCounter, hearing
 from plimsoll.records.trace import Assumption, Category, OpTable, Phase, StorageTable, Trace
 from plimsoll.weights.parts import plain_parts

@@ -29,13 +29,6 @@ class AllocatorEvent(NamedTuple):
     is_segment: bool
 
 
-class AllocatorPeaks(NamedTuple):
-    """The most that blocks and segments added up to, beside what there was before the record."""
-
-    allocated_bytes: int
-    reserved_bytes: int
-
-
 class AllocatorRecord:
     """What the allocator did; filled when the block of `recorded` ends, ``None`` where torch cannot tell."""
 
@@ -74,12 +67,3 @@ def events_of(snapshot: Mapping[str, Any], index: int = 0) -> tuple[AllocatorEve
         if sign is not None:
             events.append(AllocatorEvent(entry["addr"], sign * entry["size"], signs is _SEGMENT_SIGNS))
     return tuple(events)
-
-
-def peaks_of(events: tuple[AllocatorEvent, ...]) -> AllocatorPeaks:
-    """Add the events up."""
-    now, most = [0, 0], [0, 0]
-    for event in events:
-        now[event.is_segment] += event.delta_bytes
-        most[event.is_segment] = max(most[event.is_segment], now[event.is_segment])
-    return AllocatorPeaks(*most)

@@ -17,6 +17,7 @@ import copy
 import gc
 import logging
 import os
+import sys
 import threading
 import traceback
 import warnings
@@ -43,7 +44,6 @@ from plimsoll.memory.known import KEEPS_ALL, KnownValues
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder
-from plimsoll.memory.untraced import untraced
 from plimsoll.records.trace import Category, Phase, Trace
 from plimsoll.weights.parts import with_parts
 
@@ -296,3 +296,23 @@ def _cannot_trace(error: Exception, where: str) -> str:
         f"cannot trace this training without running it: {error}{where} has no version for fake tensors, or its "
         "result depends on values that are not known: give the op one (torch.library.register_fake), or use another"
     )
+
+
+_MODULE, _NAME = "transformers.utils.import_utils", "is_fake_tensor"
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Let fake tensors pass for real ones; undone on exit. A library counts if it is imported when the block begins."""
+    # transformers 5 asks whether a tensor is fake, and if so does not look at its values: it builds the attention mask
+    # also where nothing is masked, and takes another attention kernel. Here the values of masks are known (`known`).
+    module = sys.modules.get(_MODULE)
+    asked = getattr(module, _NAME, None)
+    if module is None or asked is None:
+        yield
+        return
+    setattr(module, _NAME, lambda value: False)
+    try:
+        yield
+    finally:
+        setattr(module, _NAME, asked)

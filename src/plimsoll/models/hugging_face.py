@@ -194,19 +194,6 @@ def longest_text(folder: Path) -> int | None:
     return min((limit - num_reserved for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
-def auto_class_of(head: str) -> Any:
-    """Return the class of transformers that loads a model with a head; ``"none"`` is without one."""
-    import transformers
-
-    names = {
-        "language-modeling": "AutoModelForCausalLM",
-        "classification": "AutoModelForSequenceClassification",
-        "token-classification": "AutoModelForTokenClassification",
-        "none": "AutoModel",
-    }
-    return getattr(transformers, names[head])
-
-
 def _new_config(architecture: str, fields: dict[str, Any], shape: TextShape) -> PreTrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

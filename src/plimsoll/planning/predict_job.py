@@ -17,7 +17,7 @@ from random import Random
 from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.device.cuda.gpus import all_gpus
 from plimsoll.errors import InputError, JobError
-from plimsoll.memory.inverse import Found, largest_that_fits
+from plimsoll.memory.largest_size import Found, largest_that_fits
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import BudgetError, InputError
-from plimsoll.memory.inverse import largest_that_fits
+from plimsoll.memory.largest_size import largest_that_fits
 from plimsoll.models.workload import LossFunction, Precision, Units, batch_size_of, model_loss, pick_samples
 from plimsoll.planning.predict_step import predict
 from plimsoll.records.prediction import Prediction

@@ -16,8 +16,8 @@ from plimsoll.device.cpu.data_limit import MARGIN_BYTES
 from plimsoll.device.cuda.gpus import find_gpu, spec_of
 from plimsoll.device.probe import versions
 from plimsoll.errors import BudgetError
-from plimsoll.memory.exchanges import exchange_of, kept_by_exchanges
 from plimsoll.memory.heaps import Heaps
+from plimsoll.memory.library_buffers import exchange_of, kept_by_exchanges
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering

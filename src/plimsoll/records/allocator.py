@@ -21,8 +21,7 @@ class AllocatorRules(Frozen):
     ``max_split_bytes`` of None is torch's "unlimited", ``garbage_collection_threshold`` of None its "off" (a share of
     the limit). ``roundup_power2_divisions`` is one number for all sizes, or 16: for requests up to 2 MiB, to 4 MiB,
     ... , from 32 GiB. ``process_share`` is `per_process_memory_fraction`: it changes no size; who makes an allocator
-    multiplies the capacity by it to get the limit. Pinned host memory is rounded to a power of two up to
-    ``pinned_max_round_bytes`` (None: always).
+    multiplies the capacity by it to get the limit.
     """
 
     rounding_bytes: int = 512  # kMinBlockSize
@@ -37,7 +36,6 @@ class AllocatorRules(Frozen):
     garbage_collection_threshold: float | None = None  # garbage_collection_threshold_
     expandable_segments: bool = False  # use_expandable_segments_
     process_share: float = 1.0  # m_per_process_memory_fraction
-    pinned_max_round_bytes: int | None = None  # the smaller of pinned_max_round_threshold_, pinned_max_cached_size_
 
     def divisions(self, num_bytes: int) -> int:
         """Return into how many steps a power of two is divided for a request of this size; 0 for no such rounding."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from plimsoll.records.apply import ApplyFacts
 from plimsoll.records.units import format_bytes, format_seconds
-from plimsoll.report.sheets import Column, Sheet, oom_sheet
-
-_FACTS = (Column("Property"), Column("Value"))
+from plimsoll.report.sheets import FACTS, Sheet, columns_of, oom_sheet
 
 
 def apply_sheets(facts: ApplyFacts) -> tuple[Sheet, ...]:
@@ -14,7 +12,7 @@ def apply_sheets(facts: ApplyFacts) -> tuple[Sheet, ...]:
     sheets = [_rows_sheet(facts), _passes_sheet(facts)]
     if facts.faults:
         title = f"Rows without a result, {len(facts.faults):,} of {facts.num_faults:,}"
-        sheets.append(Sheet(title, (Column("Row and why"),), tuple((fault,) for fault in facts.faults)))
+        sheets.append(Sheet(title, columns_of("Row and why"), tuple((fault,) for fault in facts.faults)))
     if facts.oom_events:
         sheets.append(oom_sheet(facts.oom_events))
     return tuple(sheets)
@@ -31,7 +29,7 @@ def _rows_sheet(facts: ApplyFacts) -> Sheet:
     ]
     if facts.first_row:
         rows.insert(1, ("Done before", f"{facts.first_row:,} of them"))
-    return Sheet(f"{facts.task} with {facts.model} on {facts.data}", _FACTS, tuple(rows))
+    return Sheet(f"{facts.task} with {facts.model} on {facts.data}", FACTS, tuple(rows))
 
 
 def _passes_sheet(facts: ApplyFacts) -> Sheet:
@@ -45,7 +43,7 @@ def _passes_sheet(facts: ApplyFacts) -> Sheet:
         ("Loading", format_seconds(facts.load_seconds)),
         ("Time", f"{format_seconds(facts.seconds)}{_rates(facts)}"),
     ]
-    return Sheet("Passes", _FACTS, tuple(rows))
+    return Sheet("Passes", FACTS, tuple(rows))
 
 
 def _share(part: int, whole: int) -> str:
@@ -57,9 +55,3 @@ def _rates(facts: ApplyFacts) -> str:
         return ""
     rows_per_second, tokens_per_second = facts.num_new_rows / facts.seconds, facts.num_new_tokens / facts.seconds
     return f", {rows_per_second:,.1f} rows/s, {tokens_per_second:,.0f} tokens/s"
-
-
-def summary_sentence(facts: ApplyFacts) -> str:
-    """Say in one sentence what came of it."""
-    faults = f", {facts.num_faults:,} of them without a result" if facts.num_faults else ""
-    return f"{facts.num_rows:,} rows in {facts.output}{faults}"

@@ -7,11 +7,13 @@ reader chooses. Text from a record is escaped by jinja2. Without JavaScript the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import yaml
 
+from plimsoll.records.base import Record
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine
 from plimsoll.records.diagnosis import Diagnosis, Share
@@ -21,6 +23,7 @@ from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
 from plimsoll.records.run_comparison import RunComparison
 from plimsoll.records.shrink import ShrinkRecord
+from plimsoll.records.strategies import Strategies
 from plimsoll.records.trace import CATEGORIES
 from plimsoll.records.units import format_bytes
 from plimsoll.records.watch import WatchRecord
@@ -33,10 +36,11 @@ from plimsoll.report import (
     prediction_sheets,
     sheets,
     shrink_sheets,
+    strategy_sheets,
     watch_sheets,
 )
 from plimsoll.report._templates import environment
-from plimsoll.report.charts import run_charts
+from plimsoll.report.charts import Chart, run_charts
 from plimsoll.report.comparison_charts import comparison_charts
 from plimsoll.report.plan_charts import fallback_chart
 from plimsoll.report.plotly_js import plotly_js
@@ -48,77 +52,67 @@ from plimsoll.report.watch_charts import watch_charts
 def run_page(record: RunRecord) -> str:
     """Return the page of one run, finished or not."""
     charts = run_charts(record)
-    has_charts = any(chart.figure for chart in charts)
-    return (
-        environment()
-        .get_template("run.html")
-        .render(
-            record=record,
-            sentence=sheets.line_sentence(record),
-            key_numbers=sheets.key_numbers(record),
-            charts={chart.key: chart for chart in charts},
-            plotly_js=plotly_js() if has_charts else None,
-            budget_sentence=plan_sheets.budget_sentence(record.plan.budget),
-            plan=plan_sheets.plan_in_force_sheet(record),
-            oom_events=sheets.oom_sheet(record.oom_events),
-            deaths=sheets.death_sheet(record),
-            checkpoints=sheets.checkpoint_sheet(record),
-            steps=sheets.step_sheet(record),
-            device=sheets.device_sheet(record.device),
-            versions=sheets.version_sheet(record.versions),
-            job_yaml=yaml.safe_dump(record.job, sort_keys=False, allow_unicode=True),
-        )
+    return _page(
+        "run",
+        record=record,
+        sentence=sheets.line_sentence(record),
+        key_numbers=sheets.key_numbers(record),
+        charts={chart.key: chart for chart in charts},
+        plotly_js=_drawn_by(charts),
+        budget_sentence=plan_sheets.budget_sentence(record.plan.budget),
+        plan=plan_sheets.plan_in_force_sheet(record),
+        oom_events=sheets.oom_sheet(record.oom_events),
+        deaths=sheets.death_sheet(record),
+        checkpoints=sheets.checkpoint_sheet(record),
+        steps=sheets.step_sheet(record),
+        device=sheets.device_sheet(record.device),
+        versions=sheets.version_sheet(record.versions),
+        job_yaml=yaml.safe_dump(record.job, sort_keys=False, allow_unicode=True),
     )
 
 
 def comparison_page(comparison: RunComparison) -> str:
     """Return the page of two runs side by side."""
     charts = comparison_charts(comparison)
-    return (
-        environment()
-        .get_template("comparison.html")
-        .render(
-            names=comparison_sheets.labels(comparison),
-            sentence=comparison_sheets.headline(comparison),
-            job_sentence=comparison_sheets.job_sentence(comparison),
-            charts={chart.key: chart for chart in charts},
-            plotly_js=plotly_js() if any(chart.figure for chart in charts) else None,
-            numbers=comparison_sheets.number_sheet(comparison),
-            job=comparison_sheets.job_sheet(comparison),
-            categories=comparison_sheets.category_sheet(comparison),
-            places=comparison_sheets.place_sheet(comparison),
-        )
+    return _page(
+        "comparison",
+        names=comparison_sheets.labels(comparison),
+        sentence=comparison_sheets.headline(comparison),
+        job_sentence=comparison_sheets.job_sentence(comparison),
+        charts={chart.key: chart for chart in charts},
+        plotly_js=_drawn_by(charts),
+        numbers=comparison_sheets.number_sheet(comparison),
+        job=comparison_sheets.job_sheet(comparison),
+        categories=comparison_sheets.category_sheet(comparison),
+        places=comparison_sheets.place_sheet(comparison),
     )
 
 
 def prediction_page(prediction: Prediction) -> str:
     """Return the page of a prediction."""
     chart = prediction_chart(prediction)
-    return (
-        environment()
-        .get_template("prediction.html")
-        .render(
-            prediction=prediction,
-            sentences=(
-                prediction_sheets.verdict_sentence(prediction),
-                *prediction_sheets.moment_sentences(prediction),
-                *prediction_sheets.exchange_sentences(prediction),
-            ),
-            key_numbers=prediction_sheets.key_numbers(prediction),
-            chart=chart,
-            plotly_js=plotly_js() if chart.figure else None,
-            parts_at_peak=prediction_sheets.part_sheet(prediction),
-            largest=prediction_sheets.largest_sheet(prediction),
-            answers=prediction_sheets.answer_sheet(prediction),
-            grid=prediction_sheets.what_if_grid(prediction),
-            grid_title=prediction_sheets.WHAT_IF_TITLE,
-            what_if_text=prediction_sheets.what_if_text,
-            range_text=prediction_sheets.range_text,
-            estimates=prediction_sheets.estimate_sheet(prediction),
-            assumptions=prediction_sheets.assumption_sheet(prediction),
-            known_how=prediction_sheets.known_how_sentence(prediction),
-            versions=sheets.version_sheet(prediction.versions),
-        )
+    return _page(
+        "prediction",
+        prediction=prediction,
+        sentences=(
+            prediction_sheets.verdict_sentence(prediction),
+            *prediction_sheets.moment_sentences(prediction),
+            *prediction_sheets.exchange_sentences(prediction),
+        ),
+        key_numbers=prediction_sheets.key_numbers(prediction),
+        chart=chart,
+        plotly_js=_drawn_by([chart]),
+        parts_at_peak=prediction_sheets.part_sheet(prediction),
+        largest=prediction_sheets.largest_sheet(prediction),
+        answers=prediction_sheets.answer_sheet(prediction),
+        grid=prediction_sheets.what_if_grid(prediction),
+        grid_title=prediction_sheets.WHAT_IF_TITLE,
+        what_if_text=prediction_sheets.what_if_text,
+        range_text=prediction_sheets.range_text,
+        estimates=prediction_sheets.estimate_sheet(prediction),
+        assumptions=prediction_sheets.assumption_sheet(prediction),
+        known_how=prediction_sheets.known_how_sentence(prediction),
+        versions=sheets.version_sheet(prediction.versions),
     )
 
 
@@ -171,16 +165,13 @@ def diagnosis_page(diagnosis: Diagnosis) -> str:
     """Return the page of what was found in a run."""
     found = diagnosis_sheets.sheets_of(diagnosis)
     said = (diagnosis_sheets.headline(diagnosis), diagnosis_sheets.growth_sentence(diagnosis), *diagnosis.notes)
-    return (
-        environment()
-        .get_template("diagnosis.html")
-        .render(
-            diagnosis=diagnosis,
-            sentences=[*filter(None, said)],
-            bars=_bars(diagnosis.shares),
-            sheets=found,
-            plotly_js=None,
-        )
+    return _page(
+        "diagnosis",
+        diagnosis=diagnosis,
+        sentences=[*filter(None, said)],
+        bars=_bars(diagnosis.shares),
+        sheets=found,
+        plotly_js=None,
     )
 
 
@@ -219,43 +210,40 @@ def plan_page(plan: Plan) -> str:
     if prediction:
         sentences += prediction_sheets.moment_sentences(prediction)
         sentences += prediction_sheets.exchange_sentences(prediction)
-    return (
-        environment()
-        .get_template("plan.html")
-        .render(
-            subject=prediction.subject if prediction else "Plan",
-            verdict=plan_sheets.verdict(plan),
-            sentences=[*filter(None, sentences)],
-            key_numbers=plan_sheets.key_numbers(plan),
-            constraints=[
-                plan_sheets.budget_sentence(plan.budget),
-                plan_sheets.loss_sentence(plan),
-                plan_sheets.off_device_sentence(plan),
-                plan_sheets.preparing_sentence(plan),
-                plan_sheets.trial_sentence(plan),
-                plan_sheets.constraints_sentence(plan),
-            ],
-            charts={chart.key: chart for chart in charts},
-            plotly_js=plotly_js() if any(chart.figure for chart in charts) else None,
-            chosen=plan_sheets.chosen_sheet(plan),
-            fallback_schedule=plan_sheets.fallback_sheet(plan),
-            trial=plan_sheets.trial_sheet(plan),
-            lossy_alternatives=plan_sheets.alternative_sheet(plan),
-            rejected=plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED),
-            more_rejected=_more_rejected(plan),
-            parts_at_peak=prediction_sheets.part_sheet(prediction) if prediction else None,
-            largest=prediction_sheets.largest_sheet(prediction) if prediction else None,
-            assumptions=prediction_sheets.assumption_sheet(prediction) if prediction else None,
-            made_for=plan_sheets.made_for_sheet(plan),
-            versions=sheets.version_sheet(prediction.versions if prediction else {}),
-        )
+    return _page(
+        "plan",
+        subject=prediction.subject if prediction else "Plan",
+        verdict=plan_sheets.verdict(plan),
+        sentences=[*filter(None, sentences)],
+        key_numbers=plan_sheets.key_numbers(plan),
+        constraints=[
+            plan_sheets.budget_sentence(plan.budget),
+            plan_sheets.loss_sentence(plan),
+            plan_sheets.off_device_sentence(plan),
+            plan_sheets.preparing_sentence(plan),
+            plan_sheets.trial_sentence(plan),
+            plan_sheets.constraints_sentence(plan),
+        ],
+        charts={chart.key: chart for chart in charts},
+        plotly_js=_drawn_by(charts),
+        chosen=plan_sheets.chosen_sheet(plan),
+        fallback_schedule=plan_sheets.fallback_sheet(plan),
+        trial=plan_sheets.trial_sheet(plan),
+        lossy_alternatives=plan_sheets.alternative_sheet(plan),
+        rejected=plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED),
+        more_rejected=_more_rejected(plan),
+        parts_at_peak=prediction_sheets.part_sheet(prediction) if prediction else None,
+        largest=prediction_sheets.largest_sheet(prediction) if prediction else None,
+        assumptions=prediction_sheets.assumption_sheet(prediction) if prediction else None,
+        made_for=plan_sheets.made_for_sheet(plan),
+        versions=sheets.version_sheet(prediction.versions if prediction else {}),
     )
 
 
 def placement_page(plan: InferencePlan) -> str:
     """Return the page of how a model is applied."""
     said = (placement_sheets.headline(plan), *placement_sheets.sentences(plan))
-    numbers = sheets.Sheet("", (sheets.Column("What"), sheets.Column("Value")), placement_sheets.key_numbers(plan))
+    numbers = sheets.Sheet("", sheets.columns_of("What", "Value"), placement_sheets.key_numbers(plan))
     shown = (numbers, *placement_sheets.sheets_of(plan), sheets.version_sheet(plan.versions))
     return _sheets_page(plan.model, " ".join(said), *shown)
 
@@ -263,32 +251,26 @@ def placement_page(plan: InferencePlan) -> str:
 def shrink_page(record: ShrinkRecord) -> str:
     """Return the page of models that were made smaller."""
     chart = front_chart(record)
-    return (
-        environment()
-        .get_template("shrink.html")
-        .render(
-            subject=record.model,
-            sentence=shrink_sheets.headline(record),
-            charts={chart.key: chart},
-            plotly_js=plotly_js(),
-            sheets=(*shrink_sheets.shrink_sheets(record), sheets.version_sheet(record.versions)),
-        )
+    return _page(
+        "shrink",
+        subject=record.model,
+        sentence=shrink_sheets.headline(record),
+        charts={chart.key: chart},
+        plotly_js=plotly_js(),
+        sheets=(*shrink_sheets.shrink_sheets(record), sheets.version_sheet(record.versions)),
     )
 
 
 def watch_page(record: WatchRecord) -> str:
     """Return the page of a recorded watch."""
     charts = watch_charts(record)
-    return (
-        environment()
-        .get_template("watch.html")
-        .render(
-            subject=record.subject,
-            sentences=watch_sheets.sentences(record),
-            charts=charts,
-            plotly_js=plotly_js() if any(chart.figure for chart in charts) else None,
-            sheets=watch_sheets.sheets_of(record),
-        )
+    return _page(
+        "watch",
+        subject=record.subject,
+        sentences=watch_sheets.sentences(record),
+        charts=charts,
+        plotly_js=_drawn_by(charts),
+        sheets=watch_sheets.sheets_of(record),
     )
 
 
@@ -299,4 +281,36 @@ def _more_rejected(plan: Plan) -> sheets.Sheet | None:
 
 
 def _sheets_page(title: str, sentence: str, *shown: sheets.Sheet) -> str:
-    return environment().get_template("sheets.html").render(title=title, sentence=sentence, sheets=shown)
+    return _page("sheets", title=title, sentence=sentence, sheets=shown)
+
+
+def _page(template: str, **shown: Any) -> str:
+    return environment().get_template(f"{template}.html").render(**shown)
+
+
+def _drawn_by(charts: Iterable[Chart]) -> str | None:
+    """The script of a page with these charts; none where no chart has anything to show."""
+    return plotly_js() if any(chart.figure for chart in charts) else None
+
+
+def _strategies_page(strategies: Strategies) -> str:
+    return sheets_page("Fine-tuning strategies", strategy_sheets.page_sheets(strategies))
+
+
+PAGES: dict[type[Record], Callable[[Any], str]] = {
+    RunRecord: run_page,
+    RunComparison: comparison_page,
+    Machine: machine_page,
+    Device: device_page,
+    Plan: plan_page,
+    Prediction: prediction_page,
+    Diagnosis: diagnosis_page,
+    CorpusFacts: corpus_page,
+    TokenFacts: token_page,
+    Inspection: inspection_page,
+    FeedRates: feed_page,
+    Strategies: _strategies_page,
+    InferencePlan: placement_page,
+    ShrinkRecord: shrink_page,
+    WatchRecord: watch_page,
+}

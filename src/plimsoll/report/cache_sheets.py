@@ -6,9 +6,9 @@ from datetime import datetime
 
 from plimsoll.records.cache import CacheContents
 from plimsoll.records.units import format_bytes
-from plimsoll.report.sheets import Column, Sheet
+from plimsoll.report.sheets import Sheet, columns_of
 
-_COLUMNS = (Column("Kind"), Column("Files", True), Column("Size", True), Column("Last used", True))
+_COLUMNS = columns_of("Kind", "#Files", "#Size", "#Last used")
 
 
 def cache_sheets(cache: CacheContents) -> tuple[Sheet, ...]:

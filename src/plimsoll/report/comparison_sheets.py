@@ -13,7 +13,7 @@ from typing import Any
 from plimsoll.records.run_comparison import RunComparison, RunSide
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.prediction_sheets import short_path
-from plimsoll.report.sheets import Column, Sheet, format_loss, format_speed
+from plimsoll.report.sheets import Column, Sheet, columns_of, format_loss, format_speed
 
 _MOST_PLACES = 15  # a table of them is there to be read; the record has the rest
 
@@ -125,7 +125,7 @@ def place_sheet(comparison: RunComparison) -> Sheet:
     differing = sorted((key for key in changes if changes[key]), key=lambda key: (-abs(changes[key]), key))
     rows = tuple((*_place_words(*key), *_listed(one.get(key), other.get(key))) for key in differing[:_MOST_PLACES])
     left = f", {len(rows)} of {len(differing):,}" if len(rows) < len(differing) else ""
-    titles = (Column("Used for"), Column("Module"), Column("Source line"))
+    titles = columns_of("Used for", "Module", "Source line")
     return Sheet(f"Largest differences by module and line (predicted){left}", (*titles, *_both(comparison)), rows)
 
 

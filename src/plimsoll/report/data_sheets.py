@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Filling, Inspection, TokenFacts
 from plimsoll.records.units import format_bytes, format_seconds, format_share
-from plimsoll.report.sheets import Column, Sheet
+from plimsoll.report.sheets import FACTS, Sheet, columns_of
 
 _MOST_SKIPPED = 5
 _MOST_LABELS = 20
 _THIS_JOB = "*"
-_FACTS = (Column("Property"), Column("Value"))
 
 
 def corpus_sheet(corpus: CorpusFacts) -> Sheet:
@@ -24,7 +23,7 @@ def corpus_sheet(corpus: CorpusFacts) -> Sheet:
     )
     first, *others = corpus.sources
     more = f" and {len(others):,} more" if len(others) > 2 else "".join(f", {source}" for source in others)
-    return Sheet(f"Corpus {first}{more}", _FACTS, rows)
+    return Sheet(f"Corpus {first}{more}", FACTS, rows)
 
 
 def _left_out(corpus: CorpusFacts) -> str:
@@ -39,7 +38,7 @@ def skipped_sheet(corpus: CorpusFacts) -> Sheet:
     """Name what was left out, and why."""
     shown = corpus.skipped[:_MOST_SKIPPED]
     title = f"Left out, {len(shown)} of {corpus.num_skipped:,}"
-    return Sheet(title, (Column("What and why"),), tuple((reason,) for reason in shown))
+    return Sheet(title, columns_of("What and why"), tuple((reason,) for reason in shown))
 
 
 def label_sheet(corpus: CorpusFacts) -> Sheet:
@@ -48,7 +47,7 @@ def label_sheet(corpus: CorpusFacts) -> Sheet:
     rows = tuple(
         (label.name, f"{label.num_texts:,}", format_share(label.num_texts, corpus.num_texts)) for label in labels
     )
-    columns = (Column("Class"), Column("Texts", True), Column("Share", True))
+    columns = columns_of("Class", "#Texts", "#Share")
     return Sheet(f"Classes, {len(labels)} of {len(corpus.labels):,}", columns, rows)
 
 
@@ -57,7 +56,7 @@ def tag_sheet(corpus: CorpusFacts) -> Sheet:
     num_words = sum(tag.num_words for tag in corpus.tags)
     tags = sorted(corpus.tags, key=lambda tag: -tag.num_words)[:_MOST_LABELS]
     rows = tuple((tag.name, f"{tag.num_words:,}", format_share(tag.num_words, num_words)) for tag in tags)
-    columns = (Column("Tag"), Column("Words", True), Column("Share", True))
+    columns = columns_of("Tag", "#Words", "#Share")
     return Sheet(f"Tags, {len(tags)} of {len(corpus.tags):,}", columns, rows)
 
 
@@ -70,7 +69,7 @@ def token_sheet(tokens: TokenFacts) -> Sheet:
         ("Vocabulary", f"{tokens.vocab_size:,} in {tokens.tokenizer_folder}"),
         ("Time", format_seconds(tokens.seconds)),
     )
-    return Sheet("Tokens", _FACTS, rows)
+    return Sheet("Tokens", FACTS, rows)
 
 
 def length_sheet(inspection: Inspection) -> Sheet:
@@ -84,7 +83,7 @@ def length_sheet(inspection: Inspection) -> Sheet:
         *((("Borders", f"{inspection.num_borders:,}"),) if inspection.num_borders is not None else ()),
         ("Bytes of the files per token", f"{inspection.bytes_per_token:.2f}"),
     )
-    return Sheet(f"Tokens of a text ({of} texts)", (Column("Of the texts"), Column("Tokens", True)), rows)
+    return Sheet(f"Tokens of a text ({of} texts)", columns_of("Of the texts", "#Tokens"), rows)
 
 
 def _quantile_name(share: float) -> str:
@@ -93,13 +92,7 @@ def _quantile_name(share: float) -> str:
 
 def filling_sheet(inspection: Inspection) -> Sheet:
     """Compare the ways to make batches of the texts."""
-    columns = (
-        Column("Way"),
-        Column("Samples", True),
-        Column("Padding", True),
-        Column("Tokens a batch", True),
-        Column("Lost tokens", True),
-    )
+    columns = columns_of("Way", "#Samples", "#Padding", "#Tokens a batch", "#Lost tokens")
     rows = tuple(_filling_row(filling) for filling in inspection.fillings)
     return Sheet(f"As samples of up to {inspection.sequence_length:,} tokens ({_THIS_JOB} this job)", columns, rows)
 
@@ -116,12 +109,12 @@ def _filling_row(filling: Filling) -> tuple[str, ...]:
 
 def example_sheet(inspection: Inspection) -> Sheet:
     """Show how some texts begin."""
-    return Sheet("Some texts", (Column("Begin"),), tuple((example,) for example in inspection.examples))
+    return Sheet("Some texts", columns_of("Begin"), tuple((example,) for example in inspection.examples))
 
 
 def rate_sheet(feed: FeedRates) -> Sheet:
     """List how fast each stage goes and what it takes."""
-    columns = (Column("Stage"), Column("How"), Column("Speed", True), Column("Private memory", True))
+    columns = columns_of("Stage", "How", "#Speed", "#Private memory")
     rows = tuple(
         (
             rate.stage,

@@ -8,13 +8,13 @@ from plimsoll.records.diagnosis import ASKED, Diagnosis, Finding, Remedy, Share
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.units import format_bytes
 from plimsoll.report.prediction_sheets import share_text
-from plimsoll.report.sheets import Column, Sheet
+from plimsoll.report.sheets import Sheet, columns_of
 
-_FACTS = (Column("What"), Column("How it is known"))
-_REMEDY = (Column("To do"), Column("What"))
-_STATED = (Column("What"), Column("Value"))
-_SHARES = (Column("Used for"), Column("Size", True), Column("Share", True), Column("How it is known"), Column("Where"))
-_REMEDIES = (Column("Remedy"), Column("Saves", True), Column("A step", True), Column("Fits"), Column("What it does"))
+_FACTS = columns_of("What", "How it is known")
+_REMEDY = columns_of("To do", "What")
+_STATED = columns_of("What", "Value")
+_SHARES = columns_of("Used for", "#Size", "#Share", "How it is known", "Where")
+_REMEDIES = columns_of("Remedy", "#Saves", "#A step", "Fits", "What it does")
 
 _CAUSES = {
     "true_capacity": "the memory is really used up",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from plimsoll.records.embeddings import CompressionFacts, Conversion, FaultCount, SubsetFacts, VectorFile
 from plimsoll.records.units import format_bytes, format_seconds, format_share
-from plimsoll.report.sheets import Column, Sheet
+from plimsoll.report.sheets import FACTS, Sheet, columns_of
 
-_FACTS = (Column("Property"), Column("Value"))
 _FOUND_AS = {
     "num_exact": "as written",
     "num_lower": "in lower case",
@@ -38,7 +37,7 @@ def subset_sheets(subset: SubsetFacts) -> tuple[Sheet, ...]:
         ("Time", _time(subset)),
     ]
     return (
-        Sheet(f"Word vectors {subset.source}", _FACTS, tuple(rows)),
+        Sheet(f"Word vectors {subset.source}", FACTS, tuple(rows)),
         _miss_sheet(subset),
         _fault_sheet(subset.num_duplicates, subset.faults, "wanted words that came again: the first was taken"),
     )
@@ -59,7 +58,7 @@ def vector_file_sheets(file: VectorFile) -> tuple[Sheet, ...]:
         rows.append(("Lengths of vectors", "{:.3g} to {:.3g}, half of them up to {:.3g}".format(*_spread(file.norms))))
     rows.append(("Time", format_seconds(file.seconds)))
     faults = _fault_sheet(file.num_duplicates, file.faults, "words that came again: the first is taken")
-    return Sheet(f"Word vectors {file.path}", _FACTS, tuple(rows)), faults
+    return Sheet(f"Word vectors {file.path}", FACTS, tuple(rows)), faults
 
 
 def conversion_sheets(conversion: Conversion) -> tuple[Sheet, ...]:
@@ -71,7 +70,7 @@ def conversion_sheets(conversion: Conversion) -> tuple[Sheet, ...]:
         ("Time", format_seconds(conversion.seconds)),
     )
     faults = _fault_sheet(conversion.num_duplicates, conversion.faults, "words that came again: the first was taken")
-    return Sheet(f"Word vectors {conversion.output}", _FACTS, rows), faults
+    return Sheet(f"Word vectors {conversion.output}", FACTS, rows), faults
 
 
 def compression_sheets(compression: CompressionFacts) -> tuple[Sheet, ...]:
@@ -84,7 +83,7 @@ def compression_sheets(compression: CompressionFacts) -> tuple[Sheet, ...]:
         ("Cosine, 99 % have at least", f"{compression.low_cosine:.4f}"),
         ("Cosine, the least", f"{compression.least_cosine:.4f}"),
     )
-    return (Sheet(f"{compression.method.capitalize()}, {compression.detail} (lossy)", _FACTS, rows),)
+    return (Sheet(f"{compression.method.capitalize()}, {compression.detail} (lossy)", FACTS, rows),)
 
 
 def _share(part: int, whole: int) -> str:
@@ -117,7 +116,7 @@ def _miss_sheet(subset: SubsetFacts) -> Sheet:
     which = f"{len(subset.misses)} of {num_missed:,} words, " + (
         "the most frequent first" if has_counts else "the first"
     )
-    columns = (Column(which), Column("Uses", True)) if has_counts else (Column(which),)
+    columns = columns_of(which, *["#Uses"] * has_counts)
     rows = tuple((word, f"{count:,}") if has_counts else (word,) for word, count in subset.misses)
     return Sheet("Not found", columns, rows)
 
@@ -126,4 +125,4 @@ def _fault_sheet(num_duplicates: int, faults: tuple[FaultCount, ...], duplicates
     rows = [(fault.kind, f"{fault.count:,}", "\n".join(fault.examples)) for fault in faults]
     if num_duplicates:
         rows.append(("twice", f"{num_duplicates:,}", duplicates))
-    return Sheet("What is wrong with the file", (Column("What"), Column("Words", True), Column("Where")), tuple(rows))
+    return Sheet("What is wrong with the file", columns_of("What", "#Words", "Where"), tuple(rows))

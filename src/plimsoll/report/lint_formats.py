@@ -7,10 +7,10 @@ from collections import Counter
 from importlib.metadata import version
 
 from plimsoll.records.lint import LintFinding, LintReport
-from plimsoll.report.sheets import Column, Sheet
+from plimsoll.report.sheets import Sheet, columns_of
 
-_FOUND = (Column("Where"), Column("Rule"), Column("What"), Column("Instead"))
-_UNREAD = (Column("File"), Column("Why"))
+_FOUND = columns_of("Where", "Rule", "What", "Instead")
+_UNREAD = columns_of("File", "Why")
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
@@ -105,7 +105,7 @@ def lint_sheets(report: LintReport) -> tuple[Sheet, ...]:
     sheets = [Sheet(sentence(report), _FOUND, rows)]
     if counts:
         by_rule = tuple((rule, f"{count:,}", f"docs/rules/{rule}.md") for rule, count in counts)
-        sheets.append(Sheet("By rule", (Column("Rule"), Column("Findings"), Column("Page")), by_rule))
+        sheets.append(Sheet("By rule", columns_of("Rule", "Findings", "Page"), by_rule))
     if report.unread:
         sheets.append(Sheet("Not checked", _UNREAD, tuple((one.file, one.reason) for one in report.unread)))
     return tuple(sheets)

@@ -32,7 +32,7 @@ def notebook_html(record: Record) -> str | None:
 
 
 def _numbers(numbers: tuple[tuple[str, str], ...]) -> sheets.Sheet:
-    return sheets.Sheet("Numbers", (sheets.Column("What"), sheets.Column("Value")), numbers)
+    return sheets.Sheet("Numbers", sheets.columns_of("What", "Value"), numbers)
 
 
 def _run(record: RunRecord) -> Told:

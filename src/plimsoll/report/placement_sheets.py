@@ -9,7 +9,7 @@ from plimsoll.records.placement import InferencePlan, Part, Place
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.plan_sheets import budget_word
 from plimsoll.report.prediction_sheets import range_text
-from plimsoll.report.sheets import Column, Sheet
+from plimsoll.report.sheets import Sheet, columns_of
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _PLACES: tuple[Place, ...] = ("device", "host", "disk")
@@ -114,9 +114,7 @@ def part_sheet(plan: InferencePlan) -> Sheet:
         )
         for (pattern, place, is_streamed), parts in groups.items()
     )
-    return Sheet(
-        "Parts of the model", (Column("Part"), Column("Place"), Column("Number", True), Column("Size", True)), rows
-    )
+    return Sheet("Parts of the model", columns_of("Part", "Place", "#Number", "#Size"), rows)
 
 
 def _numbers_text(parts: Iterable[Part]) -> str:
@@ -143,13 +141,12 @@ def rejected_sheet(plan: InferencePlan) -> Sheet:
         )
         for found in plan.rejected
     )
-    titles = ("Rows a pass", "Resident", "Peak", "Speed")
-    return Sheet("Rejected", (*(Column(title, True) for title in titles), Column("Why not")), rows)
+    return Sheet("Rejected", columns_of("#Rows a pass", "#Resident", "#Peak", "#Speed", "Why not"), rows)
 
 
 def assumption_sheet(plan: InferencePlan) -> Sheet:
     """List what was assumed."""
-    return Sheet("Assumed", (Column("What"),), tuple((one.text,) for one in plan.assumptions))
+    return Sheet("Assumed", columns_of("What"), tuple((one.text,) for one in plan.assumptions))
 
 
 def sheets_of(plan: InferencePlan) -> tuple[Sheet, ...]:

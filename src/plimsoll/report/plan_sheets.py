@@ -17,13 +17,13 @@ from plimsoll.records.prediction import Estimate
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.prediction_sheets import range_text
-from plimsoll.report.sheets import Column, Sheet, finished_steps, steps_of_plan
+from plimsoll.report.sheets import Column, Sheet, columns_of, finished_steps, steps_of_plan
 
 MOST_REJECTED = 12  # that are shown; a page has more, folded away
 MOST_REJECTED_FOLDED = 200
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 _LEAST_SAID_BYTES = 8 << 20  # less is lost in what is imported
-_BY_NUMBERS = (Column("Peak", True), Column("A step", True))
+_BY_NUMBERS = "#Peak", "#A step"
 
 
 def verdict(plan: Plan) -> str:
@@ -190,9 +190,7 @@ def trial_sentence(plan: Plan) -> str:
 
 def trial_sheet(plan: Plan) -> Sheet:
     """List what a trial ran, with the seconds of a step that were predicted and measured."""
-    columns = (
-        Column("Choices"), Column("Predicted", True), Column("Measured", True), Column("Result"), Column("Why")
-    )  # fmt: skip
+    columns = columns_of("Choices", "#Predicted", "#Measured", "Result", "Why")
     rows = tuple(
         (
             choices_text(one.choices),
@@ -265,7 +263,7 @@ def chosen_sheet(plan: Plan) -> Sheet:
 
     It has no rows where the record says nothing of them: they are in the fallback schedule too.
     """
-    columns = (Column("Technique"), Column("Numerics"), Column("What it does"), Column("Why"))
+    columns = columns_of("Technique", "Numerics", "What it does", "Why")
     choices = plan.fallbacks[0].choices if plan.fallbacks else ()
     rows = tuple(
         (str(choice), plan.numerics.get(choice.technique, ""), plan.about.get(choice.technique, ""), _why(plan, choice))
@@ -322,7 +320,7 @@ def fallback_sheet(plan: Plan) -> Sheet:
         )
         for index, configuration in enumerate(plan.fallbacks)
     )
-    columns = (Column("Order"), Column("Choices"), *(_BY_NUMBERS if is_predicted else ()))
+    columns = columns_of("Order", "Choices", *(_BY_NUMBERS if is_predicted else ()))
     return Sheet("Plan and fallbacks", columns, rows)
 
 
@@ -358,7 +356,7 @@ def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
     shown = _most_telling(plan, most_rows)
     rows = tuple((choices_text(found.choices), *_numbers(found), found.reason) for found in shown)
     title = "Rejected" if len(shown) == len(plan.rejected) else f"Rejected, {len(shown)} of {len(plan.rejected):,}"
-    return Sheet(title, (Column("Choices"), *_BY_NUMBERS, Column("Why not")), rows)
+    return Sheet(title, columns_of("Choices", *_BY_NUMBERS, "Why not"), rows)
 
 
 def _most_telling(plan: Plan, most_rows: int) -> list[Rejected]:
@@ -407,7 +405,7 @@ def alternative_sheet(plan: Plan) -> Sheet:
         )
         for alternative in plan.lossy_alternatives
     )
-    columns = (Column("Allow"), Column("Choices"), *_BY_NUMBERS, Column("What it means"))
+    columns = columns_of("Allow", "Choices", *_BY_NUMBERS, "What it means")
     return Sheet("If what changes the training were allowed", columns, rows)
 
 
@@ -417,4 +415,4 @@ def _lossy_names(plan: Plan, choices: Sequence[Choice]) -> list[str]:
 
 def made_for_sheet(plan: Plan) -> Sheet:
     """List the facts that must be the same where the plan is used."""
-    return Sheet("Made for", (Column("Fact"), Column("Value")), tuple(plan.made_for.items()))
+    return Sheet("Made for", columns_of("Fact", "Value"), tuple(plan.made_for.items()))

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from plimsoll.records.prediction import Answer, Estimate, Holding, Moment, Prediction, WhatIf
 from plimsoll.records.trace import Assumption
 from plimsoll.records.units import format_bytes, format_seconds
-from plimsoll.report.sheets import Column, Sheet
+from plimsoll.report.sheets import Sheet, columns_of
 
 DOES_NOT_FIT = "✗"  # also without colours, and for those who do not see them
 WHAT_IF_TITLE = f"What if: the peak by micro-batch and sequence length ({DOES_NOT_FIT} does not fit)"
 _MOST_PATH_CHARACTERS = 40
+_MOST_LARGEST = 10
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,12 @@ def _phase_text(moment: Moment) -> str:
     return f"step {moment.step:,}, {moment.phase}" if moment.step and moment.phase != "setup" else moment.phase
 
 
-def short_path(line: str, most_characters: int = _MOST_PATH_CHARACTERS) -> str:
+def short_path(line: str) -> str:
     """Leave out folders from the left until a ``file:line`` is short; the name of the file and the line always stay."""
-    if len(line) <= most_characters:
+    if len(line) <= _MOST_PATH_CHARACTERS:
         return line
     folders = line.replace("\\", "/").split("/")
-    while len(folders) > 1 and len("…/" + "/".join(folders)) > most_characters:
+    while len(folders) > 1 and len("…/" + "/".join(folders)) > _MOST_PATH_CHARACTERS:
         folders.pop(0)
     return "…/" + "/".join(folders)
 
@@ -172,9 +173,7 @@ def estimate_sheet(prediction: Prediction) -> Sheet:
         for name, estimate in estimates.items()
         if estimate is not None
     )
-    return Sheet(
-        "Estimates", (Column("What"), Column("Likely", True), Column("Range", True), Column("Known how")), rows
-    )
+    return Sheet("Estimates", columns_of("What", "#Likely", "#Range", "Known how"), rows)
 
 
 def part_sheet(prediction: Prediction) -> Sheet:
@@ -186,14 +185,13 @@ def part_sheet(prediction: Prediction) -> Sheet:
     ]
     if rows:
         rows.append(("peak", format_bytes(peak_bytes), share_text(peak_bytes, peak_bytes)))
-    return Sheet("At the peak", (Column("Used for"), Column("Size", True), Column("Share", True)), tuple(rows))
+    return Sheet("At the peak", columns_of("Used for", "#Size", "#Share"), tuple(rows))
 
 
-def largest_sheet(prediction: Prediction, most_rows: int = 10) -> Sheet:
+def largest_sheet(prediction: Prediction) -> Sheet:
     """List the largest allocations that are alive at the peak, and where each was made."""
-    titles = ("Used for", "Shape", "Made in", "Module", "Source line")
-    rows = tuple(_holding_row(holding) for holding in prediction.largest[:most_rows])
-    return Sheet("Largest at the peak", (Column("Size", True), *(Column(title) for title in titles)), rows)
+    columns = columns_of("#Size", "Used for", "Shape", "Made in", "Module", "Source line")
+    return Sheet("Largest at the peak", columns, tuple(map(_holding_row, prediction.largest[:_MOST_LARGEST])))
 
 
 def _holding_row(holding: Holding) -> tuple[str, ...]:
@@ -216,7 +214,7 @@ def answer_sheet(prediction: Prediction) -> Sheet:
     return Sheet(f"What fits in {format_bytes(prediction.limit_bytes)}", _ANSWER_COLUMNS, rows)
 
 
-_ANSWER_COLUMNS = (Column("Question"), Column("Answer"), Column("Peak"))
+_ANSWER_COLUMNS = columns_of("Question", "Answer", "Peak")
 
 
 def _value_text(answer: Answer) -> str:
@@ -246,9 +244,8 @@ def what_if_sheets(prediction: Prediction, most_lengths: int) -> Iterator[Sheet]
     grid = what_if_grid(prediction)
     for start in range(0, len(grid.sequence_lengths), most_lengths):
         part = slice(start, start + most_lengths)
-        columns = (Column(f"{length:,}", True) for length in grid.sequence_lengths[part])
         rows = tuple((f"{micro_batch:,}", *map(what_if_text, cells[part])) for micro_batch, cells in grid.rows)
-        yield Sheet("", (Column("Micro-batch", True), *columns), rows)
+        yield Sheet("", columns_of("#Micro-batch", *(f"#{length:,}" for length in grid.sequence_lengths[part])), rows)
 
 
 def what_if_text(what_if: WhatIf | None) -> str:
@@ -261,7 +258,7 @@ def what_if_text(what_if: WhatIf | None) -> str:
 def assumption_sheet(prediction: Prediction) -> Sheet:
     """List what was assumed, and by how much the range is wider for it."""
     rows = tuple((assumption.text, _difference_text(assumption)) for assumption in prediction.assumptions)
-    return Sheet("Assumptions", (Column("Assumed"), Column("Counted as")), rows)
+    return Sheet("Assumptions", columns_of("Assumed", "Counted as"), rows)
 
 
 def _difference_text(assumption: Assumption) -> str:

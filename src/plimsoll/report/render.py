@@ -1,7 +1,8 @@
-"""Any record as text, JSON or HTML: one table says which.
+"""Any record as text, JSON or HTML: tables say how.
 
 Text is plain and 80 columns wide (the command line prints the coloured tables of `as_text` itself), JSON is the
-record's own file format, HTML is one self-contained file. Adding a record here is one row.
+record's own file format, HTML is one self-contained file. Adding a record is a row here, and one in
+`as_html` where it is more than sheets.
 """
 
 from __future__ import annotations
@@ -30,60 +31,43 @@ from plimsoll.records.run_comparison import RunComparison
 from plimsoll.records.shrink import ShrinkRecord
 from plimsoll.records.strategies import Strategies
 from plimsoll.records.watch import WatchRecord, is_recording
-from plimsoll.report import (
-    apply_sheets,
-    as_html,
-    as_text,
-    cache_sheets,
-    embedding_sheets,
-    lint_formats,
-    strategy_sheets,
-)
+from plimsoll.report import apply_sheets, as_text, cache_sheets, embedding_sheets, lint_formats
 from plimsoll.report.sheets import Sheet
 
 Format = Literal["text", "json", "html"]
 
-Screen = tuple[Callable[[Any], RenderableType], Callable[[Any], str]]
-
 _VECTORS = "Word vectors"
 
-
-def _of_sheets(title: str, sheets_of: Callable[[Any], tuple[Sheet, ...]]) -> Screen:
-    """Return the screens of a record that is nothing but sheets."""
-    return (
-        lambda record: as_text.sheets_report(sheets_of(record)),
-        lambda record: as_html.sheets_page(title, sheets_of(record)),
-    )
-
-
-# record -> (rich renderable, HTML page)
-_SCREENS: dict[type[Record], Screen] = {
-    RunRecord: (as_text.run_report, as_html.run_page),
-    RunComparison: (as_text.comparison_report, as_html.comparison_page),
-    Machine: (as_text.machine_report, as_html.machine_page),
-    Device: (as_text.device_table, as_html.device_page),
-    Plan: (as_text.plan_report, as_html.plan_page),
-    Prediction: (as_text.prediction_report, as_html.prediction_page),
-    Diagnosis: (as_text.diagnosis_report, as_html.diagnosis_page),
-    CorpusFacts: (as_text.corpus_report, as_html.corpus_page),
-    TokenFacts: (as_text.token_report, as_html.token_page),
-    Inspection: (as_text.inspection_report, as_html.inspection_page),
-    FeedRates: (as_text.feed_report, as_html.feed_page),
-    SubsetFacts: _of_sheets(_VECTORS, embedding_sheets.subset_sheets),
-    VectorFile: _of_sheets(_VECTORS, embedding_sheets.vector_file_sheets),
-    Conversion: _of_sheets(_VECTORS, embedding_sheets.conversion_sheets),
-    CompressionFacts: _of_sheets(_VECTORS, embedding_sheets.compression_sheets),
-    Strategies: (
-        as_text.strategies_report,
-        lambda strategies: as_html.sheets_page("Fine-tuning strategies", strategy_sheets.page_sheets(strategies)),
-    ),
-    InferencePlan: (as_text.placement_report, as_html.placement_page),
-    ShrinkRecord: (as_text.shrink_report, as_html.shrink_page),
-    WatchRecord: (as_text.watch_report, as_html.watch_page),
-    ApplyFacts: _of_sheets("Results", apply_sheets.apply_sheets),
-    CacheContents: _of_sheets("Cache", cache_sheets.cache_sheets),
-    LintReport: _of_sheets("Lint", lint_formats.lint_sheets),
+# Records that are nothing but sheets, with the title of their page.
+_SHEETS: dict[type[Record], tuple[str, Callable[[Any], tuple[Sheet, ...]]]] = {
+    SubsetFacts: (_VECTORS, embedding_sheets.subset_sheets),
+    VectorFile: (_VECTORS, embedding_sheets.vector_file_sheets),
+    Conversion: (_VECTORS, embedding_sheets.conversion_sheets),
+    CompressionFacts: (_VECTORS, embedding_sheets.compression_sheets),
+    ApplyFacts: ("Results", apply_sheets.apply_sheets),
+    CacheContents: ("Cache", cache_sheets.cache_sheets),
+    LintReport: ("Lint", lint_formats.lint_sheets),
 }
+# All others, with what makes their text; `as_html.PAGES` has their pages.
+_TEXTS: dict[type[Record], Callable[[Any], RenderableType]] = {
+    RunRecord: as_text.run_report,
+    RunComparison: as_text.comparison_report,
+    Machine: as_text.machine_report,
+    Device: as_text.device_table,
+    Plan: as_text.plan_report,
+    Prediction: as_text.prediction_report,
+    Diagnosis: as_text.diagnosis_report,
+    CorpusFacts: as_text.corpus_report,
+    TokenFacts: as_text.token_report,
+    Inspection: as_text.inspection_report,
+    FeedRates: as_text.feed_report,
+    Strategies: as_text.strategies_report,
+    InferencePlan: as_text.placement_report,
+    ShrinkRecord: as_text.shrink_report,
+    WatchRecord: as_text.watch_report,
+}
+_KINDS = {kind.record_kind: kind for kind in (*_TEXTS, *_SHEETS)}
+_FORMER_KINDS = {kind.former_kind: kind for kind in _TEXTS if kind.former_kind}
 
 
 def load(path: Path) -> Record:
@@ -94,18 +78,16 @@ def load(path: Path) -> Record:
     """
     if is_recording(path):
         return WatchRecord.read(path)
-    kinds = {kind.record_kind: kind for kind in _SCREENS}
-    former = {kind.former_kind: kind for kind in _SCREENS if kind.former_kind}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecordError(f"cannot read {path} as a record ({error}): give a JSON file that --json wrote") from None
     name = found.get("record") if isinstance(found, dict) else None
-    if name not in {*kinds, *former}:
+    if name not in {*_KINDS, *_FORMER_KINDS}:
         raise RecordError(
-            f"{path} holds a record of kind {name!r}, which has no report: give one of these: {', '.join(kinds)}"
+            f"{path} holds a record of kind {name!r}, which has no report: give one of these: {', '.join(_KINDS)}"
         )
-    return (kinds | former)[name].load(path)
+    return (_KINDS | _FORMER_KINDS)[name].load(path)
 
 
 def render(record: Record, format: Format = "text") -> str:
@@ -120,12 +102,27 @@ def render(record: Record, format: Format = "text") -> str:
         RecordError: if there is no report for this kind of record.
         InputError: if the format is not one of the three.
     """
-    if type(record) not in _SCREENS:
-        known = ", ".join(kind.record_kind for kind in _SCREENS)
+    if type(record) not in _KINDS.values():
+        known = ", ".join(_KINDS)
         raise RecordError(f"there is no report for a {type(record).__name__}: give one of these records: {known}")
     if format not in get_args(Format):
         raise InputError(f"cannot render a report as {format!r}: give one of {', '.join(get_args(Format))}")
     if format == "json":
         return record.to_json()
-    to_renderable, to_page = _SCREENS[type(record)]
-    return to_page(record) if format == "html" else as_text.plain(to_renderable(record))
+    return _page(record) if format == "html" else as_text.plain(_text(record))
+
+
+def _text(record: Record) -> RenderableType:
+    if type(record) in _TEXTS:
+        return _TEXTS[type(record)](record)
+    _, sheets_of = _SHEETS[type(record)]
+    return as_text.sheets_report(sheets_of(record))
+
+
+def _page(record: Record) -> str:
+    from plimsoll.report import as_html  # with jinja2 and charts, which no text needs
+
+    if type(record) in as_html.PAGES:
+        return as_html.PAGES[type(record)](record)
+    title, sheets_of = _SHEETS[type(record)]
+    return as_html.sheets_page(title, sheets_of(record))

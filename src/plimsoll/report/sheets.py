@@ -27,6 +27,14 @@ class Column:
     is_number: bool = False
 
 
+def columns_of(*titles: str) -> tuple[Column, ...]:
+    """Return the columns of some titles; those that begin with ``#`` are numbers."""
+    return tuple(Column(title.removeprefix("#"), title.startswith("#")) for title in titles)
+
+
+FACTS = columns_of("Property", "Value")
+
+
 @dataclass(frozen=True)
 class Sheet:
     """A titled table of finished text. ``folded`` holds one long text per row, shown where it can be folded away."""
@@ -196,14 +204,7 @@ def _survived(record: RunRecord) -> str:
 
 def oom_sheet(events: Sequence[OomEvent]) -> Sheet:
     """List the out-of-memory errors and what was done about each."""
-    columns = (
-        Column("Step", True),
-        Column("Phase"),
-        Column("Family"),
-        Column("Requested", True),
-        Column("Live", True),
-        Column("Action"),
-    )
+    columns = columns_of("#Step", "Phase", "Family", "#Requested", "#Live", "Action")
     rows = tuple(
         (
             "none" if event.step is None else f"{event.step:,}",
@@ -237,9 +238,7 @@ def death_sheet(record: RunRecord) -> Sheet:
         )
         for death in record.deaths
     )
-    return Sheet(
-        "Deaths and restarts", (Column("After", True), Column("Signal"), Column("Evidence"), Column("Then")), rows
-    )
+    return Sheet("Deaths and restarts", columns_of("#After", "Signal", "Evidence", "Then"), rows)
 
 
 def checkpoint_sheet(record: RunRecord) -> Sheet:
@@ -248,9 +247,7 @@ def checkpoint_sheet(record: RunRecord) -> Sheet:
         (f"{line.step:,}", format_seconds(line.time_seconds), format_bytes(line.num_bytes))
         for line in record.checkpoints
     )
-    return Sheet(
-        f"Checkpoints, {len(rows):,}", (Column("Step", True), Column("After", True), Column("Size", True)), rows
-    )
+    return Sheet(f"Checkpoints, {len(rows):,}", columns_of("#Step", "#After", "#Size"), rows)
 
 
 def step_sheet(record: RunRecord) -> Sheet:
@@ -258,7 +255,8 @@ def step_sheet(record: RunRecord) -> Sheet:
     steps = finished_steps(record)
     stride = -(-len(steps) // _MOST_STEP_ROWS) or 1
     shown = [*steps[:-1:stride], *steps[-1:]]
-    titles = ("Step", "Loss", "Learning rate", "Time", unit_name(record).capitalize(), "Micro-batch", "Peak")
+    units = f"#{unit_name(record).capitalize()}"
+    columns = columns_of("#Step", "#Loss", "#Learning rate", "#Time", units, "#Micro-batch", "#Peak")
     rows = tuple(
         (
             f"{line.step:,}",
@@ -271,7 +269,7 @@ def step_sheet(record: RunRecord) -> Sheet:
         )
         for line in shown
     )
-    return Sheet(f"Steps, {len(shown)} of {len(steps):,}", tuple(Column(title, True) for title in titles), rows)
+    return Sheet(f"Steps, {len(shown)} of {len(steps):,}", columns, rows)
 
 
 def device_sheet(device: Device) -> Sheet:
@@ -288,12 +286,12 @@ def device_sheet(device: Device) -> Sheet:
         *([("Architecture", device.architecture)] if device.architecture else []),
         *(("Note", note) for note in device.notes),
     ]
-    return Sheet(f"Device {_place(device)}", (Column("Property"), Column("Value")), tuple(facts))
+    return Sheet(f"Device {_place(device)}", FACTS, tuple(facts))
 
 
 def machine_sheet(machine: Machine) -> Sheet:
     """List every device with what it has, what is free and what bounds it."""
-    columns = (Column("Device"), Column("Name"), Column("Usable", True), Column("Free", True), Column("Bounded by"))
+    columns = columns_of("Device", "Name", "#Usable", "#Free", "Bounded by")
     rows = tuple(
         (
             _place(device),
@@ -309,7 +307,7 @@ def machine_sheet(machine: Machine) -> Sheet:
 
 def version_sheet(versions: dict[str, str]) -> Sheet:
     """List the libraries and their versions."""
-    return Sheet("Versions", (Column("Library"), Column("Version")), tuple(sorted(versions.items())))
+    return Sheet("Versions", columns_of("Library", "Version"), tuple(sorted(versions.items())))
 
 
 def _place(device: Device) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from plimsoll.records.shrink import HOW_TO_LOAD, Quality, ShrinkRecord, Small
 from plimsoll.records.units import format_bytes, format_seconds
-from plimsoll.report.sheets import Column, Sheet
+from plimsoll.report.sheets import Sheet, columns_of
 
 _NONE = "-"
 _SLOW_SPEED = 0.5
@@ -102,13 +102,12 @@ def _name(record: ShrinkRecord, number: int) -> str:
 
 def _quality_sheet(record: ShrinkRecord) -> Sheet:
     measure, write = _measure(record.original.quality)
-    columns = [
-        Column("Model"), Column("Weights", True), Column("Of the original", True), Column(measure.capitalize(), True),
-    ]  # fmt: skip
     has_recovered = any(model.recovered for model in record.models)
-    columns += [Column("Trained again", True)] if has_recovered else []
     front = set(record.front)
-    columns.append(Column("Why not" if record.target_bytes is not None else "Best of its size"))
+    columns = columns_of(
+        "Model", "#Weights", "#Of the original", f"#{measure.capitalize()}", *["#Trained again"] * has_recovered,
+        "Why not" if record.target_bytes is not None else "Best of its size",
+    )  # fmt: skip
     rows = []
     for number in _order(record):
         model = record.models[number]
@@ -128,10 +127,7 @@ def _quality_sheet(record: ShrinkRecord) -> Sheet:
 
 def _inference_sheet(record: ShrinkRecord) -> Sheet:
     known = [number for number in _order(record) if record.models[number].inference is not None]
-    columns = (
-        Column("Model"), Column("Peak", True), Column("Above no model", True), Column("Predicted", True),
-        Column("Rows a second", True), Column("Speed", True),
-    )  # fmt: skip
+    columns = columns_of("Model", "#Peak", "#Above no model", "#Predicted", "#Rows a second", "#Speed")
     rows = []
     first = record.original.inference
     for number in known:
@@ -149,10 +145,7 @@ def _inference_sheet(record: ShrinkRecord) -> Sheet:
 
 
 def _training_sheet(record: ShrinkRecord) -> Sheet:
-    columns = (
-        Column("Model"), Column("Predicted peak", True), Column("Peak", True), Column("A step", True),
-        Column("Teacher"),
-    )  # fmt: skip
+    columns = columns_of("Model", "#Predicted peak", "#Peak", "#A step", "Teacher")
     rows = []
     for number in _order(record):
         cost = record.models[number].training
@@ -170,21 +163,19 @@ def _training_sheet(record: ShrinkRecord) -> Sheet:
 
 def _unused_sheet(record: ShrinkRecord) -> Sheet:
     rows = tuple((one.method, one.reason) for one in record.unused)
-    return Sheet("Not tried", (Column("Method"), Column("Why")), rows)
+    return Sheet("Not tried", columns_of("Method", "Why"), rows)
 
 
 def _saves_sheet(record: ShrinkRecord) -> Sheet:
     rows = tuple((name, text) for name, text in record.saves.items())
-    return Sheet("What each method saves", (Column("Method"), Column("What becomes smaller, and what does not")), rows)
+    return Sheet("What each method saves", columns_of("Method", "What becomes smaller, and what does not"), rows)
 
 
 def _loading_sheet(record: ShrinkRecord) -> Sheet:
     if record.best is None:
         return Sheet("", (), ())
     best = record.models[record.best]
-    return Sheet(
-        "Without Plimsoll", (Column("Folder"), Column("Loaded with")), ((record.output, HOW_TO_LOAD[best.form]),)
-    )
+    return Sheet("Without Plimsoll", columns_of("Folder", "Loaded with"), ((record.output, HOW_TO_LOAD[best.form]),))
 
 
 def front_points(record: ShrinkRecord) -> Sequence[tuple[float, float, str, bool]]:

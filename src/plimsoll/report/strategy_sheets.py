@@ -6,7 +6,7 @@ from plimsoll.records.strategies import Strategies, Strategy
 from plimsoll.records.units import format_bytes
 from plimsoll.report.plan_sheets import budget_word, seconds_range_text
 from plimsoll.report.prediction_sheets import range_text
-from plimsoll.report.sheets import Column, Sheet
+from plimsoll.report.sheets import Sheet, columns_of
 
 GIVE_TITLE = "What to give for each, after plimsoll plan or plimsoll train and the job"
 _NONE = "-"
@@ -23,8 +23,8 @@ def headline(strategies: Strategies) -> str:
 
 def strategy_sheets(strategies: Strategies) -> tuple[Sheet, ...]:
     """What each way needs and takes, and what it changes; how it is had is in `give_lines`."""
-    numbers = (Column("Strategy"), Column("Verdict"), Column("Peak", True), Column("A step", True))
-    words = (Column("Strategy"), Column("What it changes"), Column("With"))
+    numbers = columns_of("Strategy", "Verdict", "#Peak", "#A step")
+    words = columns_of("Strategy", "What it changes", "With")
     return (
         Sheet(f"Fine-tuning strategies: {strategies.subject}", numbers, tuple(map(_numbers, strategies.strategies))),
         Sheet("What each is", words, tuple(map(_words, strategies.strategies))),
@@ -39,7 +39,7 @@ def give_lines(strategies: Strategies) -> tuple[str, ...]:
 def page_sheets(strategies: Strategies) -> tuple[Sheet, ...]:
     """The same, and what to give for each way as a table: columns of a page are wide enough to copy from."""
     rows = tuple((strategy.name, strategy.how or _NONE) for strategy in strategies.strategies)
-    return (*strategy_sheets(strategies), Sheet(GIVE_TITLE, (Column("Strategy"), Column("Give")), rows))
+    return (*strategy_sheets(strategies), Sheet(GIVE_TITLE, columns_of("Strategy", "Give"), rows))
 
 
 def done_line(strategy: Strategy) -> str:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.records.watch import Line, ProcessUse, WatchRecord, WatchSample
-from plimsoll.report.sheets import Column, Sheet, format_loss, format_speed
+from plimsoll.report.sheets import Sheet, columns_of, format_loss, format_speed
 from plimsoll.report.watch_view import LEAST_RANGE_SHARE, parts_text, sparkline
 
 _MOST_PROCESSES = 20
@@ -50,14 +50,7 @@ def sheets_of(record: WatchRecord) -> tuple[Sheet, ...]:
 
 def limit_sheet(record: WatchRecord) -> Sheet:
     """List every limit that held, with the most that was used of it."""
-    columns = (
-        Column("Limit"),
-        Column("Highest", True),
-        Column("Of", True),
-        Column("Share", True),
-        Column("Warned at", True),
-        Column("Over time"),
-    )
+    columns = columns_of("Limit", "#Highest", "#Of", "#Share", "#Warned at", "Over time")
     rows = []
     for seen in lines_by_name(record).values():
         highest = max((line for _, line in seen), key=lambda line: line.used_bytes)
@@ -80,8 +73,8 @@ def process_sheet(record: WatchRecord) -> Sheet:
     found = sorted(uses_by_pid(record).values(), key=lambda seen: -max(use.private_bytes for _, use in seen))
     shown = found[:_MOST_PROCESSES]
     has_shared = any(use.shared_bytes for seen in shown for _, use in seen)
-    titles = ("From", "Until", "First", "Highest", "Last", *(("Shared",) if has_shared else ()))
-    columns = (Column("Process"), *(Column(title, True) for title in titles), Column("Over time"))
+    shared = ["#Shared"] * has_shared
+    columns = columns_of("Process", "#From", "#Until", "#First", "#Highest", "#Last", *shared, "Over time")
     rows = []
     for seen in shown:
         private = [use.private_bytes for _, use in seen]
@@ -102,8 +95,7 @@ def process_sheet(record: WatchRecord) -> Sheet:
 def time_sheet(record: WatchRecord) -> Sheet:
     """List samples, of more than twelve equal parts the highest of each."""
     has_run = any(sample.run is not None for sample in record.samples)
-    titles = ("At", "Private", "Nearest limit", *(("Step", "Loss", "Speed") if has_run else ()))
-    columns = tuple(Column(title, True) for title in titles)
+    columns = columns_of("#At", "#Private", "#Nearest limit", *(("#Step", "#Loss", "#Speed") if has_run else ()))
     parts = _parts(record.samples, _MOST_ROWS)
     shown = [max(part, key=lambda sample: sample.private_bytes) for part in parts]
     cells = tuple(_time_cells(sample, has_run) for sample in shown)

@@ -26,7 +26,7 @@ from plimsoll.errors import (
     PlimsollError,
     TornStepError,
 )
-from plimsoll.files.orphans import parent_that_watches
+from plimsoll.files.child_processes import parent_that_watches
 from plimsoll.files.signals import StopRequest, stop_on_signal
 from plimsoll.models.assemble import Assembled
 from plimsoll.models.build import save_model

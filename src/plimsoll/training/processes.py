@@ -22,8 +22,8 @@ from typing import NamedTuple, Protocol
 
 from plimsoll.device.aborts import SUPERVISORS_FILE
 from plimsoll.errors import FragmentedHeapError, RankLostError, TornStepError
+from plimsoll.files.child_processes import SUPERVISOR
 from plimsoll.files.fork_server import ForkServer
-from plimsoll.files.orphans import SUPERVISOR
 from plimsoll.files.temporary import own_prefix, remove_leftovers
 from plimsoll.report.progress import spinner
 from plimsoll.training.run_directory import RunDirectory

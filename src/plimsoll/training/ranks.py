@@ -33,7 +33,7 @@ from plimsoll.device.ending import start_ticks
 from plimsoll.device.probe import versions
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import DeviceError, FragmentedHeapError, InputError, OutOfMemoryError
-from plimsoll.files.orphans import SUPERVISOR, is_rank
+from plimsoll.files.child_processes import SUPERVISOR, is_rank
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import DeathLine, OomEvent, StartLine

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec
 from plimsoll.device.cpu.cgroup import oom_kill_count
 from plimsoll.errors import EmbeddingError
 from plimsoll.files.addresses import without_secrets
-from plimsoll.files.orphans import begin_worker, parent_that_watches
+from plimsoll.files.child_processes import begin_worker, parent_that_watches
 from plimsoll.files.temporary import remove_leftovers, share_a_folder_with_children
 from plimsoll.files.timings import timed
 from plimsoll.planning.baseline import load_libraries

@@ -1,11 +1,14 @@
-"""Which steps of a run are one process."""
+"""Which steps of a run are one process.
+
+What is kept, and whether it has grown.
+"""
 
 import pytest
 import torch
 from torch import nn
 
 from evidence_records import empty_run, step_line
-from plimsoll.diagnose.evidence import ended_in_oom, evidence_of_run, evidence_of_step, place_of, shares_of
+from plimsoll.diagnose.evidence import Kept, ended_in_oom, evidence_of_run, evidence_of_step, place_of, shares_of
 from plimsoll.records.run import DeathLine, GraphLine, OomEvent, RunRecord, StartLine
 from plimsoll.step.train_step import TrainStep
 from prediction_records import MIB, fitting, holding
@@ -111,3 +114,15 @@ def test_where_most_of_a_category_was_made():
     assert shares["activations"].place == "h.*.mlp, modeling_gpt2.py:97"
     assert shares["parameters"].place == ""
     assert place_of(holding(1, "activations", "a", module="", line="")) == ""
+
+
+@pytest.mark.parametrize(
+    ("num_items", "before", "has_grown"),
+    [(3, None, True), (2, None, False), (40, 0, True), (12, 8, False), (13, 8, True), (8, 8, False)],
+)
+def test_growth_is_three_items_and_half_as_many_again(num_items, before, has_grown):
+    assert Kept(name="x", kind="list", num_items=num_items, num_items_before=before).has_grown is has_grown
+
+
+def test_all_bytes():
+    assert Kept(name="x", kind="list", tensor_bytes=1, graph_bytes=2, host_bytes=4).num_bytes == 7

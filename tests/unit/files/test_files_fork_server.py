@@ -108,7 +108,7 @@ def test_a_server_ends_when_who_asks_is_killed():
     asking.kill()
     asking.wait()
     server.wait(LONGEST_SECONDS)
-    process.kill()  # a process of a run asks the kernel to end with who watches it, see `plimsoll.files.orphans`
+    process.kill()  # a process of a run asks the kernel to end with who watches it (`files.child_processes`)
     asking.stdout.close()
 
 

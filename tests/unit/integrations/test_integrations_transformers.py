@@ -243,7 +243,7 @@ here.LENGTH, here.NUM_WORDS = 128, 4000
 trainer = trainer_of(language_model(), Path(sys.argv[3]), per_device_train_batch_size=32, max_steps=3)
 backend = plimsoll.transformers.backend_for("cpu")
 if sys.argv[4] == "limited":
-    from plimsoll.device.limit import limited
+    from plimsoll.device.base import limited
     trainer.create_optimizer()
     with limited(backend.use().used_bytes + (120 << 20)):
         with plimsoll.transformers.protected(trainer) as protection:

@@ -1,10 +1,10 @@
-"""Two traces against each other: the peaks, the first difference, what makes up the rest, and what is learnt of it."""
+"""Two traces against each other: ops paired, the peaks, the first difference, and what is learnt of it."""
 
 import pytest
 import torch
 from memory_traces import Storage, trace_of
 
-from plimsoll.memory.compare import calibrate, compare
+from plimsoll.memory.compare import align, calibrate, compare
 from plimsoll.memory.lowering.base import Scratch
 from plimsoll.memory.recorder import Recorder
 from plimsoll.records.comparison import Block, Calibration, Comparison, Counters
@@ -98,3 +98,34 @@ def test_more_runs_give_a_mean_and_a_range(tmp_path):
 def test_a_run_without_memory_teaches_nothing():
     empty = trace_of(OPS, [])
     assert calibrate(Calibration(), compare(empty, empty)) == Calibration()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("abc", "abc", [(0, 0), (1, 1), (2, 2)]),
+        ("", "ab", [(None, 0), (None, 1)]),
+        ("ab", "", [(0, None), (1, None)]),
+        ("abcdef", "abXcdef", [(0, 0), (1, 1), (None, 2), (2, 3), (3, 4), (4, 5), (5, 6)]),
+        ("abXYcdef", "abcdef", [(0, 0), (1, 1), (2, None), (3, None), (4, 2), (5, 3), (6, 4), (7, 5)]),
+        ("aXbcdYe", "abcdZe", [(0, 0), (1, None), (2, 1), (3, 2), (4, 3), (5, None), (None, 4), (6, 5)]),
+        ("ab", "cd", [(0, None), (1, None), (None, 0), (None, 1)]),
+        ("aa", "aaa", [(None, 0), (0, 1), (1, 2)]),
+    ],
+)
+def test_what_is_alike_is_paired(one: str, other: str, expected: list):
+    pairs = list(align(trace_of(list(one), []), trace_of(list(other), [])))
+    assert sorted(pairs, key=str) == sorted(expected, key=str)
+    assert [row for row, _ in pairs if row is not None] == list(range(len(one)))
+    assert [row for _, row in pairs if row is not None] == list(range(len(other)))
+
+
+def test_ops_of_another_phase_are_never_paired():
+    pairs = list(align(trace_of(["a"], [], phase="forward"), trace_of(["a"], [], phase="backward")))
+    assert pairs == [(0, None), (None, 0)]
+
+
+def test_a_long_stretch_that_only_one_trace_has_ends_the_pairing_of_its_part():
+    one, other = ["a", "b", "c", "d", "end"], ["a", *["x"] * 600, "b", "c", "d", "other end"]
+    pairs = list(align(trace_of(one, []), trace_of(other, [])))
+    assert [pair for pair in pairs if None not in pair] == [(0, 0)]

@@ -1,4 +1,4 @@
-"""Who owns the storages of this process."""
+"""Who owns the storages of this process, and which lines made them."""
 
 from mmap import PAGESIZE
 
@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from plimsoll.memory.inventory import graph_nodes, inventory
+from plimsoll.memory.inventory import Births, graph_nodes, inventory
 from plimsoll.weights.loading.opening import entries_of
 
 
@@ -64,3 +64,23 @@ def test_a_long_graph_is_walked_in_part():
     nodes, is_whole = graph_nodes([total], 10)
     assert (len(nodes), is_whole) == (10, False)
     assert graph_nodes([total], 100)[1]
+
+
+def test_what_is_made_is_noted_and_what_is_changed_in_place_is_not():
+    lines = iter(["first", "second", "third"])
+    with Births(lambda: next(lines)) as births:
+        made = torch.zeros(64, 1024)
+        made.add_(1)
+        made[1:].view(-1)
+        small = torch.zeros(10)
+        other = made * 2
+    assert births.lines[made.untyped_storage().data_ptr()] == "first"
+    assert births.lines[other.untyped_storage().data_ptr()] == "second"
+    assert small.untyped_storage().data_ptr() not in births.lines
+
+
+def test_gradients_stay_what_they_are():
+    weight = torch.ones(64, 1024, requires_grad=True)
+    with Births(lambda: "line"):
+        (weight * 2 + weight * 3).sum().backward()
+    assert torch.equal(weight.grad, torch.full_like(weight, 5))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plimsoll.memory.snapshot import AllocatorEvent, events_of, peaks_of, recorded
+from plimsoll.memory.snapshot import AllocatorEvent, events_of, recorded
 
 # What torch 2.11 writes for one block of 512 bytes and one that another stream still uses when it is freed.
 TRACE = [
@@ -19,12 +19,11 @@ TRACE = [
 SNAPSHOT = {"segments": [], "device_traces": [[], TRACE], "allocator_settings": {}}
 
 
-def test_events_and_their_peaks():
+def test_events_are_read_with_their_signs():
     events = events_of(SNAPSHOT, index=1)
     assert events is not None
     assert events[1] == AllocatorEvent(address=4096, delta_bytes=512, is_segment=False)
     assert [event.delta_bytes for event in events if not event.is_segment] == [512, 1024, 256, -1024]
-    assert peaks_of(events) == (512 + 1024 + 256, 2097152)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,6 @@ def test_a_form_that_is_not_known_has_no_events(snapshot: dict, index: int):
 
 def test_a_device_without_a_record_has_none():
     assert events_of(SNAPSHOT, index=0) == ()
-    assert peaks_of(()) == (0, 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without CUDA")

@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils as foreach_utils
 from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import import_utils
 
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.memory.trace import DryRun, dry_run, trace_training
+from plimsoll.memory.trace import DryRun, dry_run, trace_training, untraced
 from plimsoll.records.trace import Trace
 from workloads import bert, gpt2
 
@@ -457,3 +459,26 @@ def test_everything_in_torch_is_as_it_was_also_after_an_error(lowering: Lowering
     assert torch.equal(again, attention)
     assert again.grad_fn.name() == attention.grad_fn.name()
     assert not isinstance(torch.zeros(1), FakeTensor)
+
+
+def test_fake_tensors_pass_for_real_ones_inside_the_block_only():
+    asked = import_utils.is_fake_tensor
+    fake = FakeTensorMode().from_tensor(torch.ones(2))
+    with untraced():
+        assert not import_utils.is_tracing(fake)
+    assert import_utils.is_tracing(fake)
+    assert import_utils.is_fake_tensor is asked
+
+
+def test_a_model_without_padding_builds_no_mask_although_its_tensors_are_fake():
+    """Positions that a caller gives are where GPT-2 looks for packed sequences."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=4, n_head=2, n_layer=1, n_positions=8))
+    model.config.use_cache = False
+
+    def train(place: DryRun) -> None:
+        ids = place.fake_batch(torch.zeros(2, 8, dtype=torch.int64))
+        place.fake_model(model)(input_ids=ids, position_ids=place.fake_batch(torch.arange(8)[None]), labels=ids)
+
+    trace = trace_training(train, CpuLowering())
+    shapes = {trace.texts[shape] for shape in trace.storages.shape}
+    assert "bool[2, 1, 8, 8]" not in shapes

@@ -1,7 +1,7 @@
 """The sheets of a model applied to a file: counts, rates by hand, and what is left out where there is nothing."""
 
 from apply_records import apply_facts, plain_apply_facts
-from plimsoll.report.apply_sheets import apply_sheets, summary_sentence
+from plimsoll.report.apply_sheets import apply_sheets
 
 
 def facts_of(sheet):
@@ -38,8 +38,3 @@ def test_what_there_is_none_of_is_not_shown():
 def test_no_rows_have_no_rates():
     passes = facts_of(apply_sheets(apply_facts(num_new_rows=0, num_padded_tokens=0))[1])
     assert (passes["Time"], passes["Padding"]) == ("10.0 s", "none")
-
-
-def test_one_sentence_says_what_came_of_it():
-    assert summary_sentence(apply_facts()) == "1,000 rows in labels.jsonl, 2 of them without a result"
-    assert summary_sentence(plain_apply_facts()) == "1,000 rows in labels.jsonl"

@@ -414,7 +414,7 @@ def test_memory_that_runs_out_while_levels_change_moves_no_states_and_loses_noth
 TIGHT = """
 import torch
 from torch import nn
-from plimsoll.device.limit import limited
+from plimsoll.device.base import limited
 from plimsoll.device.process import private_bytes
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.records.plan import Choice, Configuration, micro_batch_choice

@@ -369,7 +369,7 @@ MEASURED = """
 import sys
 import torch
 from torch import nn
-from plimsoll.device.limit import limited
+from plimsoll.device.base import limited
 from plimsoll.device.process import private_bytes
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import installed

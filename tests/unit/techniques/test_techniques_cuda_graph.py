@@ -13,7 +13,7 @@ from torch import nn
 from plimsoll.data.sketch import TextSketch
 from plimsoll.device.cuda.gpus import find_gpu
 from plimsoll.device.speed import speed_of
-from plimsoll.memory.captures import private_storages
+from plimsoll.memory.annotations import private_storages
 from plimsoll.memory.predict import count_on_cuda
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.planning.dry_run.step import dry_run_job

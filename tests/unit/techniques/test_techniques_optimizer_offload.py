@@ -318,7 +318,7 @@ import sys
 import torch
 from torch import nn
 from plimsoll.device.cpu import heap
-from plimsoll.device.limit import limited
+from plimsoll.device.base import limited
 from plimsoll.device.process import private_bytes
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.train_step import TrainStep

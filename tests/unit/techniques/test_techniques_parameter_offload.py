@@ -142,7 +142,7 @@ def test_a_model_that_was_built_in_files_is_taken_over_and_stays_there():
 MEASURED = """
 import torch
 from torch import nn
-from plimsoll.device.limit import limited
+from plimsoll.device.base import limited
 from plimsoll.device.process import private_bytes
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import installed

@@ -32,7 +32,7 @@ from small_runs import make_run, small_job, train_here
 
 LISTENS = """
 import time
-from plimsoll.files.orphans import begin_worker
+from plimsoll.files.child_processes import begin_worker
 begin_worker()
 print("listens", flush=True)
 time.sleep(60)

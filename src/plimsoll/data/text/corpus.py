@@ -103,10 +103,6 @@ class Corpus:
         """How many texts each of `paths` holds."""
         return np.diff(self._first_texts)
 
-    def source_of(self, number: int) -> Path:
-        """Return the file that text ``number`` is in."""
-        return Path(self._paths[self._file_of(range(len(self))[number])])
-
     def texts(self, ids: NDArray[np.int64]) -> list[str]:
         """Return some texts by their numbers; consecutive ones are read at once.
 

@@ -7,9 +7,9 @@ the peak are looked at. Kernels that never write the scores (flash, memory-effic
 
 from __future__ import annotations
 
-from plimsoll.diagnose.causes.helpers.peak import finding_of_part, is_large, part_of_holdings, shape_of
+from plimsoll.diagnose.causes.helpers.peak import facts_of_holdings, findings_of_part, part_of_holdings, shape_of
 from plimsoll.diagnose.evidence import Evidence
-from plimsoll.records.diagnosis import Fact, Finding
+from plimsoll.records.diagnosis import Finding
 from plimsoll.records.prediction import Holding
 
 _LEAST_SHARE = 0.1
@@ -22,13 +22,12 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Find what the scores of all pairs of positions take."""
     length = evidence.sequence_length
     holdings = [one for one in evidence.holdings if length and _is_of_pairs(one, length)]
-    part = part_of_holdings(holdings, evidence.holdings_known)
-    if part is None or not is_large(evidence, part, _LEAST_SHARE):
-        return ()
-    facts = [Fact(text=f"{one.count} x {one.shape}, {one.category}", known=evidence.holdings_known) for one in holdings]
-    instead = "use a kernel of attention that does not keep the scores (docs/techniques/attention.md)"
-    what = f"attention scores of {length:,} x {length:,} positions"
-    return (finding_of_part(evidence, "attention_scores", part, what=what, instead=instead, facts=facts),)
+    return findings_of_part(
+        evidence, "attention_scores", part_of_holdings(holdings, evidence.holdings_known), _LEAST_SHARE,
+        what=f"attention scores of {length or 0:,} x {length or 0:,} positions",
+        instead="use a kernel of attention that does not keep the scores (docs/techniques/attention.md)",
+        facts=facts_of_holdings(evidence, holdings),
+    )  # fmt: skip
 
 
 def _is_of_pairs(holding: Holding, length: int) -> bool:

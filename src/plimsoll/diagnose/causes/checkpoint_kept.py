@@ -7,8 +7,7 @@ a twentieth of what the training uses, and only the part of it that neither the 
 from __future__ import annotations
 
 from plimsoll.diagnose.causes.helpers.kept import finding_of_kept, much
-from plimsoll.diagnose.evidence import Evidence
-from plimsoll.diagnose.seen import Kept
+from plimsoll.diagnose.evidence import Evidence, Kept
 from plimsoll.records.diagnosis import Finding
 from plimsoll.records.units import format_bytes
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 
 from plimsoll.diagnose.causes.helpers.kept import finding_of_kept, much
-from plimsoll.diagnose.evidence import Evidence
-from plimsoll.diagnose.seen import Kept
+from plimsoll.diagnose.evidence import Evidence, Kept
 from plimsoll.records.diagnosis import Fact, Finding
 
 _CAUSE = "dataset_in_ram"

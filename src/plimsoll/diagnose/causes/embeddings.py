@@ -8,14 +8,14 @@ of the vocabulary is not known.
 from __future__ import annotations
 
 from plimsoll.diagnose.causes.helpers.peak import (
-    finding_of_part,
-    is_large,
+    facts_of_holdings,
+    findings_of_part,
     part_of_category,
     part_of_holdings,
     shape_of,
 )
 from plimsoll.diagnose.evidence import Evidence
-from plimsoll.records.diagnosis import Fact, Finding
+from plimsoll.records.diagnosis import Finding
 
 _LEAST_SHARE = 0.2
 _CATEGORIES = ("parameters", "gradients", "optimizer states")
@@ -33,8 +33,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         if one.category in _CATEGORIES and len(shape_of(one)) == 2 and shape_of(one)[0] == evidence.vocab_size
     ]
     part = part_of_holdings(holdings, evidence.holdings_known) or part_of_category(evidence, "embeddings")
-    if part is None or not is_large(evidence, part, _LEAST_SHARE):
-        return ()
-    facts = [Fact(text=f"{one.count} x {one.shape}, {one.category}", known=evidence.holdings_known) for one in holdings]
-    what = "tables with a row for every token"
-    return (finding_of_part(evidence, "embeddings", part, what=what, instead=_INSTEAD, facts=facts),)
+    return findings_of_part(
+        evidence, "embeddings", part, _LEAST_SHARE, what="tables with a row for every token", instead=_INSTEAD,
+        facts=facts_of_holdings(evidence, holdings),
+    )  # fmt: skip

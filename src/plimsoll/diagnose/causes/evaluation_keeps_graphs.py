@@ -8,8 +8,7 @@ backward pass that will not come. Where the model was left in training mode, wha
 from __future__ import annotations
 
 from plimsoll.diagnose.causes.helpers.kept import finding_of_kept, much, training_bytes
-from plimsoll.diagnose.evidence import Evidence
-from plimsoll.diagnose.seen import Kept, Seen
+from plimsoll.diagnose.evidence import Evidence, Kept, Seen
 from plimsoll.records.diagnosis import Fact, Finding
 from plimsoll.records.units import format_bytes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from plimsoll.diagnose.causes.helpers.peak import finding_of_part, is_large, part_of_category
+from plimsoll.diagnose.causes.helpers.peak import findings_of_part, part_of_category
 from plimsoll.diagnose.causes.helpers.text import is_possible, perhaps
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Fact, Finding
@@ -36,11 +36,9 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         title = "the allocator held as much as was asked for, in pieces"
         return (Finding(cause=_CAUSE, title=title, evidence=(fact,), remedy=_INSTEAD, code=CODE),)
     part = part_of_category(evidence, _CAUSE)
-    if part is None or not is_large(evidence, part, _LEAST_SHARE):
-        return ()
     instead = "let the allocator give back what it does not use (docs/techniques/heap.md, allocator.md)"
     what = "memory that the allocator holds and does not use"
-    return (finding_of_part(evidence, _CAUSE, part, what=what, instead=instead),)
+    return findings_of_part(evidence, _CAUSE, part, _LEAST_SHARE, what=what, instead=instead)
 
 
 def _of_text(event: OomText) -> Finding:

@@ -19,8 +19,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from plimsoll.diagnose.causes.helpers.kept import finding_of_kept, much
-from plimsoll.diagnose.evidence import Evidence
-from plimsoll.diagnose.seen import Kept
+from plimsoll.diagnose.evidence import Evidence, Kept
 from plimsoll.records.diagnosis import GRAPH_IS_GONE, Fact, Finding, KnownHow
 from plimsoll.records.run import RetainedGraph
 from plimsoll.records.units import format_bytes

@@ -7,9 +7,9 @@ Does NOT find them where the size of the vocabulary is not known.
 
 from __future__ import annotations
 
-from plimsoll.diagnose.causes.helpers.peak import finding_of_part, is_large, part_of_holdings, shape_of
+from plimsoll.diagnose.causes.helpers.peak import facts_of_holdings, findings_of_part, part_of_holdings, shape_of
 from plimsoll.diagnose.evidence import Evidence
-from plimsoll.records.diagnosis import Fact, Finding
+from plimsoll.records.diagnosis import Finding
 from plimsoll.records.prediction import Holding
 
 _LEAST_SHARE = 0.1
@@ -19,22 +19,12 @@ _CATEGORIES = ("activations", "temporaries")
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Find what the scores of all tokens take."""
     holdings = [one for one in evidence.holdings if _is_of_vocabulary(one, evidence.vocab_size)]
-    part = part_of_holdings(holdings, evidence.holdings_known)
-    if part is None or not is_large(evidence, part, _LEAST_SHARE):
-        return ()
-    facts = [Fact(text=f"{one.count} x {one.shape}, {one.category}", known=evidence.holdings_known) for one in holdings]
-    instead = "compute the loss some tokens at a time, without all logits at once (docs/techniques/chunked_loss.md)"
-    what = f"the scores of all {evidence.vocab_size:,} tokens of the vocabulary"
-    return (
-        finding_of_part(
-            evidence,
-            "logits",
-            part,
-            what=what,
-            instead=instead,
-            facts=facts,
-        ),
-    )
+    return findings_of_part(
+        evidence, "logits", part_of_holdings(holdings, evidence.holdings_known), _LEAST_SHARE,
+        what=f"the scores of all {evidence.vocab_size or 0:,} tokens of the vocabulary",
+        instead="compute the loss some tokens at a time, without all logits at once (docs/techniques/chunked_loss.md)",
+        facts=facts_of_holdings(evidence, holdings),
+    )  # fmt: skip
 
 
 def _is_of_vocabulary(holding: Holding, vocab_size: int | None) -> bool:

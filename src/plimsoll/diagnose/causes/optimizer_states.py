@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from plimsoll.diagnose.causes.helpers.peak import finding_of_part, is_large, part_of_category
+from plimsoll.diagnose.causes.helpers.peak import findings_of_part, part_of_category
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Fact, Finding
 
@@ -24,9 +24,10 @@ _INSTEAD = (
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Find what the optimizer keeps from step to step."""
     part = part_of_category(evidence, "optimizer states")
-    if part is not None and is_large(evidence, part, _LEAST_SHARE):
-        what = "the states of the optimizer"
-        return (finding_of_part(evidence, _CAUSE, part, what=what, instead=_INSTEAD),)
+    what = "the states of the optimizer"
+    found = findings_of_part(evidence, _CAUSE, part, _LEAST_SHARE, what=what, instead=_INSTEAD)
+    if found:
+        return found
     event = evidence.event if evidence.phase in ("", "optimizer") else None
     if event is None or not event.is_oom or not (_UPDATE.search(event.code) or _TORCHS.search(event.above)):
         return ()

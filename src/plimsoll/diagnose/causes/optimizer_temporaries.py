@@ -5,7 +5,7 @@ Found where memory ran out, the peak is in the update, and temporaries are at le
 
 from __future__ import annotations
 
-from plimsoll.diagnose.causes.helpers.peak import finding_of_part, is_large, part_of_category
+from plimsoll.diagnose.causes.helpers.peak import findings_of_part, part_of_category
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Finding
 
@@ -19,7 +19,7 @@ _INSTEAD = (
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Find what an update needs beside its states."""
     part = part_of_category(evidence, "temporaries")
-    if evidence.phase != "optimizer" or part is None or not is_large(evidence, part, _LEAST_SHARE):
-        return ()
-    what = "temporaries of the optimizer's update"
-    return (finding_of_part(evidence, "optimizer_temporaries", part, what=what, instead=_INSTEAD),)
+    return findings_of_part(
+        evidence, "optimizer_temporaries", part if evidence.phase == "optimizer" else None, _LEAST_SHARE,
+        what="temporaries of the optimizer's update", instead=_INSTEAD,
+    )  # fmt: skip

@@ -7,8 +7,7 @@ in each, as the kernel does.
 
 from __future__ import annotations
 
-from plimsoll.diagnose.evidence import Evidence
-from plimsoll.diagnose.seen import Seen
+from plimsoll.diagnose.evidence import Evidence, Seen
 from plimsoll.records.diagnosis import Fact, Finding
 from plimsoll.records.units import format_bytes
 

@@ -10,7 +10,6 @@ from plimsoll.diagnose.lint.helpers.source import Edit, Hit, Source
 _MESSAGE = "torch.cuda.amp is deprecated since torch 2.4, and knows CUDA only"
 _REMEDY = 'import autocast and GradScaler from torch.amp and give the device: autocast("cuda"), GradScaler("cuda")'
 _CALLED = {"autocast", "GradScaler"}
-_DEVICE_IN_KEYWORD = {"custom_fwd", "custom_bwd"}
 
 
 def hits(source: Source) -> Iterator[Hit]:

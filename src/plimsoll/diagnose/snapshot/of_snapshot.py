@@ -9,9 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from plimsoll.diagnose.snapshot.leaks import leak_findings, step_ends
-from plimsoll.diagnose.snapshot.peak import shares_at
 from plimsoll.diagnose.snapshot.read import Block, Snapshot, read_snapshot
-from plimsoll.diagnose.snapshot.replay import FROM_BEFORE, Replay, replay
+from plimsoll.diagnose.snapshot.replay import FROM_BEFORE, Replay, replay, shares_at
 from plimsoll.records.diagnosis import Diagnosis, Fact, Finding
 from plimsoll.records.oom_text import LikelyCause, OomText
 from plimsoll.records.units import format_bytes

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from plimsoll.diagnose.snapshot.recording import OOM, Columns, EventRow, Recording, Site, is_size
-from plimsoll.diagnose.snapshot.unpickle import load_plain
 from plimsoll.errors import InputError
+from plimsoll.files.pickles import BrokenPickle, load_plain
 
 _GZIP = b"\x1f\x8b"
 _PICKLES = tuple(bytes((0x80, protocol)) for protocol in (2, 3, 4, 5))
@@ -100,9 +100,15 @@ def snapshot_of(file: BinaryIO, name: str) -> Snapshot:
     is_compressed = file.read(2) == _GZIP
     file.seek(0)
     try:
-        root = load_plain(cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_compressed else file, name, recording)
+        root = load_plain(cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_compressed else file, recording)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{name} is damaged ({error}): write the snapshot again") from None
+    except BrokenPickle as error:
+        if error.is_torn:
+            raise InputError(f"{name} {error}: write the snapshot again") from None
+        raise InputError(
+            f"{name} {error}: it was not opened; give a file that torch.cuda.memory._dump_snapshot wrote"
+        ) from None
     if isinstance(root, list):
         root = {"segments": root}
     if not isinstance(root, dict) or "segments" not in root:

@@ -13,7 +13,7 @@ import re
 from array import array
 from typing import Any, Literal, NamedTuple
 
-from plimsoll.diagnose.snapshot.unpickle import Sealed
+from plimsoll.files.pickles import Sealed
 
 Phase = Literal["optimizer", "backward", "parameters", "forward", ""]
 

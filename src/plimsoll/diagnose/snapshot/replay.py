@@ -9,7 +9,7 @@ what was allocated and freed among them.
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,8 +23,10 @@ from plimsoll.diagnose.snapshot.recording import (
     SEGMENT_ALLOC,
     SEGMENT_FREE,
     EventRow,
+    Phase,
     Site,
 )
+from plimsoll.records.diagnosis import Share
 
 NEVER = -1
 FROM_BEFORE = -1
@@ -182,3 +184,48 @@ def _reserved(snapshot: Snapshot, rows: list[EventRow], at_end_bytes: int) -> ar
         elif action == SEGMENT_FREE:
             reserved_bytes += size_bytes
     return curve
+
+
+_MOST_SHARES = 12
+
+_BY_PHASE: dict[Phase, str] = {
+    "parameters": "parameters",
+    "optimizer": "optimizer states",
+    "backward": "gradients",
+    "forward": "activations",
+    "": "unknown",
+}
+# Assumed from names of frames, where it was allocated and where it was freed: what autograd allocated and an optimizer
+# freed, or nobody yet, is a gradient; what was freed by the backward pass was saved for it.
+_FREED_IN: dict[tuple[Phase, Phase], str] = {
+    ("optimizer", "optimizer"): "temporaries",
+    ("backward", "backward"): "temporaries",
+    ("forward", "forward"): "temporaries",
+    ("", "backward"): "activations",
+    ("", "optimizer"): "gradients",
+}
+
+
+def shares_at(replay: Replay, event: int) -> tuple[Share, ...]:
+    """Return what was live after an event, largest first; the smallest are one share, ``others``."""
+    sizes = Counter[tuple[str, str]]()
+    for piece in replay.live_at(event):
+        sizes[category_of(replay, piece), piece.site.place] += piece.num_bytes
+    ranked = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+    shares = [
+        Share(category=category, num_bytes=num_bytes, known="assumed", place=place)
+        for (category, place), num_bytes in ranked[:_MOST_SHARES]
+        if num_bytes
+    ]
+    others_bytes = sum(num_bytes for _, num_bytes in ranked[_MOST_SHARES:])
+    if others_bytes:
+        shares.append(Share(category="others", num_bytes=others_bytes, known="counted"))
+    return tuple(shares)
+
+
+def category_of(replay: Replay, piece: Piece) -> str:
+    """Return what an allocation is for, as far as names tell."""
+    phase = piece.site.phase
+    if piece.freed != NEVER:
+        return _FREED_IN.get((phase, replay.site(piece.freed).phase), _BY_PHASE[phase])
+    return _BY_PHASE[phase]

@@ -2,9 +2,9 @@
 
 https://github.com/piskvorky/gensim/blob/develop/gensim/utils.py (``SaveLoad``): a pickle, with large arrays beside it
 as ``<file>.vectors.npy`` or ``<file>.wv.vectors.npy``, of gensim 0.12 to 4. The pickle is read as a description of
-which nothing is made (`_pickles`), so that a hostile file runs nothing; arrays are mapped, in it and beside it. The
-vectors of a FastText model are the same bits as gensim's; a word that is not in it has the mean of its n-grams, as in
-gensim, if gensim 4 saved it (earlier ones keep other n-grams and other hashes). It does NOT cover the vectors of
+which nothing is made (`files.pickles`), so that a hostile file runs nothing; arrays are mapped, in it and beside it.
+The vectors of a FastText model are the same bits as gensim's; a word that is not in it has the mean of its n-grams, as
+in gensim, if gensim 4 saved it (earlier ones keep other n-grams and other hashes). It does NOT cover the vectors of
 documents, arrays beside it that are compressed (``.npz``, which gensim writes for a name that ends in .gz), sent2vec,
 and annoy.
 """
@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.embeddings.formats.helpers.mapped import Mapped, gathered, in_pieces, mapped_array, require_vectors
-from plimsoll.embeddings.formats.helpers.pickles import Span, Thing, described
 from plimsoll.embeddings.formats.helpers.sources import Source
 from plimsoll.embeddings.formats.helpers.subwords import MAX_NGRAM_LETTERS, Ngrams, are_usable, sums
 from plimsoll.errors import EmbeddingError
+from plimsoll.files.pickles import BrokenPickle, Span, Thing, described
 
 TITLE = "gensim"
 
@@ -75,7 +75,13 @@ class _Saved:
 
     def __init__(self, source: Source, raw: mmap.mmap) -> None:
         self._source, self._raw, self.name = source, raw, source.name
-        whole = described(raw, _KEYS, source.name)
+        try:
+            whole = described(raw, _KEYS)
+        except BrokenPickle as error:
+            raise EmbeddingError(
+                f"{source.name} is no whole pickle of the protocols 2 to 5 (it {error}): download it again, or save it "
+                "anew with gensim 4"
+            ) from None
         outer = _state(whole)
         inner = _state(outer.get(b"wv"))
         words = [(part, state[key]) for part, state in ((".wv", inner), ("", outer)) for key in _WORDS if key in state]

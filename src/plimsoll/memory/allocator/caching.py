@@ -393,18 +393,6 @@ def rounded_bytes(num_bytes: int, rules: AllocatorRules) -> int:
     return _round_up(num_bytes, rules.rounding_bytes)
 
 
-def pinned_bytes(num_bytes: int, rules: AllocatorRules | None = None) -> int:
-    """Return the host memory behind a pinned tensor: the next power of two, unless the rules end that at some size.
-
-    After ``CachingHostAllocatorImpl::allocate`` (``ATen/core/CachingHostAllocator.h`` of torch 2.13); origin
-    pytorch#95827. NOT covered: what is cached when tensors are freed, for requests of the same power of two.
-    """
-    most_bytes = rules.pinned_max_round_bytes if rules is not None else None
-    if num_bytes == 0 or (most_bytes is not None and num_bytes > most_bytes):
-        return num_bytes
-    return 1 << (num_bytes - 1).bit_length()
-
-
 @dataclass(frozen=True)
 class Replay:
     """What an allocator did with a sequence of events; the columns have a row for each event that was done.
@@ -428,16 +416,6 @@ class Replay:
     def peak_reserved_bytes(self) -> int:
         """The largest number in the column; 0 without events."""
         return max(self.reserved_bytes, default=0)
-
-    @cached_property
-    def most_allocated_at(self) -> int | None:
-        """The first event after which `peak_allocated_bytes` are allocated; None without events."""
-        return self.allocated_bytes.index(self.peak_allocated_bytes) if self.allocated_bytes else None
-
-    @cached_property
-    def most_reserved_at(self) -> int | None:
-        """The first event after which `peak_reserved_bytes` are reserved; None without events."""
-        return self.reserved_bytes.index(self.peak_reserved_bytes) if self.reserved_bytes else None
 
 
 def replay(

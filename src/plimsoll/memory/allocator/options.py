@@ -47,7 +47,8 @@ def rules_from_text(text: str) -> AllocatorRules:
         InputError: if a key is unknown, a value is out of torch's bounds or the text is no list of key:value.
     """
     options = _options(text)
-    pinned = [key for key in ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb") if key in options]
+    for key in ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"):
+        _number(options, key, default=0, at_least=0)  # of the host's memory
     large_mib = _number(options, "large_segment_size_mb", default=20, at_least=11)
     threshold = options.get("garbage_collection_threshold")
     split_mib = _number(options, "max_split_size_mb", default=0, at_least=large_mib)
@@ -60,7 +61,6 @@ def rules_from_text(text: str) -> AllocatorRules:
         garbage_collection_threshold=None if threshold is None else _share("garbage_collection_threshold", threshold),
         expandable_segments=_truth(options.get("expandable_segments", "False")),
         process_share=_share("per_process_memory_fraction", options.get("per_process_memory_fraction", "1.0")),
-        pinned_max_round_bytes=min((MIB * _number(options, key, 0, 0) for key in pinned), default=None),
     )
 
 

@@ -169,3 +169,16 @@ def _exchange(tensor: Tensor, converted: Tensor) -> None:
         tensor.data = converted
         for name in [name for name in vars(tensor) if name.startswith("_plimsoll")]:
             delattr(tensor, name)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    # `at::linear` (aten/src/ATen/native/Linear.cpp) adds the bias in place where it cannot multiply and add at once:
+    # where its input has more than two dimensions and is not contiguous, as the output of a recurrent layer with
+    # `batch_first`. For tensors of a subclass, as fake ones are, and under a dispatch mode it adds out of place.
+    if bias is None or input.dim() == 2 or input.is_contiguous():
+        result: Tensor = torch.ops.aten.linear.default.decompose(input, weight, bias)
+        return result
+    return torch.matmul(input, weight.t()).add_(bias)
+
+
+LINEAR = {"linear": _linear}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.memory.lowering.base import (
+    LINEAR,
     NO_SCRATCH,
     Note,
     Run,
@@ -23,7 +24,6 @@ from plimsoll.memory.lowering.base import (
 )
 from plimsoll.memory.lowering.cpu_kernels import corrected
 from plimsoll.memory.lowering.cpu_scratch import scratch_bytes
-from plimsoll.memory.lowering.linear import LINEAR
 from plimsoll.memory.lowering.mkldnn_rnn import unwritten_workspace
 from plimsoll.memory.lowering.packed_rnn import PACKED_RNN
 from plimsoll.memory.lowering.packing import PACKING

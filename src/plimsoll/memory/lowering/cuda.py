@@ -16,6 +16,7 @@ from torch import Tensor
 from plimsoll.memory.lowering.attention import scaled_dot_product_attention
 from plimsoll.memory.lowering.autocast import cuda_autocast_lists
 from plimsoll.memory.lowering.base import (
+    LINEAR,
     Note,
     Run,
     Scratch,
@@ -26,7 +27,6 @@ from plimsoll.memory.lowering.base import (
 )
 from plimsoll.memory.lowering.cuda_scratch import scratch_bytes
 from plimsoll.memory.lowering.cudnn_rnn import CudnnRnn, weights_flattened
-from plimsoll.memory.lowering.linear import LINEAR
 from plimsoll.memory.lowering.packing import PACKING
 from plimsoll.memory.lowering.places import Places
 

@@ -350,12 +350,6 @@ class CudnnRnn:
         self._dtypes = _CUDNN_DTYPES if has_bfloat16 else _FLATTENED_DTYPES  # needs sm_80 and cuDNN 9.13
         self._dropout_state: Tensor | None = None
 
-    @property
-    def replacements(self) -> dict[Any, Callable[..., Any]]:
-        """By the function that ``__torch_function__`` receives; ``torch.lstm`` and ``torch._VF.lstm`` are the same."""
-        layers = {getattr(torch, name): getattr(self, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
-        return {**layers, torch.lstm_cell: self.lstm_cell, torch.gru_cell: self.gru_cell}
-
     def lstm(self, *args: Any, **kwargs: Any) -> Any:
         """``torch.lstm``: output, h, c."""
         return self._layers(_Arguments.of("lstm", args, kwargs))

@@ -29,8 +29,8 @@ from threading import Condition, Thread
 from typing import NamedTuple
 
 from plimsoll.data.sketch import TextSketch
+from plimsoll.files.child_processes import end_with, uninterrupted
 from plimsoll.files.fork_server import can_fork
-from plimsoll.files.forking import end_with, uninterrupted
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.planning.kept_traces import trace_of
 from plimsoll.planning.lean_imports import is_a_command

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 
 from plimsoll.device.launches import VIEW_SHARE
-from plimsoll.memory.captures import captured_rows
+from plimsoll.memory.annotations import captured_rows
 from plimsoll.memory.predict import Counted
 from plimsoll.planning.search.stream_timeline import StreamTimeline
 from plimsoll.records.comparison import Calibration, Learned, Target

@@ -10,8 +10,8 @@ micro-batches are replayed. All others run eagerly and add to the same gradients
 passes is compared with what it was at the capture: where it differs, the graph is dropped, and captured anew. Whatever
 forbids a capture, or fails in it, the steps run eagerly; that is said once, and the memory of the graph is given back.
 
-In a dry run nothing is captured: the ops of such a micro-batch are marked as a graph's (`plimsoll.memory.captures`),
-unless its forward is seen to read the data.
+In a dry run nothing is captured: the ops of such a micro-batch are marked as a graph's
+(`plimsoll.memory.annotations`), unless its forward is seen to read the data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from plimsoll.device.base import Backend
-from plimsoll.memory.captures import as_captured
+from plimsoll.memory.annotations import as_captured
 from plimsoll.models.workload import Workload, leaves_of, move_batch
 from plimsoll.records.run import OomEvent
 from plimsoll.step.failpoints import failpoint

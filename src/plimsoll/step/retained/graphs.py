@@ -23,7 +23,7 @@ from torch import Tensor
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import InputError
-from plimsoll.memory.graph import GraphSize, graph_size, has_graph, storage_bytes
+from plimsoll.memory.autograd_graph import GraphSize, graph_size, has_graph, storage_bytes
 from plimsoll.models.workload import Workload
 from plimsoll.records.diagnosis import GRAPH_IS_GONE
 from plimsoll.records.run import GraphLine, RetainedGraph
@@ -36,7 +36,7 @@ _MOST_MARKED = 8  # tensors of one holder in one look, the newest: a container m
 _MOST_MARKS = 32  # steps that are asked for in later looks
 _FEWEST_ALIVE = 2  # a state that is carried on for one step, or made once, is no graph of every step
 _MOST_LINES = 1000
-_MOST_WALKS = 3  # per holder; see `plimsoll.memory.graph` for why a growing graph is not walked again and again
+_MOST_WALKS = 3  # per holder; see `memory.autograd_graph` for why a growing graph is not walked again and again
 _SECOND_TIME = "Trying to backward through the graph a second time"
 _KEY = "plimsoll"
 _ANYBODY = ""

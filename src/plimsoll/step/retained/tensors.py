@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from plimsoll.memory.graph import has_graph
+from plimsoll.memory.autograd_graph import has_graph
 
 _DEEPEST = 4
 _MOST_LOOKED_AT = 64

@@ -8,7 +8,7 @@ with a number below that at which the segment began, or a leaf that the segment 
 Numbers count the operations of a thread. Backward on a device has a thread of its own, where an operation of another
 thread is known by a number that is too high as well; should all of a graph fall between, which needs chance, it is not
 seen in that step. Not walked is what lies more than `MOST_NODES` operations behind the results
-(`plimsoll.memory.graph` says why).
+(`plimsoll.memory.autograd_graph` says why).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from plimsoll.errors import InputError
-from plimsoll.memory.graph import MOST_NODES, has_graph
+from plimsoll.memory.autograd_graph import MOST_NODES, has_graph
 
 _LEAF = "torch::autograd::AccumulateGrad"
 

@@ -25,7 +25,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from plimsoll.memory.beside import Copied, copying_beside
+from plimsoll.memory.annotations import Copied, copying_beside
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """``(target, source)`` of each copy."""

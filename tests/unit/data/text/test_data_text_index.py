@@ -35,13 +35,10 @@ def test_lines_and_documents_by_number(texts: Path):
     assert [list(lines), len(lines), lines[-1]] == [["one", "two", "thr\u00e9e"], 3, "thr\u00e9e"]
     assert list(documents) == ["one\n\ntwo\n", "thr\u00e9e"]
     assert lines.paths == (texts / "a.txt", texts / "c.txt")  # b.txt has no text
-    assert [lines.source_of(number).name for number in (0, 1, 2, -1)] == ["a.txt", "a.txt", "c.txt", "c.txt"]
     assert lines.num_texts_of_paths.tolist() == [2, 1]
     assert (lines.num_bytes, documents.num_bytes) == (9 + 6, 9 + 6)  # with the ends of lines
     with pytest.raises(IndexError):
         lines[3]
-    with pytest.raises(IndexError):
-        lines.source_of(-4)
 
 
 def test_the_key_says_the_content_and_not_where_it_is(texts: Path):
@@ -132,7 +129,7 @@ def test_mixed_files_are_told_by_their_names_and_keep_their_order(tmp_path: Path
     written(folder / "d.tsv", "id\ttext\n1\tfour\n")
     corpus = opened(folder)
     check_all_ways(corpus, ["one", "two", "three", "four"], [3, 0, 2])
-    assert [corpus.source_of(number).name for number in range(4)] == ["a.csv", "b.JSONL", "c.md", "d.tsv"]
+    assert [path.name for path in corpus.paths] == ["a.csv", "b.JSONL", "c.md", "d.tsv"]
 
 
 def test_many_small_files_are_one_corpus(tmp_path: Path):

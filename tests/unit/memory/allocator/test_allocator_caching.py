@@ -8,7 +8,6 @@ import pytest
 from plimsoll.memory.allocator.caching import (
     CachingAllocator,
     SimulatedOutOfMemory,
-    pinned_bytes,
     replay,
     rounded_bytes,
 )
@@ -225,19 +224,13 @@ def test_power_of_two_divisions():
     assert rounded_bytes(257 * MIB, by_size) == 384 * MIB
 
 
-def test_pinned_memory_is_a_power_of_two():
-    assert [pinned_bytes(size) for size in (0, 1, 3, 4096, 4097, 5 * MIB)] == [0, 1, 4, 4096, 8192, 8 * MIB]
-    rules = AllocatorRules(pinned_max_round_bytes=4 * MIB)
-    assert [pinned_bytes(size * MIB, rules) for size in (3, 4, 5)] == [4 * MIB, 4 * MIB, 5 * MIB]
-
-
 def test_a_replay_has_columns_and_peaks():
     deltas = [(7, 30 * MIB), (8, 5 * MIB), (7, -1), (9, 30 * MIB), (9, -30 * MIB), (7, 0)]
     done = replay(deltas, CachingAllocator())
     assert [count // MIB for count in done.allocated_bytes] == [30, 35, 5, 35, 5, 5]
     assert [count // MIB for count in done.reserved_bytes] == [30, 50, 50, 50, 50, 50]
-    assert (done.peak_allocated_bytes, done.most_allocated_at) == (35 * MIB, 1)
-    assert (done.peak_reserved_bytes, done.most_reserved_at, done.oom_at, done.oom) == (50 * MIB, 1, None, None)
+    assert done.peak_allocated_bytes == 35 * MIB
+    assert (done.peak_reserved_bytes, done.oom_at, done.oom) == (50 * MIB, None, None)
     assert set(done.live) == {7, 8}
 
 
@@ -262,7 +255,7 @@ def test_a_replay_ends_at_what_does_not_fit():
 
 def test_an_empty_replay_has_no_peaks():
     done = replay([], CachingAllocator())
-    assert (done.peak_reserved_bytes, done.most_reserved_at, done.most_allocated_at) == (0, None, None)
+    assert (done.peak_reserved_bytes, done.peak_allocated_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,8 @@ from plimsoll.records.allocator import MIB, AllocatorRules
             "roundup_power2_divisions:[4:8,16:2,>:1]",
             AllocatorRules(roundup_power2_divisions=(8, 8, 8, 0, 2, *[1] * 11)),
         ),
-        ("pinned_max_round_threshold_mb:128", AllocatorRules(pinned_max_round_bytes=128 * MIB)),
-        (
-            "pinned_max_round_threshold_mb:128,pinned_max_cached_size_mb:64",
-            AllocatorRules(pinned_max_round_bytes=64 * MIB),
-        ),
+        ("pinned_max_round_threshold_mb:128", AllocatorRules()),
+        ("pinned_max_round_threshold_mb:128,pinned_max_cached_size_mb:64", AllocatorRules()),
         ("pinned_use_background_threads:True,throw_on_cudamalloc_oom:True", AllocatorRules()),
     ],
 )

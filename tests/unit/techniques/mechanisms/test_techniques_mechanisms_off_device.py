@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd import Function
 
 from plimsoll.errors import InputError
-from plimsoll.memory.graph import MOST_NODES
+from plimsoll.memory.autograd_graph import MOST_NODES
 from plimsoll.techniques.mechanisms.off_device import next_operation, refuse_what_is_outside
 
 

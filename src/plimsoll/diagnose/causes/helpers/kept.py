@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from plimsoll.diagnose.evidence import Evidence
-from plimsoll.diagnose.seen import Kept
+from plimsoll.diagnose.evidence import Evidence, Kept
 from plimsoll.records.diagnosis import Fact, Finding, KnownHow
 from plimsoll.records.units import format_bytes
 

@@ -54,37 +54,46 @@ def shape_of(holding: Holding) -> tuple[int, ...]:
     return tuple(int(word) for word in found[1].split(",") if word.strip()) if found else ()
 
 
-def is_large(evidence: Evidence, part: Part | None, least_share: float) -> bool:
+def is_large(evidence: Evidence, part: Part, least_share: float) -> bool:
     """Whether memory ran out and a part is at least this share of the peak, less what is there before the model."""
-    if part is None or not evidence.has_run_out or not evidence.peak_bytes:
+    if not evidence.has_run_out or not evidence.peak_bytes:
         return False
     before_bytes = sum(share.num_bytes for share in evidence.shares if share.category in BEFORE_THE_MODEL)
     return part.num_bytes >= least_share * (evidence.peak_bytes - before_bytes)
 
 
-def finding_of_part(
+def facts_of_holdings(evidence: Evidence, holdings: Sequence[Holding]) -> list[Fact]:
+    """Say what is alive at the peak, one by one."""
+    return [Fact(text=f"{one.count} x {one.shape}, {one.category}", known=evidence.holdings_known) for one in holdings]
+
+
+def findings_of_part(
     evidence: Evidence,
     cause: str,
-    part: Part,
+    part: Part | None,
+    least_share: float,
     *,
     what: str,
     instead: str,
     facts: Sequence[Fact] = (),
-) -> Finding:
-    """Make the finding of a part of the peak; its effect is what the remedy saves, as far as the part goes.
+) -> tuple[Finding, ...]:
+    """Make the finding of a part of the peak if it is large; its effect is what the remedy saves, as far as that goes.
 
     Args:
         evidence: what it is found in.
         cause: its name.
-        part: the part.
+        part: the part; ``None`` where there is none.
+        least_share: see `is_large`.
         what: the beginning of the title, such as ``the logits``.
         instead: what to do where no technique was tried.
         facts: evidence beside the size.
     """
+    if part is None or not is_large(evidence, part, least_share):
+        return ()
     assert evidence.peak_bytes
     share = min(part.num_bytes / evidence.peak_bytes, 1.0)
     tried = tried_remedy(evidence, cause, part.num_bytes)
-    return Finding(
+    found = Finding(
         cause=cause,
         title=f"{what}: {format_bytes(part.num_bytes)}, {share:.0%} of the peak",
         place=part.places[0] if part.places else evidence.event.place if evidence.event is not None else "",
@@ -97,6 +106,7 @@ def finding_of_part(
         effect_bytes=min(tried.saving_bytes or 0, part.num_bytes) if tried else part.num_bytes,
         effect_known="predicted" if tried else part.known,
     )
+    return (found,)
 
 
 def tried_remedy(evidence: Evidence, cause: str, num_bytes: int = 0) -> Remedy | None:

@@ -5,7 +5,7 @@ import pytest
 from peak_evidence import MIB, SCORES, evidence, holding, shares, tried
 from plimsoll.diagnose.causes.helpers.peak import (
     Part,
-    finding_of_part,
+    findings_of_part,
     is_large,
     part_of_category,
     part_of_holdings,
@@ -39,7 +39,6 @@ def test_a_part_is_large_against_what_the_training_takes_itself():
     assert not is_large(evidence(), Part(99 * MIB), 0.1)
     assert not is_large(evidence(has_run_out=False), Part(500 * MIB), 0.1)
     assert not is_large(evidence(peak_bytes=None), Part(500 * MIB), 0.1)
-    assert not is_large(evidence(), None, 0.1)
 
 
 def test_the_first_technique_that_was_tried_alone_is_the_remedy():
@@ -55,7 +54,9 @@ def test_the_first_technique_that_was_tried_alone_is_the_remedy():
 )
 def test_the_effect_is_what_is_saved_of_the_part(remedies, remedy, effect_mib):
     seen = evidence(remedies=remedies, shares=shares(activations=1000))
-    finding = finding_of_part(seen, "fragmentation", Part(240 * MIB), what="it", instead="by hand")
+    said = {"what": "it", "instead": "by hand"}
+    (finding,) = findings_of_part(seen, "fragmentation", Part(240 * MIB), 0.1, **said)
+    assert findings_of_part(seen, "fragmentation", Part(240 * MIB), 0.9, **said) == ()
     assert finding.title == "it: 240.0 MiB, 20% of the peak"
     assert str(finding.remedy) == remedy
     assert (finding.effect_bytes, finding.effect_known, finding.peak_share) == (effect_mib * MIB, "predicted", 0.2)

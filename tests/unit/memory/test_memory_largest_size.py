@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from plimsoll.memory.inverse import Found, largest_that_fits
+from plimsoll.memory.largest_size import Found, largest_that_fits
 
 LIMIT_BYTES = 1000
 

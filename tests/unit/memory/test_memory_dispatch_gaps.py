@@ -1,9 +1,10 @@
-"""Sums of gradients by autograd's engine: a trace has as many in place as the engine does on real tensors."""
+"""What a dispatch mode changes or does not see: sums of gradients in place, and storages that are resized."""
 
 import pytest
 import torch
 from torch import nn
 
+from plimsoll.memory.dispatch_gaps import noting_resizes
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.trace import trace_training
 
@@ -96,3 +97,23 @@ def test_what_a_backward_formula_fills_is_filled_in_place(pick):
     trace = trace_training(train, CudaLowering((9, 0)))
     sizes = zip(trace.storages.num_bytes, trace.storages.born, strict=True)
     assert sum(size == 6 * 8 * 4 and trace.ops.phase[born] == "backward" for size, born in sizes) == 1
+
+
+def test_each_resize_is_noted_after_it_happened():
+    storage = torch.ones(8).untyped_storage()
+    sizes = []
+    with noting_resizes(lambda one: sizes.append(one.nbytes())):
+        storage.resize_(0)
+        storage.resize_(16)
+    storage.resize_(4)
+    assert sizes == [0, 16]
+
+
+def test_torch_is_as_it_was_also_after_an_error_and_inside_another():
+    before = torch.UntypedStorage.resize_
+    first, second = [], []
+    with noting_resizes(first.append), noting_resizes(second.append):
+        torch.ones(2).untyped_storage().resize_(0)
+    assert len(first) == len(second) == 1
+    assert torch.UntypedStorage.resize_ is before
+    assert "resize_" not in vars(torch.UntypedStorage)

@@ -1,4 +1,4 @@
-"""Processes that are forked: what they inherit, and that none outlives the one that forked it."""
+"""Processes that are forked or watched end with their parent."""
 
 import os
 import re
@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 import plimsoll
-from plimsoll.files.forking import forked_pool, uninterrupted
+from plimsoll.device.ending import start_ticks
+from plimsoll.files.child_processes import forked_pool, parent_that_watches, uninterrupted
 from processes import LONGEST_SECONDS, environment
 
 KEPT: dict[str, object] = {}
@@ -58,7 +59,7 @@ def test_a_process_that_may_have_no_children_has_none():
 PARENT = """
 import os, sys, time
 from contextlib import ExitStack
-from plimsoll.files.forking import forked_pool, uninterrupted
+from plimsoll.files.child_processes import forked_pool, uninterrupted
 
 with ExitStack() as stack:
     pool = forked_pool(stack, 2, print)
@@ -80,7 +81,7 @@ def test_the_processes_end_with_the_one_that_forked_them_however_it_ends():
 
 STARTED = """
 import os, subprocess, sys, time
-from plimsoll.files.forking import end_as_asked, ending_with_this
+from plimsoll.files.child_processes import end_as_asked, ending_with_this
 if len(sys.argv) == 1:
     child = subprocess.Popen([sys.executable, __file__, "child"], env=ending_with_this())
     print(child.pid, flush=True)
@@ -123,10 +124,56 @@ def test_every_fork_of_a_command_has_ctrl_c_wait():
     source = Path(plimsoll.__file__).parent
     forks = {str(path.relative_to(source)) for path in source.rglob("*.py") if FORK.search(path.read_text("utf-8"))}
     assert forks == {
-        "files/forking.py",
+        "files/child_processes.py",
         "planning/baseline.py",
         "files/fork_server.py",
         "planning/dry_run/processes.py",
     }
     for name in forks:
         assert "uninterrupted()" in (source / name).read_text("utf-8")
+
+
+NAMES = ("PLIMSOLL_SUPERVISOR", "PLIMSOLL_LAUNCHER", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+
+
+@pytest.mark.parametrize(
+    ("variables", "parent"),
+    [
+        ({}, None),
+        ({"PLIMSOLL_SUPERVISOR": "7"}, 7),
+        ({"RANK": "1", "WORLD_SIZE": "2", "PLIMSOLL_SUPERVISOR": "7", "PLIMSOLL_LAUNCHER": "8"}, 8),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, os.getppid()),
+    ],
+)
+def test_a_rank_is_watched_by_what_has_started_it_and_others_by_their_supervisor(variables, parent, monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert parent_that_watches() == parent
+
+
+LAUNCHER = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-m", "plimsoll", "launch-worker", "1", "--", "train-worker", sys.argv[1]],
+    env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}, stderr=subprocess.DEVNULL)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells of the death of a parent")
+def test_what_starts_the_ranks_ends_with_the_supervisor(tmp_path):
+    fifo = tmp_path / "run"
+    fifo.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(fifo)], env=environment(), stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        launcher = int(supervisor.stdout.readline())
+        os.kill(launcher, signal.SIGSTOP)  # before it has asked to be told
+        supervisor.kill()
+    os.kill(launcher, signal.SIGCONT)
+    until = time.monotonic() + LONGEST_SECONDS
+    while start_ticks(launcher) is not None:
+        assert time.monotonic() < until
+        time.sleep(0.05)

@@ -1,21 +1,86 @@
-"""Copies that run beside the computation, and who waits for them: noted by whoever records, without a recorder nothing.
+"""What a run says of its ops to whoever records them: that a CUDA graph replays them, or that they are copies.
 
+    with as_captured():
+        loss.backward()
     with copying_beside(to_device=True) as copied:
         target.copy_(source)
     ...
     copied.note_wait(by_processor=False)
 
-A dry run has no streams and makes each copy at once. Noted here is which copies would overlap with later ops, and
-where each is waited for: their predicted time follows from it (`plimsoll.planning.search.stream_timeline`).
+A dry run has no streams and makes each copy at once. Noted is which copies would overlap with later ops and where each
+is waited for: their predicted time follows from it (`plimsoll.planning.search.stream_timeline`). Ops of a graph cost no
+calls and have memory of their own. In a run that nobody records this does nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from plimsoll.records.trace import Trace
+
+Column = NDArray[np.bool_]
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_DEPTH = _Depth()
+
+
+@contextmanager
+def as_captured() -> Iterator[None]:
+    """Let the ops of the block, in this thread, count as those of a graph."""
+    _DEPTH.value += 1
+    try:
+        yield
+    finally:
+        _DEPTH.value -= 1
+
+
+def is_captured() -> bool:
+    """Whether this thread is in such a block."""
+    return _DEPTH.value > 0
+
+
+def stretches(are_captured: Sequence[bool]) -> tuple[tuple[int, int], ...]:
+    """Return the rows of which that is so, as where each stretch of them begins and where it has ended.
+
+    >>> stretches([False, True, True, False, True])
+    ((1, 3), (4, 5))
+    """
+    found, row = list[tuple[int, int]](), 0
+    for is_one, rows in groupby(are_captured):
+        end = row + len(list(rows))
+        if is_one:
+            found.append((row, end))
+        row = end
+    return tuple(found)
+
+
+def captured_rows(trace: Trace) -> Column:
+    """Say of each op of a trace whether a graph replays it."""
+    rows = np.zeros(len(trace.ops.name), dtype=bool)
+    for begin, end in trace.captured:
+        rows[begin:end] = True
+    return rows
+
+
+def private_storages(trace: Trace) -> set[int]:
+    """Return the storages that are in the pool of a graph: those that its ops allocate."""
+    if not trace.captured:
+        return set()
+    born = np.asarray(trace.storages.born, dtype=np.int64)
+    return set(np.flatnonzero(captured_rows(trace)[born]).tolist())
+
 
 Copy = tuple[int, bool]
 Wait = tuple[int, int, bool]
