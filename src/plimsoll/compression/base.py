@@ -1,6 +1,6 @@
 """What every way to make a model smaller offers, and what it is given.
 
-A method changes a `Subject` in place: the model, its configuration and, where it must, its tokenizer. Afterwards the
+A method changes a `Bundle` in place: the model, its configuration and, where it must, its tokenizer. Afterwards the
 model is one of its class with smaller tensors, or says in its configuration what was changed (`_structure`), so that
 it can be saved, loaded, trained and made smaller again.
 
@@ -30,7 +30,7 @@ all of the corpus."""
 
 
 @dataclass(slots=True)
-class Subject:
+class Bundle:
     """A model that is made smaller, and the tokenizer that belongs to it.
 
     ``model`` is of transformers or a recurrent one of ours, on the CPU, in evaluation mode, its parameters float32.
@@ -67,7 +67,7 @@ class Shrinker(Protocol):
     title: ClassVar[str]
     saves: ClassVar[str]
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def menu(self, bundle: Bundle) -> Choices | str:
         """Return what is worth trying, mildest first, or a sentence that says why nothing is.
 
         The sentence names the modules that were looked for. What is not in the menu may still be asked for by the user
@@ -79,20 +79,20 @@ class Shrinker(Protocol):
         """Return what it must be given to do this."""
         ...
 
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
         """Return a sentence that says why this choice cannot be, with its values and what to give instead."""
         ...
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
-        """Make the subject smaller, in place. The same arguments give the same result, bit for bit.
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
+        """Make the bundle smaller, in place. The same arguments give the same result, bit for bit.
 
-        Call it only with what is not refused. Subjects on the meta device are given too, for their sizes alone, with no
+        Call it only with what is not refused. Bundles on the meta device are given too, for their sizes alone, with no
         calibration: what is kept is then any of the right number.
         """
         ...
 
 
-def possible(method: Shrinker, subject: Subject, choices: Iterable[Choice]) -> Choices | str:
+def possible(method: Shrinker, bundle: Bundle, choices: Iterable[Choice]) -> Choices | str:
     """Return those of some choices that a method does not refuse, or why it refuses the last, the strongest."""
-    faults = {choice: method.refusal(subject, choice) for choice in choices}
+    faults = {choice: method.refusal(bundle, choice) for choice in choices}
     return tuple(choice for choice, fault in faults.items() if fault is None) or str([*faults.values()][-1])

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Calibration, Choices, Need, Bundle
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import options_fault
 from plimsoll.weights.parts import cast_saved, is_made_of_parts
@@ -27,18 +27,18 @@ class Bf16:
         "time of a pass falls where the processor multiplies in bfloat16, and rises where it does not"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def menu(self, bundle: Bundle) -> Choices | str:
         """Offer it where there is something in float32."""
         choice = Choice(technique=self.name)
-        return self.refusal(subject, choice) or (choice,)
+        return self.refusal(bundle, choice) or (choice,)
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Nothing."""
         return frozenset()
 
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse models of which nothing is wider."""
-        model = subject.model
+        model = bundle.model
         if not hasattr(model, "config"):
             return f"{type(model).__name__} has no configuration that could say its type: looked for `config`"
         coded = [name for name, one in model.named_parameters() if is_made_of_parts(one)]
@@ -51,9 +51,9 @@ class Bf16:
             return f"no weight of {type(model).__name__} is wider than 16 bits: leave it out"
         return options_fault(choice)
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Round all weights."""
-        model: Any = subject.model
+        model: Any = bundle.model
         cast_saved(model, torch.bfloat16)
         if hasattr(model, "base_model_prefix"):  # of transformers; a recurrent model is of the type of its file
             model.config.dtype = torch.bfloat16

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Calibration, Choices, Need, Bundle
 from plimsoll.records.plan import Choice
 from plimsoll.weights.linear_in_parts import compute_in_parts
 from plimsoll.weights.torchao_layers import Config, plain_layers, quantize_layers, why_not_linear
@@ -29,22 +29,22 @@ class DynamicInt8:
         "of a whole layer's output, so that with many tokens its peak may rise; it cannot be trained"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def menu(self, bundle: Bundle) -> Choices | str:
         """Offer it where there is a linear layer."""
-        return self.refusal(subject, Choice(technique=self.name)) or (Choice(technique=self.name),)
+        return self.refusal(bundle, Choice(technique=self.name)) or (Choice(technique=self.name),)
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Nothing: the scales of inputs are found when they come."""
         return frozenset()
 
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse models without linear layers, and what torchao cannot do."""
-        return why_not_linear(subject.model, choice)
+        return why_not_linear(bundle.model, choice)
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model."""
-        quantize_layers(subject.model, [*plain_layers(subject.model)], _config())
-        compute_in_parts(subject.model)
+        quantize_layers(bundle.model, [*plain_layers(bundle.model)], _config())
+        compute_in_parts(bundle.model)
 
 
 def _config() -> Config:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.compression.attention import Attention, attentions_of, group_scores, head_width_of
-from plimsoll.compression.base import Calibration, Choices, Need, Subject, possible
+from plimsoll.compression.base import Calibration, Choices, Need, Bundle, possible
 from plimsoll.compression.importance import best, is_meta
 from plimsoll.compression.shares import (
     NEEDS,
@@ -45,21 +45,21 @@ class Heads:
         "its time become smaller in proportion; feed-forward layers and embeddings stay as they are"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def menu(self, bundle: Bundle) -> Choices | str:
         """Offer a quarter and a half of the heads."""
         choices = [Choice(technique=self.name, options={"share": share}) for share in (0.25, 0.5)]
-        return possible(self, subject, choices)
+        return possible(self, bundle, choices)
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Need what the importance does."""
         return NEEDS.get(importance_of(choice), frozenset())
 
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse wrong options, models without heads, and shares that are no whole groups of heads."""
         fault = options_fault(choice)
         if fault is not None:
             return fault
-        found = attentions_of(subject.model)
+        found = attentions_of(bundle.model)
         if isinstance(found, str):
             return found
         groups = "heads" if found[0].heads_per_group == 1 else "groups of heads that share keys and values"
@@ -67,11 +67,11 @@ class Heads:
         if fault is not None:
             return fault
         num_kept = _num_kept(found[0], choice)
-        return None if _plain(subject.model, found, num_kept) else _outside(subject.model, found, num_kept)
+        return None if _plain(bundle.model, found, num_kept) else _outside(bundle.model, found, num_kept)
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Keep the best heads of each block."""
-        model: Any = subject.model
+        model: Any = bundle.model
         attentions = checked(attentions_of(model))
         num_kept = _num_kept(attentions[0], choice)
         kept = kept_groups(model, attentions, num_kept, importance_of(choice), calibration)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.compression.attention import Attention, attentions_of, head_width_of
-from plimsoll.compression.base import Calibration, Choices, Need, Subject, possible
+from plimsoll.compression.base import Calibration, Choices, Need, Bundle, possible
 from plimsoll.compression.importance import Rows, best, first_order, is_meta, norms, read_scores
 from plimsoll.compression.methods.channels import widths_of
 from plimsoll.compression.methods.heads import Kept, kept_groups, side_of
@@ -65,36 +65,36 @@ class Hidden:
         "optimizer states and activations, and the time of a pass"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def menu(self, bundle: Bundle) -> Choices | str:
         """Offer about an eighth, a quarter and a half; where heads leave with it, shares that are whole heads.
 
         They are judged by activations, which lost far less than the size of weights (docs/LOG.md).
         """
         shares = [0.125, 0.25, 0.5]
-        found = attentions_of(subject.model)
-        if not isinstance(found, str) and not _has_head_width(subject.model):
+        found = attentions_of(bundle.model)
+        if not isinstance(found, str) and not _has_head_width(bundle.model):
             whole = found[0].num_groups
             shares = sorted({round(max(1, num_removed(whole, share)) / whole, 4) for share in shares})
         choices = [
             Choice(technique=self.name, options={"share": share, "importance": "activation"}) for share in shares
         ]
-        return possible(self, subject, choices)
+        return possible(self, bundle, choices)
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Need what the importance does."""
         return NEEDS.get(importance_of(choice), frozenset())
 
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse wrong options, other structures, and shares that are no whole heads where they must be."""
         fault = options_fault(choice)
         if fault is not None:
             return fault
-        found = _narrowed(subject.model, share_of(choice))
+        found = _narrowed(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Keep the best dimensions, and with them the best heads where some must leave."""
-        model, importance = subject.model, importance_of(choice)
+        model, importance = bundle.model, importance_of(choice)
         found: Narrowing = checked(_narrowed(model, share_of(choice)))
         inner: Kept = {}
         if found.inner:

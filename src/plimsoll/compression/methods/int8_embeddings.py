@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Calibration, Choices, Need, Bundle
 from plimsoll.compression.methods.int8 import int8_config
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import options_fault
@@ -30,20 +30,20 @@ class Int8Embeddings:
         "Plimsoll the table is decoded whole in every pass, and the peak of memory rises; it cannot be trained"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def menu(self, bundle: Bundle) -> Choices | str:
         """Offer it where the model has a table of its own."""
-        return self.refusal(subject, Choice(technique=self.name)) or (Choice(technique=self.name),)
+        return self.refusal(bundle, Choice(technique=self.name)) or (Choice(technique=self.name),)
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Nothing: scales are of the weights alone."""
         return frozenset()
 
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse tables that are shared with the output, are none of torch, or are quantized."""
-        fault = options_fault(choice) or why_not(subject.model, self.name)
+        fault = options_fault(choice) or why_not(bundle.model, self.name)
         if fault is not None:
             return fault
-        model: Any = subject.model
+        model: Any = bundle.model
         table = model.get_input_embeddings()
         if not isinstance(table, nn.Embedding) or table.max_norm is not None:
             return f"{self.name} looked for an nn.Embedding and found a {type(table).__name__}: use another method"
@@ -57,11 +57,11 @@ class Int8Embeddings:
             )
         return None
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Quantize the table, and decode only what is looked up."""
         from torchao.quantization import quantize_
 
-        model: Any = subject.model
+        model: Any = bundle.model
         table, before = model.get_input_embeddings(), getattr(model, "hf_quantizer", None)
         config = int8_config()
         quantize_(model, config, filter_fn=lambda module, name: module is table)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Calibration, Choices, Need, Bundle
 from plimsoll.compression.importance import best, first_order, is_meta, norms, passes, tokens_of
 from plimsoll.compression.renumbered import renumber, renumbered
 from plimsoll.compression.shares import NEEDS, importance_of, num_removed, removal_fault, share_of
@@ -40,15 +40,15 @@ class Layers:
         "smaller by what the layers had of them; embeddings stay as they are"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def menu(self, bundle: Bundle) -> Choices | str:
         """Offer to keep three quarters and a half of the layers."""
-        found = _lists(subject.model)
+        found = _lists(bundle.model)
         if isinstance(found, str):
             return found
         num_layers = len(found[0][1])
         numbers = sorted({-(-3 * num_layers // 4), -(-num_layers // 2)} - {num_layers}, reverse=True)
         choices = [Choice(technique=self.name, options={"keep": number}) for number in numbers]
-        faults = [self.refusal(subject, choice) for choice in choices]
+        faults = [self.refusal(bundle, choice) for choice in choices]
         offered = tuple(choice for choice, fault in zip(choices, faults, strict=True) if fault is None)
         return offered or str([*faults, removal_fault("layers", num_layers, 0.5)][0])
 
@@ -56,10 +56,10 @@ class Layers:
         """Need what the importance does."""
         return NEEDS.get(importance_of(choice), frozenset())
 
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse wrong options, and models whose layers cannot be left out."""
         fault = options_fault(choice)
-        found = _lists(subject.model)
+        found = _lists(bundle.model)
         if fault is not None or isinstance(found, str):
             return fault or str(found)
         num_layers = len(found[0][1])
@@ -68,11 +68,11 @@ class Layers:
             fault = removal_fault("layers", num_layers, share_of(choice))
         elif not int(keep) < num_layers:
             fault = f"layers cannot keep {keep} of {num_layers}: give keep from 1 to {num_layers - 1}"
-        return fault or _other_places(subject.model, _kept_evenly(num_layers, _num_kept(choice, num_layers)))
+        return fault or _other_places(bundle.model, _kept_evenly(num_layers, _num_kept(choice, num_layers)))
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Keep the best layers."""
-        model = subject.model
+        model = bundle.model
         lists = checked(_lists(model))
         importance, num_layers = importance_of(choice), len(lists[0][1])
         num_kept = _num_kept(choice, num_layers)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Calibration, Choices, Need, Bundle
 from plimsoll.compression.layers import block_of, is_of_transformers, linear_weight, linears_of_blocks
 from plimsoll.errors import WeightsError
 from plimsoll.records.plan import Choice
@@ -45,22 +45,22 @@ class LowRank:
         "are no faster"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def menu(self, bundle: Bundle) -> Choices | str:
         """Return a quarter and a half, or why it cannot be."""
         choices = tuple(Choice(technique=self.name, options={"share": share}) for share in (0.25, 0.5))
-        possible = tuple(choice for choice in choices if self.refusal(subject, choice) is None)
-        return possible or str(self.refusal(subject, choices[0]))
+        possible = tuple(choice for choice in choices if self.refusal(bundle, choice) is None)
+        return possible or str(self.refusal(bundle, choices[0]))
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Return batches, but for a plain SVD."""
         return frozenset({"batches"} if options_of(choice)["aware"] else ())
 
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
         """Return why this cannot be: no such layers, or no rank that pays."""
         fault = options_fault(choice)
         if fault is not None:
             return fault
-        model = subject.model
+        model = bundle.model
         names = linears_of_blocks(model)
         if not is_of_transformers(model) or not names:
             return (
@@ -76,13 +76,13 @@ class LowRank:
             )
         return None
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Put factors in the place of layers.
 
         Raises:
             WeightsError: if it needs batches and there are none.
         """
-        model = subject.model
+        model = bundle.model
         is_aware = bool(options_of(choice)["aware"]) and not next(model.parameters()).is_meta
         for groups in _blocks(model):
             ranks = {group[0]: _rank(model.get_submodule(group[0]), choice) for group in groups}

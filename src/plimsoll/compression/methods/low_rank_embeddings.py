@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Calibration, Choices, Need, Bundle
 from plimsoll.compression.layers import is_of_transformers
 from plimsoll.compression.methods.low_rank import rank_for
 from plimsoll.records.plan import Choice
@@ -35,22 +35,22 @@ class LowRankEmbeddings:
         "table; a pass takes a small product more, and a tied output fewer operations"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def menu(self, bundle: Bundle) -> Choices | str:
         """Return a half and three quarters, or why it cannot be."""
         choices = tuple(Choice(technique=self.name, options={"share": share}) for share in (0.5, 0.75))
-        possible = tuple(choice for choice in choices if self.refusal(subject, choice) is None)
-        return possible or str(self.refusal(subject, choices[0]))
+        possible = tuple(choice for choice in choices if self.refusal(bundle, choice) is None)
+        return possible or str(self.refusal(bundle, choices[0]))
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Return that it needs nothing."""
         return frozenset()
 
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
         """Return why this cannot be: no such table, or no rank that pays."""
         fault = options_fault(choice)
         if fault is not None:
             return fault
-        model: Any = subject.model
+        model: Any = bundle.model
         if not is_of_transformers(model):
             return (
                 f"the configuration of a {type(model).__name__} has no field for a table in factors: looked for a "
@@ -68,9 +68,9 @@ class LowRankEmbeddings:
             return f"rank {rank} does not make a table of {num_rows} x {width} smaller: give a smaller rank or share"
         return None
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Put factors in the place of the table, and of an output that is tied to it."""
-        model: Any = subject.model
+        model: Any = bundle.model
         table: Any = model.get_input_embeddings()
         rank = _rank(table.num_embeddings, table.embedding_dim, choice)
         output = model.get_output_embeddings() if _is_tied(model) else None

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Calibration, Choices, Need, Bundle
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import options_fault
 
@@ -28,22 +28,22 @@ class Tied:
         "table; not time: the output is computed as before"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def menu(self, bundle: Bundle) -> Choices | str:
         """Return the one choice, or why it cannot be."""
         choice = Choice(technique=self.name)
-        return self.refusal(subject, choice) or (choice,)
+        return self.refusal(bundle, choice) or (choice,)
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Return that it needs nothing."""
         return frozenset()
 
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
         """Return why this cannot be."""
         fault = options_fault(choice)
         if fault is not None:
             return fault
-        name = type(subject.model).__name__
-        table, output = _tables(subject.model)
+        name = type(bundle.model).__name__
+        table, output = _tables(bundle.model)
         if type(table) is not nn.Embedding or type(output) is not nn.Linear:
             return (
                 f"no pair of tables: looked for an nn.Embedding and an nn.Linear over the vocabulary in a {name}, and "
@@ -56,13 +56,13 @@ class Tied:
                 f"the output has {tuple(output.weight.shape)} numbers and the embedding {tuple(table.weight.shape)}: "
                 "use `hidden` or `low_rank_embeddings` instead"
             )
-        if not _is_recurrent(subject.model) and not getattr(subject.model, "_tied_weights_keys", None):
+        if not _is_recurrent(bundle.model) and not getattr(bundle.model, "_tied_weights_keys", None):
             return f"the class {name} of transformers cannot tie its tables: leave `tied` out"
         return None
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Let the output have the embedding's rows."""
-        model: Any = subject.model
+        model: Any = bundle.model
         table, output = _tables(model)
         if _is_recurrent(model):
             model.config = model.config.model_copy(update={"tie_weights": True})

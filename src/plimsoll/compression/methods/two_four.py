@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Calibration, Choices, Need, Bundle
 from plimsoll.compression.zeros import layers_of, why_no_zeros
 from plimsoll.records.plan import Choice
 from plimsoll.weights.structure import sizes_of
@@ -30,7 +30,7 @@ class TwoFour:
         "compute capability 8.0 or more torch.sparse.to_sparse_semi_structured then halves the linear weights"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def menu(self, bundle: Bundle) -> Choices | str:
         """Offer nothing, and say why."""
         return f"{self.name} saves {self.saves}: ask for {self.name} by name if you want the zeros"
 
@@ -38,20 +38,20 @@ class TwoFour:
         """Nothing: the smallest are known by themselves."""
         return frozenset()
 
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse models none of whose layers has rows of fours."""
-        fault = why_no_zeros(subject, choice)
-        if fault is None and not _of_fours(subject.model):
-            widths = sorted({sizes_of(one)[0] for one in layers_of(subject.model).values()})
+        fault = why_no_zeros(bundle, choice)
+        if fault is None and not _of_fours(bundle.model):
+            widths = sorted({sizes_of(one)[0] for one in layers_of(bundle.model).values()})
             return (
                 f"{choice.in_full}: no linear layer reads a multiple of {_GROUP} numbers ({widths}): use another method"
             )
         return fault
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Set the two smallest of each four to zero."""
         with torch.no_grad():
-            for layer in _of_fours(subject.model).values():
+            for layer in _of_fours(bundle.model).values():
                 if not layer.weight.is_meta:
                     _thin_out(layer.weight if isinstance(layer, nn.Linear) else layer.weight.t())
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject, possible
+from plimsoll.compression.base import Calibration, Choices, Need, Bundle, possible
 from plimsoll.compression.importance import best, first_order, is_meta, norms, passes
 from plimsoll.compression.shares import (
     NEEDS,
@@ -60,26 +60,26 @@ class Units:
         "stays, unless the output shares its weights"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def menu(self, bundle: Bundle) -> Choices | str:
         """Offer an eighth, a quarter and a half."""
         choices = [Choice(technique=self.name, options={"share": share}) for share in (0.125, 0.25, 0.5)]
-        return possible(self, subject, choices)
+        return possible(self, bundle, choices)
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Need what the importance does."""
         return NEEDS.get(importance_of(choice), frozenset())
 
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse wrong options, and models without recurrent layers."""
         fault = options_fault(choice)
         if fault is not None:
             return fault
-        found = _planned(subject.model, share_of(choice))
+        found = _planned(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Keep the best units of each layer and direction."""
-        model: Any = subject.model
+        model: Any = bundle.model
         fields, twin, cuts = checked(_planned(model, share_of(choice)))
         layers, before = model.recurrent, model.config.hidden_size
         num_kept = fields["hidden_size"]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch.nn.utils import prune
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Calibration, Choices, Need, Bundle
 from plimsoll.compression.zeros import layers_of, why_no_zeros
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import options_of
@@ -27,7 +27,7 @@ class Unstructured:
         "only what packs the file (zip) makes it smaller"
     )
 
-    def menu(self, subject: Subject) -> Choices | str:
+    def menu(self, bundle: Bundle) -> Choices | str:
         """Offer nothing, and say why."""
         return f"{self.name} saves {self.saves}: ask for {self.name}(share=0.5) by name if you want the zeros"
 
@@ -35,14 +35,14 @@ class Unstructured:
         """Nothing: the smallest are known by themselves."""
         return frozenset()
 
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse shares that leave all or nothing, and models without linear layers."""
-        return why_no_zeros(subject, choice)
+        return why_no_zeros(bundle, choice)
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Set the share of each layer that is smallest to zero."""
         share: Any = options_of(choice)["share"]
-        for layer in layers_of(subject.model).values():
+        for layer in layers_of(bundle.model).values():
             if not layer.weight.is_meta:
                 prune.l1_unstructured(layer, "weight", share)  # type: ignore[no-untyped-call]
                 prune.remove(layer, "weight")  # type: ignore[no-untyped-call]

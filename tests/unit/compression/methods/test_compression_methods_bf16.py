@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from plimsoll.compression.methods import Calibration, Subject
+from plimsoll.compression.methods import Calibration, Bundle
 from plimsoll.compression.methods.bf16 import Bf16
 from plimsoll.inference.model import load_for_inference
 from plimsoll.models.recurrent.model import build_recurrent, save_recurrent
@@ -25,15 +25,15 @@ def model():
 
 
 def test_half_the_bytes_and_loaded_as_it_is(tmp_path):
-    subject = Subject(model())
+    bundle = Bundle(model())
     ids = torch.arange(10)[None]
     with torch.no_grad():
-        wanted, before_bytes = subject.model(ids).logits, model_bytes(subject.model)
-        Bf16().shrink(subject, CHOICE, Calibration())
-        found = subject.model(ids).logits
-        assert model_bytes(subject.model) * 2 == before_bytes
+        wanted, before_bytes = bundle.model(ids).logits, model_bytes(bundle.model)
+        Bf16().shrink(bundle, CHOICE, Calibration())
+        found = bundle.model(ids).logits
+        assert model_bytes(bundle.model) * 2 == before_bytes
         assert torch.allclose(found.float(), wanted, atol=0.02)
-        subject.model.save_pretrained(tmp_path)
+        bundle.model.save_pretrained(tmp_path)
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, found)
 
 
@@ -48,8 +48,8 @@ def test_recurrent_models_are_loaded_in_what_their_file_has(architecture, kind, 
     asked = {"input_ids": ids, "labels": {"tagger": ids % 3, "classifier": ids[:, 0] % 3}.get(kind, ids)}
     with torch.no_grad():
         wanted, before_bytes = small(**asked), model_bytes(small)
-        assert Bf16().refusal(Subject(small), CHOICE) is None
-        Bf16().shrink(Subject(small), CHOICE, Calibration())
+        assert Bf16().refusal(Bundle(small), CHOICE) is None
+        Bf16().shrink(Bundle(small), CHOICE, Calibration())
         found = small(**asked)
         assert model_bytes(small) * 2 == before_bytes
         assert torch.allclose(found.logits.float(), wanted.logits, atol=0.02)
@@ -74,4 +74,4 @@ def test_recurrent_models_are_loaded_in_what_their_file_has(architecture, kind, 
     ],
 )
 def test_what_cannot_be_is_refused(make, choice, said):
-    assert said in Bf16().refusal(Subject(make()), choice)
+    assert said in Bf16().refusal(Bundle(make()), choice)

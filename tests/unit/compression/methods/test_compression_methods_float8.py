@@ -26,11 +26,11 @@ def test_sizes_are_known_without_values():
 
 
 def test_multiplying_in_float8_needs_a_gpu_for_it():
-    from plimsoll.compression.methods import SHRINKERS, Subject
+    from plimsoll.compression.methods import SHRINKERS, Bundle
     from quantized_models import choice_of
 
-    subject, choice = Subject(made("bert")), choice_of("float8", dynamic=True)
+    bundle, choice = Bundle(made("bert")), choice_of("float8", dynamic=True)
     if torch.cuda.is_available():
         pytest.skip("there may be a GPU for it")
-    assert "needs a GPU of compute capability 8.9 or more" in SHRINKERS["float8"].refusal(subject, choice)
-    assert SHRINKERS["float8"].menu(subject) == SHRINKERS["float8"].refusal(subject, choice)
+    assert "needs a GPU of compute capability 8.9 or more" in SHRINKERS["float8"].refusal(bundle, choice)
+    assert SHRINKERS["float8"].menu(bundle) == SHRINKERS["float8"].refusal(bundle, choice)
