@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from plimsoll.compression.methods import SHRINKERS, Calibration, Bundle
+from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
 from plimsoll.models.loading import load_model
 from plimsoll.records.plan import Choice
 from plimsoll.weights.parts import model_bytes

@@ -79,8 +79,8 @@ def shrunk(origin: Path, texts: list[str], target: Path, compared: slice) -> Fig
     """Make the smaller folder and compare what it computes itself."""
     from transformers import AutoTokenizer
 
-    from plimsoll.compression.methods import SHRINKERS, Calibration, Bundle
-    from plimsoll.compression.saved_form import save_bundle
+    from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
+    from plimsoll.compression.saving import save_bundle
     from plimsoll.models.loading import load_model
     from plimsoll.records.plan import Choice
 

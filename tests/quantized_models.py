@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from checkpoints import model_of
-from plimsoll.compression.methods import SHRINKERS, Calibration, Bundle
+from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
 from plimsoll.records.plan import Choice
 
 IDS = torch.arange(12).view(2, 6)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plimsoll.compression.methods import Calibration, Bundle
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.models.recurrent.model import build_recurrent
 from plimsoll.models.recurrent.tagger import build_tagger
 

@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import nn
 
-from plimsoll.compression.methods import SHRINKERS, Calibration, Bundle
-from plimsoll.compression.saved_form import form_of, save_bundle
+from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
+from plimsoll.compression.saving import form_of, save_bundle
 from plimsoll.models.loading import load_model
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import METHODS
@@ -23,13 +23,13 @@ from plimsoll.weights.parts import plain_parts
 from quantized_models import logits, made
 from shrink_models import (
     MODELS,
+    bundle,
     calibration,
     ids_of,
     is_language_model,
     meta_bundle,
     num_bytes,
     outputs,
-    bundle,
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "shrink"
@@ -73,7 +73,6 @@ def test_it_says_what_it_saves_and_has_a_page(method):
     one = SHRINKERS[method]
     page = DOCS / f"{method}.md"
     assert page.is_file(), f"{method} has no page {page.name}"
-    assert one.title
     assert one.saves[0].islower() or one.saves[0].isalnum()
     assert METHODS[method].stage in {"structure", "values"}
     assert not re.search(r"\d+(\.\d+)?x\b", one.saves), "how much faster is measured, not promised"

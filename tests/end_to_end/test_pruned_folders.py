@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plimsoll.compression.methods import SHRINKERS, Calibration, Bundle
+from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
 from plimsoll.records.plan import Choice
 from pruned_models import ARCHITECTURES, batches_of, logits_of, num_weights, small_model
 

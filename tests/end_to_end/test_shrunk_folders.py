@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from plimsoll.compression.methods import SHRINKERS
-from plimsoll.compression.saved_form import form_of, save_bundle
-from shrink_models import calibration, ids_of, outputs, bundle
+from plimsoll.compression.saving import form_of, save_bundle
+from shrink_models import bundle, calibration, ids_of, outputs
 
 # A GPT-2 has layers that torchao does not know and a field of its own for their number.
 CASES = [

@@ -22,8 +22,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault
 from plimsoll.weights.int4 import INT4_ROWS
 from plimsoll.weights.linear_in_parts import LinearInParts
 from plimsoll.weights.parts import is_made_of_parts
@@ -49,11 +47,9 @@ def why_not(model: Any, method: str) -> str | None:
     return None
 
 
-def why_not_linear(model: Any, choice: Choice) -> str | None:
-    """Return why no linear layer of a model can be quantized, or which option of the choice there is not."""
-    method = choice.technique
-    fault = options_fault(choice) or why_not(model, method)
-    return fault or (None if plain_layers(model) else nothing_found(model, method))
+def why_not_linear(model: Any, method: str) -> str | None:
+    """Return why no linear layer of a model can be quantized, ``None`` if some can."""
+    return why_not(model, method) or (None if plain_layers(model) else nothing_found(model, method))
 
 
 def linear_layers(model: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from model_folders import model_folder, tokenizer, write_rows
 from plimsoll.compression import evidence as shrink_evidence
 from plimsoll.compression.evidence import JobEvidence, TextEvidence
-from plimsoll.compression.methods import SHRINKERS, Calibration, Bundle
+from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
 from plimsoll.data.prepare import open_datasets, prepare
 from plimsoll.errors import DataError, JobError
 from plimsoll.models.build import build_model, save_model

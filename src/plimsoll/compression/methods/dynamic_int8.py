@@ -8,38 +8,27 @@ through a layer after the other (`plimsoll.weights.linear_in_parts`). Does NOT c
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
-from plimsoll.compression.base import Calibration, Choices, Need, Bundle
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.records.plan import Choice
 from plimsoll.weights.linear_in_parts import compute_in_parts
 from plimsoll.weights.torchao_layers import Config, plain_layers, quantize_layers, why_not_linear
 
 
-class DynamicInt8:
+class DynamicInt8(Shrinker):
     """See the module."""
 
-    name: ClassVar[str] = "dynamic_int8"
-    title: ClassVar[str] = "linear layers compute in 8 bits"
-    saves: ClassVar[str] = (
+    name = "dynamic_int8"
+    saves = (
         "the file and the memory of the linear weights fall to a quarter of float32; whether a pass is faster depends "
         "on the processor and the size of the layers; without Plimsoll a pass also makes int32 and float32 products "
         "of a whole layer's output, so that with many tokens its peak may rise; it cannot be trained"
     )
 
-    def menu(self, bundle: Bundle) -> Choices | str:
-        """Offer it where there is a linear layer."""
-        return self.refusal(bundle, Choice(technique=self.name)) or (Choice(technique=self.name),)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Nothing: the scales of inputs are found when they come."""
-        return frozenset()
-
-    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse models without linear layers, and what torchao cannot do."""
-        return why_not_linear(bundle.model, choice)
+        return why_not_linear(bundle.model, self.name)
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model."""

@@ -9,12 +9,12 @@ layers whose sizes the kernel does not have: they stay dense.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Bundle
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import options_of
 from plimsoll.weights.int4 import INT4_ROWS, packed_int4
@@ -33,32 +33,21 @@ _COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _LARGEST_GROUP = 128
 
 
-class Int4:
+class Int4(Shrinker):
     """See the module."""
 
-    name: ClassVar[str] = "int4"
-    title: ClassVar[str] = "linear weights in 4 bits"
-    saves: ClassVar[str] = (
+    name = "int4"
+    saves = (
         "the file and the memory of the linear weights fall to a sixth of float32 (0.62 bytes a weight in groups of "
         "32, 0.53 of 128), those of all others to half (bfloat16); a pass on the CPU is slower than in dense "
         "bfloat16; without Plimsoll the folder computes on a GPU only; it cannot be trained"
     )
+    tried = ({"group": SMALLEST_INT4_GROUP}, {"group": _LARGEST_GROUP})
+    easiest = 0
 
-    def menu(self, bundle: Bundle) -> Choices | str:
-        """Offer small groups, which are closer, and large ones, which are smaller."""
-        choices = [
-            Choice(technique=self.name, options={"group": group}) for group in (SMALLEST_INT4_GROUP, _LARGEST_GROUP)
-        ]
-        fitting = tuple(choice for choice in choices if self.refusal(bundle, choice) is None)
-        return fitting or self.refusal(bundle, choices[0]) or ()
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Nothing: scales are of the weights alone."""
-        return frozenset()
-
-    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse groups that the kernel has not, and models none of whose layers it has."""
-        fault = why_not_linear(bundle.model, choice)
+        fault = why_not_linear(bundle.model, self.name)
         if fault is not None:
             return fault
         group = _group(choice)

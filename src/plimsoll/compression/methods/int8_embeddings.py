@@ -7,40 +7,30 @@ every pass: its memory then rises by the dense table. Loaded by Plimsoll only th
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Bundle
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.methods.int8 import int8_config
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault
 from plimsoll.weights.coded_embedding import decode_rows_only
 from plimsoll.weights.parts import is_made_of_parts
 from plimsoll.weights.torchao_layers import num_holders, say_quantized, why_not
 
 
-class Int8Embeddings:
+class Int8Embeddings(Shrinker):
     """See the module."""
 
-    name: ClassVar[str] = "int8_embeddings"
-    title: ClassVar[str] = "token embeddings in 8 bits"
-    saves: ClassVar[str] = (
+    name = "int8_embeddings"
+    saves = (
         "the file and the memory of the token embeddings fall to a little over a quarter of float32; loaded without "
         "Plimsoll the table is decoded whole in every pass, and the peak of memory rises; it cannot be trained"
     )
 
-    def menu(self, bundle: Bundle) -> Choices | str:
-        """Offer it where the model has a table of its own."""
-        return self.refusal(bundle, Choice(technique=self.name)) or (Choice(technique=self.name),)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Nothing: scales are of the weights alone."""
-        return frozenset()
-
-    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse tables that are shared with the output, are none of torch, or are quantized."""
-        fault = options_fault(choice) or why_not(bundle.model, self.name)
+        fault = why_not(bundle.model, self.name)
         if fault is not None:
             return fault
         model: Any = bundle.model

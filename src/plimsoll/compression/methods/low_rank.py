@@ -15,16 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Bundle
-from plimsoll.compression.layers import block_of, is_of_transformers, linear_weight, linears_of_blocks
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
+from plimsoll.compression.layers import is_of_transformers, linear_weight, linears_of_blocks
+from plimsoll.compression.twins import block_of
 from plimsoll.errors import WeightsError
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault, options_of
+from plimsoll.records.shrink import options_of
 from plimsoll.weights.structure import factored, note, put, sizes_of, use_parameters_of
 
 _DEFAULT_SHARE = 0.25
@@ -34,32 +35,19 @@ Group = list[str]
 """Names of layers that have the same weight."""
 
 
-class LowRank:
+class LowRank(Shrinker):
     """Linear layers of blocks become two factors."""
 
-    name: ClassVar[str] = "low_rank"
-    title: ClassVar[str] = "linear layers in two factors"
-    saves: ClassVar[str] = (
+    name = "low_rank"
+    saves = (
         "the file, the memory of the weights and of a training's gradients and optimizer states, and operations, by "
         "the share of the factored layers; a training keeps one more activation for each of them, and small layers "
         "are no faster"
     )
+    tried = ({"share": 0.25}, {"share": 0.5})
 
-    def menu(self, bundle: Bundle) -> Choices | str:
-        """Return a quarter and a half, or why it cannot be."""
-        choices = tuple(Choice(technique=self.name, options={"share": share}) for share in (0.25, 0.5))
-        possible = tuple(choice for choice in choices if self.refusal(bundle, choice) is None)
-        return possible or str(self.refusal(bundle, choices[0]))
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Return batches, but for a plain SVD."""
-        return frozenset({"batches"} if options_of(choice)["aware"] else ())
-
-    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Return why this cannot be: no such layers, or no rank that pays."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
         model = bundle.model
         names = linears_of_blocks(model)
         if not is_of_transformers(model) or not names:

@@ -12,43 +12,30 @@ whose layers differ in their sizes, and recurrent layers.
 from __future__ import annotations
 
 import itertools
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Bundle
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.layers import is_of_transformers, layer_list
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault, options_of
+from plimsoll.records.shrink import options_of
 from plimsoll.weights.structure import note, use_parameters_of
 
 
-class SharedLayers:
+class SharedLayers(Shrinker):
     """Neighbouring layers get one set of parameters."""
 
-    name: ClassVar[str] = "shared_layers"
-    title: ClassVar[str] = "layers that share their parameters"
-    saves: ClassVar[str] = (
+    name = "shared_layers"
+    saves = (
         "the file, the memory of the weights and of a training's gradients and optimizer states, by the layers that "
         "have none of their own; not activations, and not time: as many layers are computed as before"
     )
+    tried = ({"groups": 2}, {"groups": 1})
 
-    def menu(self, bundle: Bundle) -> Choices | str:
-        """Return two groups and one, where there are so many layers, or why it cannot be."""
-        choices = tuple(Choice(technique=self.name, options={"groups": groups}) for groups in (2, 1))
-        possible = tuple(choice for choice in choices if self.refusal(bundle, choice) is None)
-        return possible or str(self.refusal(bundle, choices[-1]))
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Return that it needs nothing."""
-        return frozenset()
-
-    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Return why this cannot be: no layers, or layers of several shapes."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
         model = bundle.model
         found = layer_list(model) if is_of_transformers(model) else None
         if found is None:

@@ -9,39 +9,25 @@ It does NOT cover models without an output over the vocabulary, tables of differ
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Bundle
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault
 
 
-class Tied:
+class Tied(Shrinker):
     """One table for what goes in and what comes out."""
 
-    name: ClassVar[str] = "tied"
-    title: ClassVar[str] = "output rows are those of the embedding"
-    saves: ClassVar[str] = (
+    name = "tied"
+    saves = (
         "the file, the memory of the weights and of a training's gradients and optimizer states, by the output's "
         "table; not time: the output is computed as before"
     )
 
-    def menu(self, bundle: Bundle) -> Choices | str:
-        """Return the one choice, or why it cannot be."""
-        choice = Choice(technique=self.name)
-        return self.refusal(bundle, choice) or (choice,)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Return that it needs nothing."""
-        return frozenset()
-
-    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Return why this cannot be."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
         name = type(bundle.model).__name__
         table, output = _tables(bundle.model)
         if type(table) is not nn.Embedding or type(output) is not nn.Linear:

@@ -15,24 +15,22 @@ Shapes: H units, D directions, G gates.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from plimsoll.compression.base import Calibration, Choices, Need, Bundle, possible
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.importance import best, first_order, is_meta, norms, passes
 from plimsoll.compression.shares import (
-    NEEDS,
     importance_of,
     num_removed,
     removal_fault,
     share_of,
 )
-from plimsoll.compression.twins import Cut, become, checked, cuts_of, twin_of
+from plimsoll.compression.twins import Cut, become, checked, twin_and_cuts
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault
 
 
 class Lane(NamedTuple):
@@ -49,31 +47,19 @@ class Reading(NamedTuple):
     lanes: tuple[Lane, ...]
 
 
-class Units:
+class Units(Shrinker):
     """Takes units out of recurrent layers."""
 
-    name: ClassVar[str] = "units"
-    title: ClassVar[str] = "fewer units in the recurrent layers"
-    saves: ClassVar[str] = (
+    name = "units"
+    saves = (
         "the weights that lead back become smaller with the square of what is left, with their gradients and optimizer "
         "states; activations and what reads the layers in proportion, the time of a pass with both; the embedding "
         "stays, unless the output shares its weights"
     )
+    tried = ({"share": 0.125}, {"share": 0.25}, {"share": 0.5})
 
-    def menu(self, bundle: Bundle) -> Choices | str:
-        """Offer an eighth, a quarter and a half."""
-        choices = [Choice(technique=self.name, options={"share": share}) for share in (0.125, 0.25, 0.5)]
-        return possible(self, bundle, choices)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Need what the importance does."""
-        return NEEDS.get(importance_of(choice), frozenset())
-
-    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse wrong options, and models without recurrent layers."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
         found = _planned(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 
@@ -117,9 +103,8 @@ def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Modu
     fields: dict[str, Any] = {"hidden_size": config.hidden_size - num_removed(config.hidden_size, share)}
     if config.tie_weights:
         fields["embedding_size"] = fields["hidden_size"]
-    twin = twin_of(model, fields)
-    cuts = cuts_of(model, twin) if isinstance(twin, nn.Module) else twin
-    return str(cuts) if isinstance(twin, str) or isinstance(cuts, str) else (fields, twin, cuts)
+    found = twin_and_cuts(model, fields)
+    return found if isinstance(found, str) else (fields, *found)
 
 
 def _lanes(layers: Any) -> list[Lane]:

@@ -17,18 +17,18 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Bundle
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.token_needs import KINDS, tokens_needed, with_only
 from plimsoll.errors import WeightsError
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault, options_of
+from plimsoll.records.shrink import options_of
 from plimsoll.weights.structure import class_for, tell_sizes
 
 
@@ -40,31 +40,19 @@ class Slot(NamedTuple):
     dim: int
 
 
-class Vocabulary:
+class Vocabulary(Shrinker):
     """Rows of tokens that the corpus does not have are taken away."""
 
-    name: ClassVar[str] = "vocabulary"
-    title: ClassVar[str] = "only the tokens of the corpus"
-    saves: ClassVar[str] = (
+    name = "vocabulary"
+    saves = (
         "the file, the memory of the weights and of a training's optimizer states and gradients by the rows that are "
         "taken away, and of a language model the time and memory of its logits; an embedding's lookups take the same "
         "time"
     )
+    reads_corpus = True
 
-    def menu(self, bundle: Bundle) -> Choices | str:
-        """Return the one choice, or why it cannot be."""
-        choice = Choice(technique=self.name)
-        return self.refusal(bundle, choice) or (choice,)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Return that it needs to know how often each token is in the corpus."""
-        return frozenset({"corpus"})
-
-    def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Return why this cannot be: no fast tokenizer, or weights that are not found by their number of rows."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
         if bundle.tokenizer is None:
             return "there is no tokenizer to take tokens from: give a model folder that has its tokenizer.json"
         backend = getattr(bundle.tokenizer, "backend_tokenizer", None)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from plimsoll.compression.methods import Calibration, Bundle
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.bf16 import Bf16
 from plimsoll.inference.model import load_for_inference
 from plimsoll.models.recurrent.model import build_recurrent, save_recurrent

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from plimsoll.compression.methods import Calibration, Bundle
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.channels import Channels, input_dim
 from plimsoll.errors import WeightsError
 from plimsoll.records.plan import Choice

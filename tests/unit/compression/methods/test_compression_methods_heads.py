@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from plimsoll.compression.attention import attentions_of
-from plimsoll.compression.methods import Calibration, Bundle
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.heads import Heads
 from plimsoll.compression.twins import input_dim
 from plimsoll.records.plan import Choice

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.compression.methods import Calibration, Bundle
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.heads import Heads
 from plimsoll.compression.methods.hidden import Hidden
 from plimsoll.records.plan import Choice

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.compression.methods import SHRINKERS, Calibration, Bundle
-from plimsoll.compression.methods.layers import Layers
+from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
+from plimsoll.compression.methods.layers import Layers, renumber, renumbered
 from plimsoll.models.loading import load_model
 from plimsoll.records.plan import Choice
+from plimsoll.weights import structure
 from pruned_models import ARCHITECTURES, batches_of, logits_of, shapes_of, small_model
 
 LAYERS = Layers()
@@ -129,3 +130,21 @@ def test_models_without_a_stack_of_their_own_are_refused():
 def test_it_needs_nothing_for_even_layers():
     assert LAYERS.needs(chosen()) == frozenset()
     assert LAYERS.needs(chosen(importance="taylor")) == {"gradients"}
+
+
+def test_what_is_noted_of_layers_has_the_numbers_of_those_that_are_left():
+    """The layer whose parameters others have is gone: the first that is left has them."""
+    model = small_model("bert", num_hidden_layers=4)
+    layers = "bert.encoder.layer"
+    for number in (1, 2, 3):
+        structure.use_parameters_of(model.bert.encoder.layer[0], model.bert.encoder.layer[number])
+        structure.note(model, "shared", f"{layers}.{number}", f"{layers}.0")
+    model.bert.encoder.layer = nn.ModuleList([model.bert.encoder.layer[1], model.bert.encoder.layer[3]])
+    renumber(model, layers, [1, 3])
+    assert model.config.shrunk == {"shared": {f"{layers}.1": f"{layers}.0"}}
+    assert f"{layers}.1.output.dense.weight" in model.all_tied_weights_keys
+
+
+def test_lists_of_names_lose_what_is_gone():
+    noted = {"gpu_only": ["a.0.b", "a.2.b", "c"], "factored": {"a.0.b": 3, "a.1.b": 4}}
+    assert renumbered(noted, "a", [0, 2]) == {"gpu_only": ["a.0.b", "a.1.b", "c"], "factored": {"a.0.b": 3}}

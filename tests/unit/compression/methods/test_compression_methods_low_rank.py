@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.compression.methods import Calibration, Bundle
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.low_rank import LowRank, best_factors, rank_for
 from plimsoll.compression.methods.shared_layers import SharedLayers
 from plimsoll.errors import WeightsError
 from plimsoll.records.plan import Choice
 from plimsoll.weights.structure import FactoredLinear
-from shrink_models import CORPUS, calibration, ids_of, num_bytes, outputs, bundle
+from shrink_models import CORPUS, bundle, calibration, ids_of, num_bytes, outputs
 
 METHOD = LowRank()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from plimsoll.compression.methods import Calibration, Bundle
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.low_rank_embeddings import LowRankEmbeddings
 from plimsoll.records.plan import Choice
-from shrink_models import CORPUS, ids_of, num_bytes, outputs, bundle
+from shrink_models import CORPUS, bundle, ids_of, num_bytes, outputs
 
 METHOD = LowRankEmbeddings()
 

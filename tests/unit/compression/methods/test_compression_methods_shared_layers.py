@@ -7,7 +7,7 @@ import torch
 from plimsoll.compression.methods import Calibration
 from plimsoll.compression.methods.shared_layers import SharedLayers
 from plimsoll.records.plan import Choice
-from shrink_models import CORPUS, ids_of, num_bytes, outputs, bundle
+from shrink_models import CORPUS, bundle, ids_of, num_bytes, outputs
 
 METHOD = SharedLayers()
 

@@ -7,11 +7,11 @@ import torch
 from plimsoll.compression.methods import Calibration
 from plimsoll.compression.methods.low_rank import LowRank
 from plimsoll.compression.methods.tied import Tied
-from plimsoll.compression.saved_form import form_of
+from plimsoll.compression.saving import form_of
 from plimsoll.models.build import save_model
 from plimsoll.models.loading import load_model
 from plimsoll.records.plan import Choice
-from shrink_models import CORPUS, ids_of, num_bytes, outputs, bundle
+from shrink_models import CORPUS, bundle, ids_of, num_bytes, outputs
 
 METHOD = Tied()
 CHOICE = Choice(technique="tied")

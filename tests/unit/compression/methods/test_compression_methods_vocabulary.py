@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from plimsoll.compression.methods import Calibration, Bundle
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.vocabulary import Vocabulary
 from plimsoll.errors import WeightsError
 from plimsoll.records.plan import Choice
-from shrink_models import CORPUS, OTHER, calibration, ids_of, is_language_model, num_bytes, outputs, bundle
+from shrink_models import CORPUS, OTHER, bundle, calibration, ids_of, is_language_model, num_bytes, outputs
 
 METHOD = Vocabulary()
 CHOICE = Choice(technique="vocabulary")

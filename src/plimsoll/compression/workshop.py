@@ -2,7 +2,7 @@
 
 `Workshop` makes models: it loads the original anew for each, applies a chain of methods
 (`plimsoll.compression.methods`), evaluates what came of it and writes a folder. `measured` applies a model in a process
-that has nothing else, so that what it takes is the model's. Both are asked by `plimsoll.compression.shrink`, which
+that has nothing else, so that what it takes is the model's. Both are asked by `plimsoll.compression.search`, which
 holds no tensors.
 
 Does NOT search and does not train.
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.compression.evidence import Evidence, JobEvidence, TextEvidence
-from plimsoll.compression.methods import SHRINKERS, Calibration, Shrinker, Bundle
-from plimsoll.compression.processes import Made, Offer, ShrinkRequest, Source
-from plimsoll.compression.saved_form import form_of, save_bundle
+from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration, Shrinker
+from plimsoll.compression.saving import form_of, save_bundle
+from plimsoll.compression.worker import Made, Offer, ShrinkRequest, Source
 from plimsoll.data.sketch import sketch_texts
 from plimsoll.data.tokens.model_tokenizer import load_model_tokenizer
 from plimsoll.device.base import backend_for
@@ -255,7 +255,7 @@ def evidence_of(request: ShrinkRequest) -> Evidence:
 
 
 def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
-    """Return what `plimsoll.compression.processes.serve` answers, from plain values to plain values."""
+    """Return what `plimsoll.compression.worker.serve` answers, from plain values to plain values."""
     workshop = Workshop(Path(request.folder), evidence_of(request))
 
     def chain_of(given: list[dict[str, Any]]) -> tuple[Choice, ...]:

@@ -9,7 +9,7 @@ import torch
 
 from model_folders import model_folder, tokenizer
 from plimsoll.compression.methods import Bundle
-from plimsoll.compression.saved_form import form_of, save_bundle
+from plimsoll.compression.saving import form_of, save_bundle
 from plimsoll.errors import OutputError
 from plimsoll.models.build import save_model
 from plimsoll.models.hugging_face import TextShape, load_hugging_face

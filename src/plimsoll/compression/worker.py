@@ -1,7 +1,7 @@
 """The process that makes smaller models, and the one that asks it: a question and an answer are each a line of JSON.
 
 Making a model imports torch and holds the weights; asking does neither, and outlives a process that is killed. What is
-asked for is a method of `plimsoll.compression.candidates.Workshop`.
+asked for is a method of `plimsoll.compression.workshop.Workshop`.
 
 Does NOT make two models at once.
 """
