@@ -8,7 +8,7 @@ says (`plimsoll.models.skeleton`). On place ``mapped`` weights are memory of the
 memory is only what was written (copy on write: the files stay as they are); what cannot be as it is in the file is in
 unnamed files (`plimsoll.device.mapped_memory`).
 
-A folder that torchao's integers were saved in is read as it is (`plimsoll.models.coded`).
+A folder that torchao's integers were saved in is read as it is (`plimsoll.models.quantized`).
 
 It does NOT cover checkpoints that other libraries quantized, GGUF files, and models with code of their own, but for
 those that were made smaller here (`plimsoll.compression.methods`).
@@ -31,8 +31,15 @@ from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import WeightsError
 from plimsoll.files.store import Progress, silent
 from plimsoll.models.adapters import with_adapters
-from plimsoll.models.coded import coded_value, make_coded, refuse_changes, without_quantization
-from plimsoll.models.quantized import Quantize, can_be_quantized, quantized_weight
+from plimsoll.models.quantized import (
+    Quantize,
+    can_be_quantized,
+    coded_value,
+    make_coded,
+    quantized_weight,
+    refuse_changes,
+    without_quantization,
+)
 from plimsoll.models.recurrent.skeleton import recurrent_fields, recurrent_skeleton
 from plimsoll.models.skeleton import Derived, Skeleton, Weight, quiet, replace, skeleton_of
 from plimsoll.weights.loading import Checkpoint, Coded, Entry, open_checkpoint

@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from plimsoll.weights.coded_layers import LinearInParts
 from plimsoll.weights.int4 import INT4_ROWS
-from plimsoll.weights.linear_in_parts import LinearInParts
 from plimsoll.weights.parts import is_made_of_parts
 from plimsoll.weights.saved_by import saved_by
 from plimsoll.weights.structure import as_linear, note, put, sizes_of
@@ -104,7 +104,7 @@ def nothing_found(model: Any, method: str) -> str:
 
 def quantize_layers(model: Any, names: Sequence[str], config: Config) -> None:
     """Quantize some linear layers in place, and have the configuration of the model say so."""
-    replace_weights(model, names, config, lambda weight: _quantized(weight, config))
+    replace_weights(model, names, config, lambda weight: quantized(weight, config))
 
 
 def replace_weights(model: Any, names: Sequence[str], config: Config, made: Callable[[Tensor], Tensor]) -> None:
@@ -123,13 +123,21 @@ def replace_weights(model: Any, names: Sequence[str], config: Config, made: Call
     say_quantized(model, config)
 
 
-def _quantized(weight: Tensor, config: Config) -> Tensor:
+def quantized(weight: Tensor, config: Config) -> Tensor:
+    """Return a dense weight, (out, in), as torchao quantizes it."""
     from torchao.quantization import quantize_
 
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     quantize_(layer, config)
     return layer.weight.data
+
+
+def int8_config() -> Config:
+    """Return what torchao is asked for; without the settings it would otherwise make for a compiler."""
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return Int8WeightOnlyConfig(set_inductor_config=False)
 
 
 def say_quantized(model: Any, config: Config) -> None:

@@ -17,8 +17,8 @@ from plimsoll.device.base import backend_for
 from plimsoll.errors import OutOfMemoryError
 from plimsoll.models.assemble import assemble, fingerprint, taught_folder
 from plimsoll.models.build import save_model
+from plimsoll.models.distillation.chunked import softened
 from plimsoll.models.recurrent.model import build_recurrent
-from plimsoll.models.soft_targets import softened
 from plimsoll.planning.teacher_loss import loss_for, teacher_of
 from plimsoll.records.job import Job
 from plimsoll.step.failpoints import armed

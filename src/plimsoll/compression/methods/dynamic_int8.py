@@ -3,7 +3,7 @@
 torchao's ``Int8DynamicActivationInt8WeightConfig``: the product is one of integers, so no layer is decoded. On a CPU
 without instructions for it (VNNI) such products can overflow; there the integers have 7 bits (torchao's
 ``reduce_range``), which the file keeps. The products are int32, and float32 before they are scaled; here some rows go
-through a layer after the other (`plimsoll.weights.linear_in_parts`). Does NOT cover the head and embeddings.
+through a layer after the other (`plimsoll.weights.coded_layers`). Does NOT cover the head and embeddings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.records.plan import Choice
-from plimsoll.weights.linear_in_parts import compute_in_parts
+from plimsoll.weights.coded_layers import compute_in_parts
 from plimsoll.weights.torchao_layers import Config, plain_layers, quantize_layers, why_not_linear
 
 

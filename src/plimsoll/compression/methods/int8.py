@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.records.plan import Choice
-from plimsoll.weights.torchao_layers import Config, plain_layers, quantize_layers, why_not_linear
+from plimsoll.weights.torchao_layers import int8_config, plain_layers, quantize_layers, why_not_linear
 
 
 class Int8(Shrinker):
@@ -28,10 +28,3 @@ class Int8(Shrinker):
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model."""
         quantize_layers(bundle.model, [*plain_layers(bundle.model)], int8_config())
-
-
-def int8_config() -> Config:
-    """Return what torchao is asked for; without the settings it would otherwise make for a compiler."""
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return Int8WeightOnlyConfig(set_inductor_config=False)

@@ -2,7 +2,7 @@
 
 Plain transformers with torchao reads the folder and gives the same numbers, but torchao decodes the whole table in
 every pass: its memory then rises by the dense table. Loaded by Plimsoll only the rows of the batch are decoded
-(`plimsoll.weights.coded_embedding`). Does NOT cover a table that is the output layer too, and tables of positions.
+(`plimsoll.weights.coded_layers`). Does NOT cover a table that is the output layer too, and tables of positions.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any
 from torch import nn
 
 from plimsoll.compression.base import Bundle, Calibration, Shrinker
-from plimsoll.compression.methods.int8 import int8_config
 from plimsoll.records.plan import Choice
-from plimsoll.weights.coded_embedding import decode_rows_only
+from plimsoll.weights.coded_layers import decode_rows_only
 from plimsoll.weights.parts import is_made_of_parts
-from plimsoll.weights.torchao_layers import num_holders, say_quantized, why_not
+from plimsoll.weights.torchao_layers import int8_config, num_holders, say_quantized, why_not
 
 
 class Int8Embeddings(Shrinker):

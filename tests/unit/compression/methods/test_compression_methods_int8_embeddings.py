@@ -5,7 +5,7 @@ from torch import nn
 
 from plimsoll.compression.methods import SHRINKERS, Bundle
 from plimsoll.models.loading import load_model
-from plimsoll.weights.coded_embedding import CodedEmbedding
+from plimsoll.weights.coded_layers import CodedEmbedding
 from plimsoll.weights.parts import model_bytes
 from quantized_models import choice_of, logits, made, shrunk
 
