@@ -149,7 +149,7 @@ def ledger(disturbed: Sequence[StepLine], undisturbed: Sequence[StepLine], repea
 def losses(disturbed: Sequence[StepLine], undisturbed: Sequence[StepLine]) -> Verdict:
     """Whether the losses are the same: in their bits up to the first other cut, and nearly from then on."""
     pairs = list(zip(disturbed, undisturbed, strict=True))
-    cuts = [(one.micro_batch, one.rung) == (other.micro_batch, other.rung) for one, other in pairs]
+    cuts = [(one.micro_batch, one.fallback) == (other.micro_batch, other.fallback) for one, other in pairs]
     num_alike = next((number for number, is_same in enumerate(cuts) if not is_same), len(pairs))
     differences = [abs(one.loss - other.loss) / abs(other.loss) for one, other in pairs]
     soon = num_alike + CLOSE_STEPS

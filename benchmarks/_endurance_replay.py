@@ -2,8 +2,8 @@
 
     python benchmarks/_endurance_replay.py RUN
 
-It makes the training that `plimsoll train` makes (`assemble`, `step_of`) and has each step begin at the rung that the
-run says it held with. Prints a line of progress for each hundred steps on standard error, and one JSON object.
+It makes the training that `plimsoll train` makes (`assemble`, `step_of`) and has each step begin at the fallback that
+the run says it held with. Prints a line of progress for each hundred steps on standard error, and one JSON object.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     job, prepared, plan = Job.from_yaml(directory.job), Prepared.load(directory.prepared), Plan.load(directory.plan)
     parts = assemble(job, prepared, "cpu")
     step = step_of(
-        job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule, files=parts.files
+        job, parts.model, parts.optimizer, plan.choices_by_fallback, schedule=parts.schedule, files=parts.files
     )  # fmt: skip
     lines = RunRecord.from_directory(directory.path).finished_steps
     other_losses: list[int] = []
@@ -38,13 +38,13 @@ def main() -> None:
     for line in lines:
         batch = parts.loader.peek()
         assert (batch.epoch, batch.first_sample) == (line.epoch, line.first_sample), line
-        step.begin_again_at(line.rung)
+        step.begin_again_at(line.fallback)
         result = step(batch.fields)
         parts.loader.advance()
         if result.loss != line.loss or result.gradient_norm != line.gradient_norm:
             other_losses.append(line.step)
             largest_loss_difference = max(largest_loss_difference, abs(result.loss - line.loss) / abs(line.loss))
-        if (result.rung, result.micro_batch) != (line.rung, line.micro_batch):
+        if (result.fallback, result.micro_batch) != (line.fallback, line.micro_batch):
             other_cuts.append(line.step)
         if line.step % 100 == 0:
             print(f"replayed {line.step} of {len(lines)} steps", file=sys.stderr, flush=True)

@@ -111,7 +111,7 @@ class Disturber:
     note: Callable[[str, str], None]
     metrics: Metrics = field(init=False)
     command: Command | None = None
-    is_gentle: bool = False  # memory is away for less than a step, which a process survives with any rung
+    is_gentle: bool = False  # memory is away for less than a step, which a process survives with any fallback
     stepping_pid: int | None = None  # the last process that was seen to have saved a step
     repeated: Callable[[list[StepLine]], None] = lambda steps: None  # told of steps that will be done again
 
@@ -172,19 +172,19 @@ class Disturber:
         """Leave it so much more than it has, which may be less than nothing, for a moment or for some seconds."""
         seconds = self.random.choice((0.05,) if self.is_gentle else (0.05, 0.3, 1.0, 3.0))
         seconds *= self.random.uniform(0.5, 1.5)
-        room_bytes = round(self.random.choice((-4, 0, 1, 4, 16)) * MIB * self.random.uniform(0.5, 1))
+        free_bytes = round(self.random.choice((-4, 0, 1, 4, 16)) * MIB * self.random.uniform(0.5, 1))
         process = self.training()
         if process is None:
             return None
         with suppress(*_GONE):
-            level_bytes = data_bytes(process.pid) + room_bytes
+            level_bytes = data_bytes(process.pid) + free_bytes
             until = time.monotonic() + seconds
             while time.monotonic() < until:
                 soft, hard = process.rlimit(psutil.RLIMIT_DATA)
                 if soft == psutil.RLIM_INFINITY or soft > level_bytes:
                     process.rlimit(psutil.RLIMIT_DATA, (level_bytes, hard))
                 time.sleep(_HOLD_SECONDS)
-        return f"room for {room_bytes / MIB:.1f} MiB, {seconds:.2f} s"
+        return f"room for {free_bytes / MIB:.1f} MiB, {seconds:.2f} s"
 
     def _loader_worker(self) -> psutil.Process | None:
         process = self.training()

@@ -25,7 +25,7 @@ from plimsoll.data.text.sources import find_files
 from plimsoll.device.process import private_bytes
 from plimsoll.errors import PlimsollError
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Plan, Rung
+from plimsoll.records.plan import Choice, Configuration, Plan
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -150,14 +150,14 @@ class Training:
         """
         impossible = self.plan(_IMPOSSIBLE_BYTES)
         enough = _budget_of(impossible.plain)
-        most, least = _budget_of(self.plan(enough).rungs[0]), least_factor * (impossible.smallest_budget_bytes or 0)
+        most, least = _budget_of(self.plan(enough).fallbacks[0]), least_factor * (impossible.smallest_budget_bytes or 0)
         ratio = (least / most) ** (1 / (number - 2))
         return [enough, *(-(-int(most * ratio**step) // MIB) * MIB for step in range(number - 1))]
 
-    def run(self, rungs: Sequence[Sequence[Choice]], steps: int, budget_bytes: int) -> dict[str, Any]:
+    def run(self, fallbacks: Sequence[Sequence[Choice]], steps: int, budget_bytes: int) -> dict[str, Any]:
         """What the worker is told."""
-        listed = [[choice.model_dump() for choice in choices] for choices in rungs]
-        run = {"job": self.job.to_json(), "prepared": str(self.prepared), "rungs": listed, "steps": steps}
+        listed = [[choice.model_dump() for choice in choices] for choices in fallbacks]
+        run = {"job": self.job.to_json(), "prepared": str(self.prepared), "fallbacks": listed, "steps": steps}
         return {**run, "budget_bytes": budget_bytes}
 
     def run_tried(self, plan: Plan, steps: int, budget_bytes: int) -> dict[str, Any]:
@@ -167,13 +167,13 @@ class Training:
         return {**self.run([], steps, budget_bytes), "plan": bare.to_json()}
 
 
-def _budget_of(rung: Rung | None) -> int:
-    """What holds a rung, in whole MiB."""
+def _budget_of(fallback: Configuration | None) -> int:
+    """What holds a fallback, in whole MiB."""
     from plimsoll.device.cpu.data_limit import MARGIN_BYTES
 
-    assert rung is not None
-    assert rung.peak is not None
-    return -(-int(_ROOM * rung.peak.high_bytes + MARGIN_BYTES) // MIB) * MIB
+    assert fallback is not None
+    assert fallback.peak is not None
+    return -(-int(_ROOM * fallback.peak.high_bytes + MARGIN_BYTES) // MIB) * MIB
 
 
 def make_training(model: Model, texts: Texts) -> Training:

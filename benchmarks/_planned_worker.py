@@ -2,8 +2,8 @@
 
     python benchmarks/_planned_worker.py < runs.jsonl
 
-Every line of standard input is a run: ``job``, ``prepared`` (a path), ``rungs`` (lists of choices), ``steps`` and
-``budget_bytes``; or with ``plan`` in place of ``rungs``, whose candidates are tried first. It is done in a child,
+Every line of standard input is a run: ``job``, ``prepared`` (a path), ``fallbacks`` (lists of choices), ``steps`` and
+``budget_bytes``; or with ``plan`` in place of ``fallbacks``, whose candidates are tried first. It is done in a child,
 forked after the imports, as `plimsoll train` does it: the same limit, the same step, the same batches of the same text.
 Checkpoints and the final model are not written. Standard output gets one JSON object a line: the child's ``pid``, the
 ``plan`` after a trial, one per step, and at last its ``exit`` with the ``error``, if there was one.
@@ -72,14 +72,14 @@ def train(run: dict[str, Any]) -> None:
 
     job, prepared = Job.from_json(run["job"]), Prepared.load(Path(run["prepared"]))
     plan = Plan.from_json(run["plan"]) if "plan" in run else None
-    rungs = plan.rungs if plan else [[Choice(**choice) for choice in choices] for choices in run["rungs"]]
+    fallbacks = plan.fallbacks if plan else [[Choice(**choice) for choice in choices] for choices in run["fallbacks"]]
     build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")  # imports what it needs
     backend = backend_for("cpu")
     backend.baseline_bytes()
     with backend.limited(run["budget_bytes"]):
-        set_up_as_with(plan.choices if plan else rungs[0])
+        set_up_as_with(plan.choices if plan else fallbacks[0])
         parts = assemble(job, prepared, "cpu")
-        step = step_of(job, parts.model, parts.optimizer, rungs, schedule=parts.schedule)
+        step = step_of(job, parts.model, parts.optimizer, fallbacks, schedule=parts.schedule)
         if plan is not None:
             say(plan=try_plan(step, plan, parts.loader.peek().fields).to_json())
             backend.use()

@@ -1,7 +1,7 @@
 """Peaks of `benchmarks/recorded`, predicted without a GPU: what `predict_gpu_recordings.py` compares beside the matrix.
 
 Kinds of rows: *plain* (forward and backward of one micro-batch), *technique* (a job by `TrainStep` with choices) and
-*by hand* (the same job in a plain loop). Each is rehearsed as it was recorded (`benchmarks/recorded/README.md`).
+*by hand* (the same job in a plain loop). Each is dry-run as it was recorded (`benchmarks/recorded/README.md`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import transformers
 import plan_time_gpu
 from plimsoll.memory.allocator.caching import CachingAllocator, replay
 from plimsoll.memory.predict import count_on_cuda
-from plimsoll.memory.trace import Rehearsal, trace_training
+from plimsoll.memory.trace import DryRun, trace_training
 from plimsoll.memory.workspaces import LT_BYTES
 from plimsoll.planning.targets import gpu_target
 from plimsoll.records.prediction import Estimate
@@ -125,7 +125,7 @@ def _tokens(num_samples: int) -> torch.Tensor:
     return torch.arange(num_samples * _LENGTH).view(num_samples, _LENGTH) * 7919 % (_VOCABULARY - 2) + 1
 
 
-def _train_by_hand(place: Rehearsal, micro_batch: int, checkpoints: bool) -> None:
+def _train_by_hand(place: DryRun, micro_batch: int, checkpoints: bool) -> None:
     model = _model().to("cuda")
     if checkpoints:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

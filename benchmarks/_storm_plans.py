@@ -1,7 +1,7 @@
-"""Trainings of `storm.py` with the techniques of a plan in force, which fall from one rung to the next.
+"""Trainings of `storm.py` with the techniques of a plan in force, which fall from one fallback to the next.
 
-What a technique does has no plain loop: the reference is the same training told from the start which rung each step is
-to take (`_storm_run.forced`).
+What a technique does has no plain loop: the reference is the same training told from the start which fallback each step
+is to take (`_storm_run.forced`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ STREAMED = choice("layer_streaming", blocks="all")
 GRADIENTS_ON_DISK = choice("parameter_offload", gradients=True)
 WEIGHTS_ON_DISK = choice("parameter_offload", gradients=False)
 IN_SEGMENTS = choice("time_segments", steps=3)
-Rungs = Sequence[Sequence[Choice]]
+InstalledFallbacks = Sequence[Sequence[Choice]]
 
 
-def falling(*steps: tuple[int, Sequence[Choice]]) -> Rungs:
+def falling(*steps: tuple[int, Sequence[Choice]]) -> InstalledFallbacks:
     return [(micro_batch_choice(samples), *choices) for samples, choices in steps]
 
 
-PLANS: dict[str, Rungs] = {
+PLANS: dict[str, InstalledFallbacks] = {
     "micro-batches 4, 2, 1": falling((4, ()), (2, ()), (1, ())),
     "checkpointing": falling((4, (CHECKPOINTED,)), (2, (CHECKPOINTED,)), (1, (CHECKPOINTED,))),
     "then checkpointing": falling((4, ()), (4, (CHECKPOINTED,)), (2, (CHECKPOINTED,))),
@@ -56,7 +56,7 @@ PLANS: dict[str, Rungs] = {
         (4, ()), (2, ()), (2, (CHECKPOINTED,)), (2, (CHECKPOINTED, STATES_ON_DISK)), (1, (ON_DISK, STATES_ON_DISK))
     ),
 }
-OF_LANGUAGE: dict[str, Rungs] = {
+OF_LANGUAGE: dict[str, InstalledFallbacks] = {
     "loss in chunks": falling((4, (LOSS_IN_CHUNKS,)), (2, (LOSS_IN_CHUNKS,))),
     "then loss in chunks": falling((4, ()), (4, (LOSS_IN_CHUNKS,)), (2, (LOSS_IN_CHUNKS,))),
     "then checkpointing": PLANS["then checkpointing"],
@@ -69,16 +69,17 @@ STATES: dict[str, Callable[[], nn.Module]] = {
 STATES_OF_PLANS = ("micro-batches 4, 2, 1", "then states on disk", "then updates in backward")
 
 
-def planned(model: nn.Module, rungs: Rungs, loss: Any = classified, **options: Any) -> Training:
-    return trained(model, loss, rungs=rungs, **options)
+def planned(model: nn.Module, fallbacks: InstalledFallbacks, loss: Any = classified, **options: Any) -> Training:
+    return trained(model, loss, fallbacks=fallbacks, **options)
 
 
 def kinds() -> list[Kind]:
     """Plans for a transformer with dropout, and some for others."""
-    found = [Kind("plans", name, partial(_of, partial(Encoder, 0.1), rungs)) for name, rungs in PLANS.items()]
+    found = [Kind("plans", name, partial(_of, partial(Encoder, 0.1), fallbacks)) for name, fallbacks in PLANS.items()]
     large = partial(gpt2, vocabulary=1024)  # beside its width, which is what such a loss is for
     found += [
-        Kind("plans", f"GPT-2, {name}", partial(_of, large, rungs, of_language)) for name, rungs in OF_LANGUAGE.items()
+        Kind("plans", f"GPT-2, {name}", partial(_of, large, fallbacks, of_language))
+        for name, fallbacks in OF_LANGUAGE.items()
     ]
     lstm = partial(Recurrent, nn.LSTM)
     found.append(Kind("plans", "LSTM, then in segments", partial(_of, lstm, falling((4, ()), (4, (IN_SEGMENTS,))))))
@@ -87,6 +88,6 @@ def kinds() -> list[Kind]:
     return found
 
 
-def _of(make: Callable[[], nn.Module], rungs: Rungs, loss: Any = classified) -> Training:
+def _of(make: Callable[[], nn.Module], fallbacks: InstalledFallbacks, loss: Any = classified) -> Training:
     torch.manual_seed(0)
-    return planned(make(), rungs, loss)
+    return planned(make(), fallbacks, loss)

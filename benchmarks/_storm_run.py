@@ -201,10 +201,10 @@ class Trial(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How the batches of an update were cut: the samples of a pass, for each batch, and the rung."""
+    """How the batches of an update were cut: the samples of a pass, for each batch, and the fallback."""
 
     samples: tuple[int, ...]
-    rung: int = 0
+    fallback: int = 0
 
 
 class Updates(Protocol):
@@ -242,14 +242,14 @@ class Steps:
         self._in_hand = self._steps[(number - 1) % len(self._steps)]
         with failing:
             result = self._in_hand(next(batches))
-        return Cut((result.micro_batch,), result.rung), result.loss
+        return Cut((result.micro_batch,), result.fallback), result.loss
 
     def cut(self, number: int) -> Cut:
-        return Cut((self._in_hand.position.micro_batch or NUM_SAMPLES,), self._in_hand.rung)
+        return Cut((self._in_hand.position.micro_batch or NUM_SAMPLES,), self._in_hand.fallback)
 
-    def begin_at(self, rung: int) -> None:
+    def begin_at(self, fallback: int) -> None:
         """Be told what the next steps are to use."""
-        self._in_hand.begin_again_at(rung)
+        self._in_hand.begin_again_at(fallback)
 
     def close(self) -> None:
         for step in self._steps:
@@ -426,7 +426,7 @@ def _reference(kind: Kind, cuts: Sequence[Cut], references: dict[Any, State]) ->
     key = kind.name, tuple(cuts)
     if key not in references:
         training = kind.made()
-        losses = forced(training, cuts) if "rungs" in training.options else plain(training, cuts)
+        losses = forced(training, cuts) if "fallbacks" in training.options else plain(training, cuts)
         references[key] = {**training.state(), "losses": losses}
     return references[key]
 
@@ -465,11 +465,11 @@ def _plain_batch(training: Training, loss_function: Any, batch: Any, micro_batch
 
 
 def forced(training: Training, cuts: Sequence[Cut]) -> list[float | None]:
-    """A `TrainStep` that is told the rung of each step, for what no plain loop has: techniques; returns the losses."""
+    """A `TrainStep` that is told the fallback of each step, for what no plain loop has: techniques; returns the losses."""
     steps, losses, never = Steps(training), [], Failing(lambda _: False)
     for number, cut in enumerate(cuts, 1):
         if number == 1 or cuts[number - 2] != cut:
-            steps.begin_at(cut.rung)
+            steps.begin_at(cut.fallback)
         losses.append(steps.do(number, training.batches_of(number), never)[1])
     steps.close()
     return losses

@@ -178,9 +178,9 @@ def write_job(folder: Path, arguments: argparse.Namespace) -> None:
     write_atomically(folder / "job.yaml", yaml.safe_dump(job, sort_keys=False).encode())
 
 
-def budget_of(job: dict[str, Any], room_bytes: int) -> str:
+def budget_of(job: dict[str, Any], free_bytes: int) -> str:
     """Measure what a training process takes before it has a model, and leave room beside it."""
-    return f"{(job_baseline(Job.from_fields(job)).likely_bytes + room_bytes) // MIB}MiB"
+    return f"{(job_baseline(Job.from_fields(job)).likely_bytes + free_bytes) // MIB}MiB"
 
 
 class State:

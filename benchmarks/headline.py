@@ -185,7 +185,7 @@ class Experiment:
             outcome["seconds"] = [record.steps[0].step_seconds, *(end - begin for begin, end in pairwise(ends))]
             outcome |= {"losses": [line.loss for line in record.steps]}
             made = Plan.load(plan)
-            outcome["choices"] = " ".join(map(str, made.rungs[0].choices))
+            outcome["choices"] = " ".join(map(str, made.fallbacks[0].choices))
             outcome["in_files_mib"] = made.off_device.kept_bytes / MIB if made.off_device else 0
             with safe_open(out / "model" / "model.safetensors", "pt") as file:
                 trained = {name: file.get_tensor(name).flatten()[::EVERY_WEIGHT] for name in file.keys()}  # noqa: SIM118

@@ -98,11 +98,11 @@ def row_of(training: Training, budget_bytes: int, steps: int) -> Row:
     started = time.process_time()
     plan = training.plan(budget_bytes)
     plan_seconds = time.process_time() - started
-    first = plan.rungs[0]
+    first = plan.fallbacks[0]
     assert first.peak is not None
     assert first.step_time is not None
     with Worker() as worker:
-        measured = worker.measure(training.run(plan.choices_by_rung, steps, budget_bytes))
+        measured = worker.measure(training.run(plan.choices_by_fallback, steps, budget_bytes))
     return Row(
         training.model.name, budget_bytes, in_words(first.choices), first.peak.likely_bytes, first.peak.high_bytes,
         measured.peak_bytes, measured.num_ooms, measured.error if plan.fits else "impossible; " + measured.error,

@@ -19,7 +19,7 @@ import torch
 from _results import add_out, file_result
 from plimsoll.models.hugging_face import TextShape, build_hugging_face
 from plimsoll.records.plan import Choice
-from plimsoll.step.micro_batches import shape_of, weighted_pieces
+from plimsoll.step.micro_batches import shape_of, weighted_micro_batches
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import installed
 
@@ -66,7 +66,7 @@ def main() -> None:
     for name, choices in CHOICES.items():
         with installed(step.workload, choices):
             shape = shape_of(batch, step.workload)
-            pieces = [one.batch for one in weighted_pieces(batch, arguments.micro_batch, shape, step.workload)]
+            pieces = [one.batch for one in weighted_micro_batches(batch, arguments.micro_batch, shape, step.workload)]
         positions = sum(piece["input_ids"].numel() for piece in pieces)
         figures[name] = {"passes": len(pieces), "positions": positions, "cpu_seconds": round(min(seconds[name]), 3)}
         lines.append(f"| {name} | {len(pieces)} | {positions:,} | {min(seconds[name]):.2f} |")

@@ -74,7 +74,7 @@ MODELS = (
 )  # fmt: skip
 NUM_BUDGETS = 6
 NUM_BEST = 3
-Mix = tuple[Choice, ...]
+Combination = tuple[Choice, ...]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ HEADER = [
 # -- the grid ----------------------------------------------------------------------------------------------------------
 
 
-def grid_of(training: Training, plan: Plan) -> list[Mix]:
+def grid_of(training: Training, plan: Plan) -> list[Combination]:
     """All plans of the grid that the model has; ``plan`` says which techniques are impossible."""
     impossible = {one.choices[0].technique for one in plan.rejected if one.peak is None and not one.choices[0].options}
     sizes = [1 << power for power in range(training.model.batch_size.bit_length())]
@@ -142,37 +142,37 @@ def grid_of(training: Training, plan: Plan) -> list[Mix]:
     return [tuple(choice for part in parts for choice in part) for parts in product(*axes)]
 
 
-def _one(technique: str, **options: int | str) -> Mix:
+def _one(technique: str, **options: int | str) -> Combination:
     return (Choice(technique=technique, options=options),)
 
 
-def trivial_order(grid: Sequence[Mix]) -> Iterator[Mix]:
+def trivial_order(grid: Sequence[Combination]) -> Iterator[Combination]:
     """What is tried by hand, in this order; the grid has larger micro-batches first."""
     for others in ((), _one("checkpointing", blocks="all")):
-        yield from (mix for mix in grid if mix[1:] == others)
+        yield from (combination for combination in grid if combination[1:] == others)
 
 
 # -- a model -----------------------------------------------------------------------------------------------------------
 
 
 class Measurer:
-    """Trains mixes of one model, and keeps what was found of them in each budget."""
+    """Trains combinations of one model, and keeps what was found of them in each budget."""
 
     def __init__(self, training: Training, steps: int) -> None:
         self._training, self._steps = training, steps
         self._worker = Worker()
-        self.kept: dict[tuple[Mix, int], Measured] = {}
+        self.kept: dict[tuple[Combination, int], Measured] = {}
 
-    def measure(self, mix: Mix, budget_bytes: int) -> Measured:
+    def measure(self, combination: Combination, budget_bytes: int) -> Measured:
         """Train once more; of several times the least seconds and the highest peak are kept."""
-        found = self._worker.measure(self._training.run([mix], self._steps, budget_bytes))
-        before = self.kept.get((mix, budget_bytes))
+        found = self._worker.measure(self._training.run([combination], self._steps, budget_bytes))
+        before = self.kept.get((combination, budget_bytes))
         if before is not None:
             found.peak_bytes = max(found.peak_bytes, before.peak_bytes)
             found.num_ooms += before.num_ooms
             found.error = found.error or before.error
             found.seconds = [float("inf"), min(found.step_seconds, before.step_seconds)]
-        self.kept[mix, budget_bytes] = found
+        self.kept[combination, budget_bytes] = found
         return found
 
     def tried(self, plan: Plan, budget_bytes: int) -> Plan:
@@ -198,15 +198,23 @@ def rows_of(training: Training, cells: Sequence[int], steps: int, rounds: int, t
     grid = grid_of(training, next(iter(plans.values())))
     measurer = Measurer(training, steps)
     first = {}
-    for mix in grid:
-        measured = first[mix] = measurer.measure(mix, budgets[0])
+    for combination in grid:
+        measured = first[combination] = measurer.measure(combination, budgets[0])
         peak = f"{measured.peak_bytes / MIB:,.0f} MiB"
-        print(f"  {in_words(mix)}: {measured.step_seconds:.3f} s, {peak} {measured.error}", file=sys.stderr, flush=True)
+        print(
+            f"  {in_words(combination)}: {measured.step_seconds:.3f} s, {peak} {measured.error}",
+            file=sys.stderr,
+            flush=True,
+        )
     for budget_bytes, untried in plans.items():
-        room_bytes = budget_bytes - MARGIN_BYTES
-        feasible = [mix for mix in grid if is_good(first[mix]) and first[mix].peak_bytes <= room_bytes]
-        by_hand = [mix for mix in trivial_order(grid) if mix in feasible]
-        by_time = sorted(feasible, key=lambda mix: first[mix].step_seconds)
+        free_bytes = budget_bytes - MARGIN_BYTES
+        feasible = [
+            combination
+            for combination in grid
+            if is_good(first[combination]) and first[combination].peak_bytes <= free_bytes
+        ]
+        by_hand = [combination for combination in trivial_order(grid) if combination in feasible]
+        by_time = sorted(feasible, key=lambda combination: first[combination].step_seconds)
         plan = measurer.tried(untried, budget_bytes) if trial else untried
         chosen = plan.choices
         for turn in range(rounds):
@@ -218,7 +226,9 @@ def rows_of(training: Training, cells: Sequence[int], steps: int, rounds: int, t
     measurer.close()
 
 
-def _measure_first(measurer: Measurer, queue: list[Mix], number: int, budget_bytes: int, measured: Mix) -> None:
+def _measure_first(
+    measurer: Measurer, queue: list[Combination], number: int, budget_bytes: int, measured: Combination
+) -> None:
     """Train the first few of a queue, from which those are taken out that run out of memory."""
     done = 0
     while done < min(number, len(queue)):
@@ -229,20 +239,20 @@ def _measure_first(measurer: Measurer, queue: list[Mix], number: int, budget_byt
 
 
 def _row(  # one cell
-    training: Training, plan: Plan, measurer: Measurer, budget_bytes: int, by_time: list[Mix], by_hand: list[Mix],
+    training: Training, plan: Plan, measurer: Measurer, budget_bytes: int, by_time: list[Combination], by_hand: list[Combination],
     num_feasible: int, num_grid: int,
 ) -> Row:  # fmt: skip
     chosen = measurer.kept[plan.choices, budget_bytes]
 
-    def seconds(mix: Mix) -> float:
-        one = chosen if set(mix) == set(plan.choices) else measurer.kept[mix, budget_bytes]
+    def seconds(combination: Combination) -> float:
+        one = chosen if set(combination) == set(plan.choices) else measurer.kept[combination, budget_bytes]
         return one.step_seconds
 
     best = min(by_time[:NUM_BEST], key=seconds, default=None)
-    assert plan.rungs[0].step_time is not None
+    assert plan.fallbacks[0].step_time is not None
     tried = plan.trial.tried if plan.trial else ()
     return Row(
-        training.model.name, budget_bytes, in_words(plan.choices), plan.rungs[0].step_time.likely_seconds,
+        training.model.name, budget_bytes, in_words(plan.choices), plan.fallbacks[0].step_time.likely_seconds,
         chosen.step_seconds, chosen.error or (f"{chosen.num_ooms} OOM" if chosen.num_ooms else ""),
         in_words(best or ()), seconds(best) if best else None,
         in_words(by_hand[0]) if by_hand else "", seconds(by_hand[0]) if by_hand else None, num_feasible, num_grid,

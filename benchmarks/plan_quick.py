@@ -7,8 +7,8 @@ Each plan is made by `plan_job` in a process of its own: a step of 64 x 512 toke
 AdamW in float32. The aims are 30 s and 120 s on 2 cores. Memory is the largest of the process, libraries included.
 Each case begins with a cache that knows this machine's speed and nothing else, and is then planned again for 15/16 of
 its budget (or of the card), with the traces that were kept. A look is a trace or one that was kept; a count is what an
-allocator makes of a look; a guess is a mix that was only guessed at, with all its micro-batches. Processor seconds are
-those of the process and of what it forks. Prints a table, and as its last line one JSON object.
+allocator makes of a look; a guess is a combination that was only guessed at, with all its micro-batches. Processor
+seconds are those of the process and of what it forks. Prints a table, and as its last line one JSON object.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def plan_here(case: str) -> None:
         "num_guesses": len(guesses),
         "memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
         "fits": plan.fits,
-        "num_rungs": len(plan.rungs),
+        "num_fallbacks": len(plan.fallbacks),
         "choices": " ".join(map(str, plan.choices)),
     }
     assert plan.limit_bytes is not None

@@ -5,7 +5,7 @@
 
 The rows are those of `benchmarks/recorded` (README there): forward and backward of one micro-batch in plain PyTorch,
 updates, and steps of one job by hand and with techniques, also those that `make gpu` has recorded on any card. Each is
-rehearsed here with the kernels of the card, and its time is what `plimsoll plan` would say for that card, with the
+dry-run here with the kernels of the card, and its time is what `plimsoll plan` would say for that card, with the
 table's speed. Errors are of seconds; of two settings of
 one job that differ by more than 10 % the model should say the right one is faster. For forward and backward the job is
 the model in one precision, and what counts is the time of a sample.
@@ -47,9 +47,9 @@ from plimsoll.data.sketch import TextSketch
 from plimsoll.device.cuda.gpus import find_gpu, spec_of
 from plimsoll.device.speed import speed_of
 from plimsoll.memory.predict import count_on_cuda
-from plimsoll.memory.trace import Rehearsal, rehearsal
+from plimsoll.memory.trace import DryRun, dry_run
 from plimsoll.models.workload import model_loss
-from plimsoll.planning.dry_run.step import rehearse_step, rehearsed_samples
+from plimsoll.planning.dry_run.step import dry_run_samples, dry_run_step
 from plimsoll.planning.plan import planner_of
 from plimsoll.planning.search.cost import step_duration
 from plimsoll.planning.targets import gpu_target
@@ -121,11 +121,11 @@ class Row:
 
     @property
     def task(self) -> tuple:
-        """What is rehearsed for it, for which card and at which speed: the same for all rows with the same task."""
-        return (self.card.model_dump_json(), self.speed.to_json(), *self._rehearsed)
+        """What is dry-run for it, for which card and at which speed: the same for all rows with the same task."""
+        return (self.card.model_dump_json(), self.speed.to_json(), *self._in_dry_run)
 
     @property
-    def _rehearsed(self) -> tuple:
+    def _in_dry_run(self) -> tuple:
         if self.kind == "forward and backward":
             names = ("model", "precision", "checkpointing", "micro", "length")
             return ("passes", *(self.fields[name] for name in names))
@@ -222,11 +222,11 @@ def choices_of(words: str) -> tuple[Choice, ...]:
 
 
 def predict(task: tuple, speeds: Iterable[Speed] | None = None) -> list[float]:
-    """Seconds with each speed, of one rehearsal; without any with the row's own."""
+    """Seconds with each speed, of one dry run; without any with the row's own."""
     card = DeviceSpec.model_validate_json(task[0])
     trace, batch_size, micro_batch = traced(card, *task[2:])
-    counted, samples = count_on_cuda(trace, card, card.capacity_bytes), rehearsed_samples(batch_size, micro_batch)
-    sizes = {"batch_size": batch_size, "micro_batch": micro_batch, "rehearsed_samples": samples}
+    counted, samples = count_on_cuda(trace, card, card.capacity_bytes), dry_run_samples(batch_size, micro_batch)
+    sizes = {"batch_size": batch_size, "micro_batch": micro_batch, "dry_run_samples": samples}
     return [step_duration(counted, speed, **sizes).likely_seconds for speed in speeds or [Speed.from_json(task[1])]]
 
 
@@ -246,7 +246,7 @@ def steps(card: DeviceSpec, choices: tuple[Choice, ...], use_cache: bool) -> Tra
     model = job_model()
     model.config.use_cache = use_cache
     tokens = torch.arange(BATCH_SIZE * LENGTH).view(BATCH_SIZE, LENGTH) * 7919 % (VOCABULARY - 2) + 1
-    return rehearse_step(
+    return dry_run_step(
         model, torch.optim.AdamW(model.parameters(), lr=3e-4), {"input_ids": tokens, "labels": tokens}, model_loss,
         gpu_target(card, None).lowering(), units="next-tokens", choices=choices, clip_norm=1.0, precision="bf16",
         is_short=True,
@@ -258,15 +258,15 @@ def job_model() -> transformers.GPT2LMHeadModel:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH)).train()
 
 
-def trace_loop(card: DeviceSpec, train: Callable[[Rehearsal, Callable[[Phase], None]], None]) -> Trace:
+def trace_loop(card: DeviceSpec, train: Callable[[DryRun, Callable[[Phase], None]], None]) -> Trace:
     phases: list[Phase] = ["setup"]
-    with rehearsal(gpu_target(card, None).lowering(), lambda: phases[-1]) as place:
+    with dry_run(gpu_target(card, None).lowering(), lambda: phases[-1]) as place:
         train(place, phases.append)
         return place.trace()
 
 
 def passes(
-    place: Rehearsal, say: Callable[[Phase], None], name: str, precision: str, checkpointing: bool, micro: int,
+    place: DryRun, say: Callable[[Phase], None], name: str, precision: str, checkpointing: bool, micro: int,
     length: int,
 ) -> None:  # fmt: skip
     """Forward and backward, twice: the second meets gradients."""
@@ -286,7 +286,7 @@ def passes(
         del loss
 
 
-def updates(place: Rehearsal, say: Callable[[Phase], None], name: str, kernel: str) -> None:
+def updates(place: DryRun, say: Callable[[Phase], None], name: str, kernel: str) -> None:
     """Two updates: the first makes the states."""
     model = MODELS[name][0]().to("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **KERNELS[kernel])
@@ -411,10 +411,10 @@ def replay_some(limits_gib: Sequence[float]) -> list[tuple[float, tuple[list[str
             started = time.perf_counter()
             plan = planner.plan()
             took = f"{time.perf_counter() - started:.0f} s"
-            rung = plan.rungs[0]
-            choices = _traced_choices(rung.choices)
+            fallback = plan.fallbacks[0]
+            choices = _traced_choices(fallback.choices)
             same = recorded.get(choices) or trained.get(choices)
-            seconds = same.seconds if same else rung.step_time.likely_seconds
+            seconds = same.seconds if same else fallback.step_time.likely_seconds
             room_mib = limit * 1024 - OUTSIDE_BYTES / 2**20
             fitting = (row for row in recorded.values() if float(row.fields["peak_reserved_mib"]) <= room_mib)
             best = min(fitting, key=lambda row: row.seconds, default=None)
@@ -422,7 +422,7 @@ def replay_some(limits_gib: Sequence[float]) -> list[tuple[float, tuple[list[str
             if best:
                 ratio = seconds / best.seconds if plan.fits else float("inf")
                 cells = (best.setting, f"{best.seconds:.3f}", f"{ratio:.2f}")
-            words = " + ".join(map(str, rung.choices)) if plan.fits else "nothing fits"
+            words = " + ".join(map(str, fallback.choices)) if plan.fits else "nothing fits"
             source = "recorded" if same else "modelled"
             line = [f"{limit:g} GiB", words, f"{seconds:.3f}", source, *cells, took]
             print(*line, sep=" | ", file=sys.stderr)

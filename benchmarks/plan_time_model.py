@@ -2,7 +2,7 @@
 
     python benchmarks/plan_time_model.py [--steps 3] [--only gpt2] [--out FOLDER]
 
-Every case is a model with a batch, every variant of it a set of techniques and a micro-batch. A variant is rehearsed,
+Every case is a model with a batch, every variant of it a set of techniques and a micro-batch. A variant is dry-run,
 its step predicted, and then really run, in blocks of memory as under a budget (mapped from 4 MiB). All on one thread
 and in seconds of the processor, so that other programs on the machine do not decide which of two is faster. Of two
 variants of a case that differ by more than 7 % the model should say the right one is faster. The data are random
@@ -33,7 +33,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import count_on_cpu
 from plimsoll.models.build import build_model
 from plimsoll.models.optimizers import build_optimizer
-from plimsoll.planning.dry_run.step import _batch, rehearse_job, rehearsed_samples
+from plimsoll.planning.dry_run.step import _batch, dry_run_job, dry_run_samples
 from plimsoll.planning.search.cost import step_duration
 from plimsoll.records.allocator import FAST_HEAP
 from plimsoll.records.job import Job
@@ -102,11 +102,11 @@ def job_of(case: str) -> tuple[Job, TextSketch]:
 
 
 def predict(job: Job, texts: TextSketch, choices: tuple[Choice, ...], micro_batch: int, speed) -> float:
-    trace = rehearse_job(job, texts, CpuLowering(), choices, is_short=True)
-    samples = rehearsed_samples(job.batch_size, micro_batch)
+    trace = dry_run_job(job, texts, CpuLowering(), choices, is_short=True)
+    samples = dry_run_samples(job.batch_size, micro_batch)
     counted = count_on_cpu(trace, Estimate(likely_bytes=0, low_bytes=0, high_bytes=0), FAST_HEAP)
     duration = step_duration(
-        counted, speed, batch_size=job.batch_size, micro_batch=micro_batch, rehearsed_samples=samples
+        counted, speed, batch_size=job.batch_size, micro_batch=micro_batch, dry_run_samples=samples
     )
     return duration.likely_seconds
 

@@ -37,7 +37,7 @@ from plimsoll.device.process import private_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
 from plimsoll.planning.baseline import job_baseline
-from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.planning.targets import Target
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
@@ -268,7 +268,7 @@ class Predictor:
     def counted(self, case: Case, is_limited: bool) -> Counted:
         job = case.job()
         texts = TextSketch(case.vocab_size, case.num_labels, 0)
-        trace = rehearse_job(job, texts, CpuLowering(), case.choices)
+        trace = dry_run_job(job, texts, CpuLowering(), case.choices)
         architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
         if str(architecture) not in self._baselines:
             self._baselines[str(architecture)] = job_baseline(job)

@@ -36,7 +36,7 @@ from _results import add_out, errors_table, fenced, file_result
 from plimsoll.memory.compare import compare
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.measure import measure_training
-from plimsoll.memory.trace import Rehearsal, trace_training
+from plimsoll.memory.trace import DryRun, trace_training
 from plimsoll.records.comparison import Comparison, Difference
 from plimsoll.records.units import format_bytes
 
@@ -268,11 +268,11 @@ def run(case: Case, tokens: Tensor) -> None:
     started = time.perf_counter()
     kept: list[Any] = []  # what the measured training is given outlives it too
 
-    def rehearse(place: Rehearsal) -> None:
+    def dry_run(place: DryRun) -> None:
         kept.extend((*place.fake_training(model, optimizer), place.fake_batch(batches)))
         loop(*kept, case)
 
-    predicted = trace_training(rehearse, CpuLowering())
+    predicted = trace_training(dry_run, CpuLowering())
     gc.collect()
     between = time.perf_counter()
     measured = measure_training(lambda run: loop(model, optimizer, run.know_batch(batches), case))

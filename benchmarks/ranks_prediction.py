@@ -32,7 +32,7 @@ from plimsoll.device.base import backend_for
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.planning.baseline import job_baseline
-from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.planning.targets import Target
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
@@ -142,7 +142,7 @@ def predicted_bytes(one: Shared) -> tuple[int, int]:
     """Return what is predicted of one rank, and what of that is live tensors."""
     case, job = one.case, one.job()
     texts = TextSketch(vocab_size=case.vocab_size, num_labels=case.num_labels, end_id=0)
-    trace = rehearse_job(job, texts, CpuLowering(), one.choices)
+    trace = dry_run_job(job, texts, CpuLowering(), one.choices)
     device = backend_for("cpu").probe()
     target = Target(
         name=device.name, capacity_bytes=device.capacity_bytes, limit_bytes=BUDGET_BYTES, limit_source="the budget",

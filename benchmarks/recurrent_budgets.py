@@ -88,7 +88,7 @@ def row_of(training: Training, share: float, budget_bytes: int, steps: int) -> R
     started = time.process_time()
     plan = training.plan(budget_bytes)
     plan_seconds = time.process_time() - started
-    first = plan.rungs[0]
+    first = plan.fallbacks[0]
     assert first.peak is not None
     assert first.step_time is not None
     if not plan.fits:
@@ -98,7 +98,7 @@ def row_of(training: Training, share: float, budget_bytes: int, steps: int) -> R
             first.step_time.likely_seconds, float("nan"), plan_seconds,
         )  # fmt: skip
     with Worker() as worker:
-        measured = worker.measure(training.run(plan.choices_by_rung, steps, budget_bytes))
+        measured = worker.measure(training.run(plan.choices_by_fallback, steps, budget_bytes))
     return Row(
         share, budget_bytes, in_words(first.choices), first.peak.likely_bytes, measured.peak_bytes, measured.num_ooms,
         measured.error, first.step_time.likely_seconds, measured.step_seconds, plan_seconds,

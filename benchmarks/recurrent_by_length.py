@@ -64,7 +64,7 @@ def measure(name: str, cut: str, lengths: list[int], budget_mib: int) -> dict[st
     from plimsoll.models.recurrent.model import build_recurrent
     from plimsoll.models.recurrent.tagger import build_tagger
     from plimsoll.records.plan import Choice, micro_batch_choice
-    from plimsoll.step.micro_batches import shape_of, weighted_pieces
+    from plimsoll.step.micro_batches import shape_of, weighted_micro_batches
     from plimsoll.step.train_step import TrainStep
 
     torch.set_num_threads(1)
@@ -83,7 +83,7 @@ def measure(name: str, cut: str, lengths: list[int], budget_mib: int) -> dict[st
     choices = [Choice(technique=technique, options=options) for technique, options in CUTS[cut]]
     sizes = [max(len(lengths) >> shift, 1) for shift in range(len(lengths).bit_length())]
     step = TrainStep(
-        model, optimizer, units=units, rungs=[[micro_batch_choice(size), *choices] for size in dict.fromkeys(sizes)]
+        model, optimizer, units=units, fallbacks=[[micro_batch_choice(size), *choices] for size in dict.fromkeys(sizes)]
     )
     backend = backend_for("cpu")
     before_bytes = backend.use().used_bytes
@@ -96,7 +96,7 @@ def measure(name: str, cut: str, lengths: list[int], budget_mib: int) -> dict[st
         peak_bytes = backend.use().peak_bytes - before_bytes
     pieces = [
         piece.batch
-        for piece in weighted_pieces(batch, result.micro_batch, shape_of(batch, step.workload), step.workload)
+        for piece in weighted_micro_batches(batch, result.micro_batch, shape_of(batch, step.workload), step.workload)
     ]
     return {
         "micro_batch": result.micro_batch,

@@ -77,7 +77,7 @@ def train_once(case: dict[str, Any]) -> dict[str, Any]:
         sizes = {"embedding_size": HIDDEN, "hidden_size": HIDDEN, "num_layers": case.get("layers", LAYERS)}
         model = build_recurrent({"architecture": "lstm", "vocab_size": 128, **sizes})
         step = TrainStep(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), units="next-tokens", rungs=[[*choices, whole]]
+            model, torch.optim.SGD(model.parameters(), lr=0.1), units="next-tokens", fallbacks=[[*choices, whole]]
         )
         for _ in range(case.get("times", 2)):
             backend.reset_peak()

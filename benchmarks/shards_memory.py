@@ -5,7 +5,7 @@
 A GPT-2 of 12 blocks trains for a few steps on two processes of the processor over gloo: plain data-parallel, and
 `fully_shard` gathered once and twice, in bf16 where the job computes in it, and off the device (``offload=disk``).
 Measured is the most private memory of either, less the mapped files, as in `ranks_prediction`; live tensors are of
-the rehearsal. Not covered: seconds, GPUs, several machines.
+the dry run. Not covered: seconds, GPUs, several machines.
 """
 
 from __future__ import annotations

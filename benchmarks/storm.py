@@ -149,7 +149,7 @@ def found_of(name: str, most: int) -> Found:
     _freeze()  # what this kind has imported
     plans = [unfailed]
     if first.outcome in RIGHT:
-        is_planned = "rungs" in kind.made().options
+        is_planned = "fallbacks" in kind.made().options
         plans += [*([] if is_planned else [unfailed._replace(how=CUT)]), *plans_of(kind, most)]
     for plan in plans:
         trial = first if plan is unfailed else tried(kind, plan, references)

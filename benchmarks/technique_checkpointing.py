@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/technique_checkpointing.py [--layers 4] [--length 256] [--samples 8]
 
-Live bytes are of tensors, rehearsed, and recorded in a real run; seconds are the processor's, of the fastest of some
+Live bytes are of tensors, dry-run, and recorded in a real run; seconds are the processor's, of the fastest of some
 real steps without a recorder, the cases in turn. It reads no data: token ids are drawn.
 """
 
@@ -20,7 +20,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.models.build import build_model
 from plimsoll.models.optimizers import build_optimizer
-from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.job_step import step_of
@@ -29,7 +29,7 @@ from plimsoll.step.train_step import TrainStep
 MIB = 2**20
 TEXTS = TextSketch(vocab_size=8000, num_labels=None, end_id=0)
 BLOCKS = ("none", "every 2", "all")
-NUM_STEPS = 3  # as a rehearsal has
+NUM_STEPS = 3  # as a dry run has
 
 
 def choices_of(blocks: str, num_samples: int) -> tuple[Choice, ...]:
@@ -81,7 +81,7 @@ def main() -> None:
             seconds[blocks].append(time.process_time() - started_seconds)
     print(f"{'blocks':8} {'predicted':>12} {'recorded':>12} {'step':>9}")
     for blocks in BLOCKS:
-        predicted = live_bytes(rehearse_job(job, TEXTS, CpuLowering(), choices_of(blocks, options.samples))).peak_bytes
+        predicted = live_bytes(dry_run_job(job, TEXTS, CpuLowering(), choices_of(blocks, options.samples))).peak_bytes
         recorded = recorded_peak_bytes(fresh(job, blocks), batches)
         rows[blocks] = {
             "predicted_bytes": predicted,

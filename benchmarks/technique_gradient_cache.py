@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/technique_gradient_cache.py [--samples 64] [--length 128] [--slice 8]
 
 A BERT of 4 layers, made from its config, embeds pairs of drawn token ids; the loss is `MultipleNegativesRankingLoss`'s.
-Live bytes are of tensors, rehearsed, and recorded in a real run of the same three steps; seconds are the processor's,
+Live bytes are of tensors, dry-run, and recorded in a real run of the same three steps; seconds are the processor's,
 of the fastest of some real steps without a recorder, the cases in turn. It reads no data.
 """
 
@@ -30,14 +30,14 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
-from plimsoll.planning.dry_run.step import rehearse_step
+from plimsoll.planning.dry_run.step import dry_run_step
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques.gradient_cache import gradient_cache_choice
 
 MIB = 2**20
 VOCABULARY, WIDTH, LAYERS, SCALE = 2000, 192, 4, 20.0
-NUM_STEPS = 3  # as a rehearsal has
+NUM_STEPS = 3  # as a dry run has
 Batch = dict[str, dict[str, Tensor]]
 Loss = Callable[[nn.Module, Batch], Tensor]
 
@@ -112,7 +112,7 @@ def main() -> None:
             model = encoder_in(Path(folder))
             loss, choices = cases[name]
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-            return TrainStep(model, optimizer, loss, units="samples", rungs=[choices])
+            return TrainStep(model, optimizer, loss, units="samples", fallbacks=[choices])
 
         steps = {name: fresh(name) for name in cases}
         losses = {name: [step(batch).loss for batch in batches] for name, step in steps.items()}
@@ -129,9 +129,9 @@ def main() -> None:
                 "recorded_bytes": recorded_peak_bytes(fresh(name), batches),
                 "step_cpu_seconds": min(seconds[name]),
             }
-            if loss is in_batch:  # the other one has gradients of its own, which cannot be rehearsed
+            if loss is in_batch:  # the other one has gradients of its own, which cannot be dry-run
                 step = fresh(name)
-                trace = rehearse_step(
+                trace = dry_run_step(
                     step.workload.model, step.workload.optimizer, batches[0], loss, CpuLowering(), units="samples",
                     choices=choices, clip_norm=None, precision="fp32",
                 )  # fmt: skip

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/technique_lora.py [--layers 6] [--width 256] [--length 256] [--samples 8]
 
-Needs peft. Bytes are of tensors, rehearsed, and recorded in a real run: ``base`` is of the layers that get adapters,
+Needs peft. Bytes are of tensors, dry-run, and recorded in a real run: ``base`` is of the layers that get adapters,
 without their biases. Seconds are the processor's, of the fastest of some real steps without a recorder, the cases in
 turn. It reads no data: token ids are drawn.
 """
@@ -21,7 +21,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.models.build import build_model
 from plimsoll.models.optimizers import build_optimizer
-from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.job_step import step_of
@@ -31,7 +31,7 @@ from plimsoll.step.train_step import TrainStep
 MIB = 2**20
 TEXTS = TextSketch(vocab_size=8000, num_labels=None, end_id=0)
 CASES = ("all", "kept", "int8", "nf4")
-NUM_STEPS = 3  # as a rehearsal has
+NUM_STEPS = 3  # as a dry run has
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def row_of(job: Job, case: str, batches: list[dict[str, torch.Tensor]]) -> dict[
     recorded = live_bytes(recorder.trace("measured", "cpu"))
     sizes = {"base_bytes": base_bytes(model), "parameter_bytes": sum(one.nbytes for one in model.parameters())}
     step.close()
-    predicted = live_bytes(rehearse_job(job, TEXTS, CpuLowering(), choices_of(case, job.batch_size)))
+    predicted = live_bytes(dry_run_job(job, TEXTS, CpuLowering(), choices_of(case, job.batch_size)))
     return sizes | {"predicted_bytes": predicted.peak_bytes, "recorded_bytes": recorded.peak_bytes}
 
 

@@ -66,8 +66,8 @@ def main() -> None:
         )
         cache = ("--cache", folder / "cache")
         free_peak = run("train", job_file, "--no-plan", "--out", folder / "free", *cache)
-        wishes = () if arguments.search else wishes_of(arguments.batch)
-        run("plan", job_file, "--budget", f"{limit_mib}MiB", *wishes, "-o", folder / "plan.json")
+        constraints = () if arguments.search else wishes_of(arguments.batch)
+        run("plan", job_file, "--budget", f"{limit_mib}MiB", *constraints, "-o", folder / "plan.json")
         limited_peak = run("train", job_file, "--plan", folder / "plan.json", "--out", folder / "limited", *cache)
         report(folder, arguments, limit_mib * MIB, state_bytes, (free_peak, limited_peak))
 
@@ -153,10 +153,10 @@ def report(
 ) -> None:
     """Print the table, and the figures as one JSON object."""
     plan = Plan.load(folder / "plan.json")
-    rung = plan.rungs[0]
-    assert rung.peak is not None
-    assert rung.step_time is not None
-    predicted_bytes = rung.peak.likely_bytes
+    fallback = plan.fallbacks[0]
+    assert fallback.peak is not None
+    assert fallback.step_time is not None
+    predicted_bytes = fallback.peak.likely_bytes
     free, limited = (RunRecord.from_directory(folder / name) for name in ("free", "limited"))
     loss_difference = max(abs(one.loss - other.loss) for one, other in zip(free.steps, limited.steps, strict=True))
     weight_difference = largest_difference(folder)
@@ -168,7 +168,7 @@ def report(
         ("weights + gradients + states, times the limit", "", f"{state_bytes / limit_bytes:.2f}", ""),
         ("peak MiB, seen from outside", *(f"{one / MIB:,.0f}" for one in peaks), f"{predicted_bytes / MIB:,.0f}"),
         ("peak MiB, as the run counts", *(f"{one / MIB:,.0f}" for one in own_peaks), ""),
-        ("seconds a step", *(f"{one:.2f}" for one in seconds), f"{rung.step_time.likely_seconds:.2f}"),
+        ("seconds a step", *(f"{one:.2f}" for one in seconds), f"{fallback.step_time.likely_seconds:.2f}"),
         ("last loss", f"{free.steps[-1].loss:.6f}", f"{limited.steps[-1].loss:.6f}", ""),
         ("largest difference of a loss", "", f"{loss_difference:.3g}", ""),
         ("largest difference of a weight", "", f"{weight_difference:.3g}", ""),
@@ -176,7 +176,7 @@ def report(
     ]  # fmt: skip
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "| --- | --- | --- | --- |")
-    lines.append(f"\nThe plan: {' '.join(map(str, rung.choices))}")
+    lines.append(f"\nThe plan: {' '.join(map(str, fallback.choices))}")
     print("\n".join(lines))
     name = (
         f"a GPT-2 with {state_bytes / MIB:,.0f} MiB of weights, gradients and states is fine-tuned with AdamW; largest "
@@ -193,7 +193,7 @@ def report(
         "predicted_bytes": predicted_bytes,
         "step_seconds": seconds[1],
         "unlimited_step_seconds": seconds[0],
-        "predicted_seconds": rung.step_time.likely_seconds,
+        "predicted_seconds": fallback.step_time.likely_seconds,
         "loss_difference": loss_difference,
         "weight_difference": weight_difference,
     }

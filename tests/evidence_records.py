@@ -4,7 +4,7 @@ from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.device import Budget, Device, MemoryUse
 from plimsoll.records.diagnosis import Diagnosis, Fact, Finding, MemoryGrowth
 from plimsoll.records.plan import micro_batch_plan
-from plimsoll.records.run import GraphLine, HeldGraph, RunRecord, StepLine
+from plimsoll.records.run import GraphLine, RetainedGraph, RunRecord, StepLine
 
 MIB = 1 << 20
 LOOKS = (3, 4, 5, 6, 7, 8, 10, 12, 15, 18, 22, 27)
@@ -26,7 +26,7 @@ def held(step, **changes):
         "code": "self.history.append(output)",
         "remedy": "self.history.append(output.detach())",
     }
-    return HeldGraph(**fields | changes)
+    return RetainedGraph(**fields | changes)
 
 
 def lines(**changes):

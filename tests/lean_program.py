@@ -30,12 +30,12 @@ def traces() -> list[str]:
     from plimsoll.data.sketch import TextSketch
     from plimsoll.memory.lowering.cpu import CpuLowering
     from plimsoll.memory.lowering.cuda import CudaLowering
-    from plimsoll.planning.dry_run.step import rehearse_job
+    from plimsoll.planning.dry_run.step import dry_run_job
     from plimsoll.records.plan import Choice, micro_batch_choice
 
     texts = TextSketch(vocab_size=300, num_labels=None, end_id=0)
     choices = (micro_batch_choice(2), Choice(technique="checkpointing", options={"blocks": "all"}))
-    return [rehearse_job(JOB, texts, lowering, choices).to_json() for lowering in (CpuLowering(), CudaLowering((8, 6)))]
+    return [dry_run_job(JOB, texts, lowering, choices).to_json() for lowering in (CpuLowering(), CudaLowering((8, 6)))]
 
 
 def losses() -> list[str]:

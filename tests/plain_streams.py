@@ -29,49 +29,50 @@ def plain_streams(
     optimizer: torch.optim.Optimizer,
     tokens: Tensor,
     *,
-    num_lanes: int,
+    num_slots: int,
     length: int,
     num_steps: int,
     text_begins: frozenset[int] = frozenset(),
     cut: int | None = None,
 ) -> list[float]:
-    """Train on lanes of equal length, windows one after the other, the state carried and detached; return the losses.
+    """Train on stream slots of equal length, windows one after the other, the state carried and detached; return the
+    losses.
 
     Args:
         model: in training mode.
         optimizer: of its parameters; gradients are clipped to a norm of 1.
         tokens: all of them, end to end.
-        num_lanes: the samples of a batch.
+        num_slots: the samples of a batch.
         length: the tokens of a window, of which all but the last are read.
         num_steps: how many.
         text_begins: before which tokens the state is set to zeros.
-        cut: how many lanes are read at once, their gradients accumulated; ``None`` for all.
+        cut: how many stream slots are read at once, their gradients accumulated; ``None`` for all.
     """
-    cut = cut or num_lanes
-    lane_tokens = (len(tokens) - 1) // num_lanes
-    losses, place, state = [], 0, [None] * num_lanes
+    cut = cut or num_slots
+    slot_tokens = (len(tokens) - 1) // num_slots
+    losses, place, state = [], 0, [None] * num_slots
     for _ in range(num_steps):
-        if place >= lane_tokens:  # the next epoch
-            place, state = 0, [None] * num_lanes
-        end = min(place + length - 1, lane_tokens)
-        begins = [lane * lane_tokens + place for lane in range(num_lanes)]
+        if place >= slot_tokens:  # the next epoch
+            place, state = 0, [None] * num_slots
+        end = min(place + length - 1, slot_tokens)
+        begins = [slot * slot_tokens + place for slot in range(num_slots)]
         optimizer.zero_grad()
         total = 0.0
-        for first in range(0, num_lanes, cut):
-            lanes = range(first, min(first + cut, num_lanes))
-            read = torch.stack([tokens[begins[lane] : begins[lane] + end - place] for lane in lanes])
-            following = torch.stack([tokens[begins[lane] + 1 : begins[lane] + 1 + end - place] for lane in lanes])
-            carried = None if state[first] is None else _joined([state[lane] for lane in lanes])
-            resets = [[begins[lane] + t in text_begins for t in range(end - place)] for lane in lanes]
+        for first in range(0, num_slots, cut):
+            slots = range(first, min(first + cut, num_slots))
+            read = torch.stack([tokens[begins[slot] : begins[slot] + end - place] for slot in slots])
+            following = torch.stack([tokens[begins[slot] + 1 : begins[slot] + 1 + end - place] for slot in slots])
+            carried = None if state[first] is None else _joined([state[slot] for slot in slots])
+            resets = [[begins[slot] + t in text_begins for t in range(end - place)] for slot in slots]
             hidden, carried = _read_on(model, read, carried, torch.tensor(resets))
             logits = model.head(model.dropout(hidden))
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
-            if cut < num_lanes:
-                loss = loss * (len(lanes) / num_lanes)
+            if cut < num_slots:
+                loss = loss * (len(slots) / num_slots)
             loss.backward()
             total += loss.item()
-            for number, lane in enumerate(lanes):
-                state[lane] = [part[:, number : number + 1].detach() for part in carried]
+            for number, slot in enumerate(slots):
+                state[slot] = [part[:, number : number + 1].detach() for part in carried]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(total)
@@ -86,7 +87,7 @@ def _joined(states: list[list[Tensor]]) -> list[Tensor]:
 def _read_on(
     model: PlainLanguageModel, read: Tensor, state: list[Tensor] | None, resets: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run the layers over some tokens, with zeros in place of a lane's state where a text begins in it."""
+    """Run the layers over some tokens, with zeros in place of a stream slot's state where a text begins in it."""
     embedded, outputs = model.dropout(model.embedding(read)), []
     is_lstm = isinstance(model.recurrent, nn.LSTM)
     for begin, end in pairwise(sorted({0, read.shape[1], *resets.any(0).nonzero().flatten().tolist()})):

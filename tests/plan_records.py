@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from plimsoll.records.device import Budget
-from plimsoll.records.plan import Candidate, Choice, Duration, Plan, Rejected, Rung, Trial, Tried, micro_batch_choice
+from plimsoll.records.plan import (
+    Candidate,
+    Choice,
+    Configuration,
+    Duration,
+    Plan,
+    Rejected,
+    Trial,
+    Tried,
+    micro_batch_choice,
+)
 from prediction_records import MIB, estimate, fitting, too_large
 
 CHECKPOINTS = Choice(technique="checkpointing", options={"blocks": "all"})
@@ -22,9 +32,11 @@ def duration(likely_seconds: float, spread_seconds: float = 0.0) -> Duration:
     )
 
 
-def rung(*choices: Choice, mib: int, seconds: float, spread_mib: int = 0, spread_seconds: float = 0.0) -> Rung:
+def configuration(
+    *choices: Choice, mib: int, seconds: float, spread_mib: int = 0, spread_seconds: float = 0.0
+) -> Configuration:
     """One way to run a step, with what is predicted of it."""
-    return Rung(choices=choices, peak=estimate(mib, spread_mib), step_time=duration(seconds, spread_seconds))
+    return Configuration(choices=choices, peak=estimate(mib, spread_mib), step_time=duration(seconds, spread_seconds))
 
 
 def rejected(*choices: Choice, reason: str, mib: int | None = None, seconds: float | None = None) -> Rejected:
@@ -45,12 +57,14 @@ def fitting_plan(**changes: object) -> Plan:
     fields: dict[str, object] = {
         "budget": Budget(device_bytes=2048 * MIB),
         "limit_bytes": 2048 * MIB,
-        "rungs": (
-            rung(HALF_CHECKPOINTS, micro_batch_choice(16), mib=1000, seconds=1.9, spread_mib=40, spread_seconds=0.4),
-            rung(CHECKPOINTS, micro_batch_choice(8), mib=700, seconds=2.25),
-            rung(CHECKPOINTS, OFFLOAD, micro_batch_choice(1), mib=400, seconds=4.0),
+        "fallbacks": (
+            configuration(
+                HALF_CHECKPOINTS, micro_batch_choice(16), mib=1000, seconds=1.9, spread_mib=40, spread_seconds=0.4
+            ),
+            configuration(CHECKPOINTS, micro_batch_choice(8), mib=700, seconds=2.25),
+            configuration(CHECKPOINTS, OFFLOAD, micro_batch_choice(1), mib=400, seconds=4.0),
         ),
-        "plain": rung(micro_batch_choice(64), mib=5120, seconds=1.5),
+        "plain": configuration(micro_batch_choice(64), mib=5120, seconds=1.5),
         "rejected": (
             rejected(OFFLOAD, micro_batch_choice(16), reason="31 % slower than the plan", mib=900, seconds=2.5),
             rejected(micro_batch_choice(16), reason="512.0 MiB too much", mib=2560, seconds=1.6),
@@ -80,12 +94,14 @@ def fitting_plan(**changes: object) -> Plan:
 
 def untried_plan() -> Plan:
     """Half the micro-batch with all blocks recomputed is about as fast."""
-    return fitting_plan(candidates=(Candidate(rung=rung(CHECKPOINTS, micro_batch_choice(8), mib=700, seconds=2.25)),))
+    return fitting_plan(
+        candidates=(Candidate(configuration=configuration(CHECKPOINTS, micro_batch_choice(8), mib=700, seconds=2.25)),)
+    )
 
 
 def tried_plan() -> Plan:
     """Of three plans the second was the fastest, and the third ran out of memory."""
-    first, second, _ = fitting_plan().rungs
+    first, second, _ = fitting_plan().fallbacks
     whole = (HALF_CHECKPOINTS, micro_batch_choice(64))
     shortage = "memory ran out in the forward phase (asked for 1.0 GiB with 1.5 GiB in use of 2.0 GiB)"
     tried = (
@@ -100,7 +116,9 @@ def tried_plan() -> Plan:
         checkpointed.model_copy(update={"reason": "not tried: 2.1 s a step predicted"}),
         on_disk,
     )
-    return fitting_plan(rungs=fitting_plan().rungs[1:], rejected=not_taken, trial=Trial(seconds=6.5, tried=tried))
+    return fitting_plan(
+        fallbacks=fitting_plan().fallbacks[1:], rejected=not_taken, trial=Trial(seconds=6.5, tried=tried)
+    )
 
 
 def wished_plan(**changes: object) -> Plan:
@@ -108,7 +126,7 @@ def wished_plan(**changes: object) -> Plan:
     fields: dict[str, object] = {
         "pinned": (HALF_CHECKPOINTS,),
         "forbidden": ("offload",),
-        "rungs": (*fitting_plan().rungs[:1], Rung(choices=(CHECKPOINTS, micro_batch_choice(1)))),
+        "fallbacks": (*fitting_plan().fallbacks[:1], Configuration(choices=(CHECKPOINTS, micro_batch_choice(1)))),
         "why": {"micro_batch": "7 pieces of it would not be faster"},
     }
     return fitting_plan(**(fields | changes))
@@ -117,9 +135,9 @@ def wished_plan(**changes: object) -> Plan:
 def impossible_plan(**changes: object) -> Plan:
     """All that is exact needs 2500 MiB of 2048; with Adafactor 1900 MiB would do, in bf16 on top 1700."""
     fields: dict[str, object] = {
-        "rungs": (rung(CHECKPOINTS, micro_batch_choice(1), mib=2450, seconds=9.0),),
+        "fallbacks": (configuration(CHECKPOINTS, micro_batch_choice(1), mib=2450, seconds=9.0),),
         "rejected": fitting_plan().rejected[1:3],
-        "openings": (
+        "lossy_alternatives": (
             rejected(ADAFACTOR, CHECKPOINTS, micro_batch_choice(1), reason="fits", mib=1900, seconds=9.5),
             rejected(ADAFACTOR, reason="1.0 GiB too much", mib=3072, seconds=1.5),
         ),
@@ -131,4 +149,4 @@ def impossible_plan(**changes: object) -> Plan:
 
 def bare_plan(**changes: object) -> Plan:
     """Nothing was predicted, and everything that may be empty is."""
-    return Plan.model_validate({"budget": Budget(), "rungs": ()} | changes)
+    return Plan.model_validate({"budget": Budget(), "fallbacks": ()} | changes)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from plimsoll.records.device import Budget
-from plimsoll.records.plan import Candidate, Choice, Duration, Plan, Rung, micro_batch_choice
+from plimsoll.records.plan import Candidate, Choice, Configuration, Duration, Plan, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 
 MIB = 1 << 20
 
 
-def rung(samples: int, *others: Choice, mib: int = 100, seconds: float = 1.0) -> Rung:
+def configuration(samples: int, *others: Choice, mib: int = 100, seconds: float = 1.0) -> Configuration:
     """One way to run a step; ``mib`` and ``seconds`` are what is predicted."""
     peak = Estimate(likely_bytes=mib * MIB, low_bytes=mib * MIB, high_bytes=mib * MIB)
     step_time = Duration(likely_seconds=seconds, low_seconds=seconds / 2, high_seconds=2 * seconds)
-    return Rung(choices=(micro_batch_choice(samples), *others), peak=peak, step_time=step_time)
+    return Configuration(choices=(micro_batch_choice(samples), *others), peak=peak, step_time=step_time)
 
 
-def plan_of(first: Rung, *candidates: Rung, fallbacks: tuple[Rung, ...] = ()) -> Plan:
+def plan_of(first: Configuration, *candidates: Configuration, fallbacks: tuple[Configuration, ...] = ()) -> Plan:
     return Plan(
-        budget=Budget(), rungs=(first, *fallbacks), candidates=tuple(Candidate(rung=one) for one in candidates),
+        budget=Budget(), fallbacks=(first, *fallbacks), candidates=tuple(Candidate(configuration=one) for one in candidates),
         made_for={"target": "cpu"},
     )  # fmt: skip

@@ -27,7 +27,7 @@ from plimsoll.errors import InputError, OutOfMemoryError, TornStepError
 from plimsoll.models.workload import Units, split_batch
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.run import OomEvent
-from plimsoll.step.collective import attempt_together
+from plimsoll.step.collective import attempt_collectively
 from plimsoll.step.failpoints import armed, exhaust_memory, failpoint
 from plimsoll.step.oom_boundary import Position
 from plimsoll.step.train_step import TrainStep
@@ -158,7 +158,7 @@ def stacked_model(is_mixed: bool = False, is_wide: bool = False) -> nn.Module:
     return model
 
 
-def rungs_of(case: dict[str, Any]) -> list[tuple[Choice, ...]] | None:
+def fallbacks_of(case: dict[str, Any]) -> list[tuple[Choice, ...]] | None:
     """The choices of a case that has any: shards, and smaller pieces to go on with."""
     if "gathered" not in case:
         return None
@@ -249,7 +249,7 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
         is_mixed, is_first_small = case.get("is_mixed", False), case.get("is_first_small", False)
         is_wide = case.get("wide", False)
         small = Wide if is_wide else small_model
-        model = stacked_model(is_mixed, is_wide) if rungs_of(case) is not None else small()
+        model = stacked_model(is_mixed, is_wide) if fallbacks_of(case) is not None else small()
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if case.get("precision") or is_first_small or is_wide:  # Adam divides by gradients that are but rounding
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -257,7 +257,7 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
         step = TrainStep(
             model, optimizer, loss_of, units="samples", clip_norm=case.get("clip_norm"), ranks=ranks,
-            rungs=rungs_of(case), precision=case.get("precision", "fp32"), recut_loss="limited_rank" in case,
+            fallbacks=fallbacks_of(case), precision=case.get("precision", "fp32"), recut_loss="limited_rank" in case,
         )  # fmt: skip
         if case.get("precision") == "fp16":
             step._scaler = torch.amp.GradScaler(init_scale=2.0**10, device="cpu")
@@ -355,7 +355,7 @@ def tell(ranks: Ranks) -> None:
     """Send something that one rank has no memory for: all are told, nobody waits, and it can be sent again."""
     own: Any = Short() if ranks.rank == 1 else [ranks.rank] * 10_000
     backend, position = backend_for("cpu"), Position(phase="evaluation")
-    found = [attempt_together(lambda: ranks.gather_agreed(own), backend, position, ranks) for _ in range(2)]
+    found = [attempt_collectively(lambda: ranks.gather_agreed(own), backend, position, ranks) for _ in range(2)]
     assert isinstance(found[0], OomEvent) or ranks.is_alone
     assert isinstance(found[1], list)
     assert found[1][0] == [0] * 10_000

@@ -56,7 +56,7 @@ def trained(
     model = copy.deepcopy(net).to(device).train()
     step = TrainStep(
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss, units="samples", clip_norm=1.0,
-        rungs=[(micro_batch_choice(micro_batch), *more)], recut_batch_norm=True, recut_loss=True, **options,
+        fallbacks=[(micro_batch_choice(micro_batch), *more)], recut_batch_norm=True, recut_loss=True, **options,
     )  # fmt: skip
     losses = []
     for batch in data or batches():

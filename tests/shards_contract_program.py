@@ -19,12 +19,12 @@ from tests.technique_trainings import (
     Gradients,
     Setup,
     Trained,
+    configuration_of,
     differing,
     expected_of,
     numerics_of,
     require_the_same,
     require_the_same_gradients,
-    rung_of,
     setup_for,
     shape_of,
 )
@@ -102,10 +102,10 @@ def gradients_of_all(ranks: Ranks, setup: Setup, workload: Workload) -> Gradient
 
 def trained(ranks: Ranks, setup: Setup, choices: tuple[Choice, ...]) -> Trained:
     per_rank = len(part_of(ranks, setup.case.batches()[0])["labels"])
-    rungs = [rung_of(*choices, samples=per_rank)]
+    fallbacks = [configuration_of(*choices, samples=per_rank)]
     if not any(choice.technique == "micro_batch" for choice in choices):
-        rungs += [rung_of(*choices, samples=samples) for samples in (per_rank // 2, 1)]
-    step = setup.step(rungs, ranks=ranks)
+        fallbacks += [configuration_of(*choices, samples=samples) for samples in (per_rank // 2, 1)]
+    step = setup.step(fallbacks, ranks=ranks)
     model, optimizer = step.workload.model, step.workload.optimizer
     results = [step(part_of(ranks, batch)) for batch in setup.case.batches()[:NUM_STEPS]]
     step.evaluate([part_of(ranks, batch) for batch in split_batch(setup.case.batches()[0], 3)])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.ranks_program import batch_of, loss_of, part_of, rungs_of, stacked_model
+from tests.ranks_program import batch_of, fallbacks_of, loss_of, part_of, stacked_model
 
 from plimsoll.distributed.ranks import Ranks, joined
 from plimsoll.errors import PlimsollError
@@ -23,7 +23,7 @@ def end_badly(ranks: Ranks, case: dict[str, Any]) -> str:
     """Train a step and put the model together; returns the error that came of it."""
     model = stacked_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = TrainStep(model, optimizer, loss_of, units="samples", ranks=ranks, rungs=rungs_of(case))
+    step = TrainStep(model, optimizer, loss_of, units="samples", ranks=ranks, fallbacks=fallbacks_of(case))
     if ranks.rank == 1 and "skipped" in case:
         leave_out(model, case["skipped"])
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.ranks_program import batch_of, loss_of, rungs_of, stacked_model
+from tests.ranks_program import batch_of, fallbacks_of, loss_of, stacked_model
 
 from plimsoll.distributed.ranks import PeerOutOfMemory, Ranks, joined
 from plimsoll.step.failpoints import armed
@@ -26,7 +26,9 @@ def go_on(ranks: Ranks, case: dict[str, Any]) -> list[float]:
     """Train from the newest checkpoint below ``root`` to a step, and write one there; returns the weights."""
     model = stacked_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = TrainStep(model, optimizer, loss_of, units="samples", clip_norm=1.0, ranks=ranks, rungs=rungs_of(case))
+    step = TrainStep(
+        model, optimizer, loss_of, units="samples", clip_norm=1.0, ranks=ranks, fallbacks=fallbacks_of(case)
+    )
     root = Path(case["root"])
     saved = checkpoint.newest_good(root, MARKS)
     if saved is not None:

@@ -52,8 +52,8 @@ def train_here(directory: RunDirectory, **options: object) -> None:
         "resume": False,
         "from_step": None,
         "resume_newest": False,
-        "rung": None,
-        "too_large_rung": None,
+        "fallback": None,
+        "too_large_fallback": None,
         "restarts": 0,
         "quiet": True,
     }

@@ -27,8 +27,10 @@ def paced(**options):
     torch.manual_seed(0)
     model = Paced()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rungs = options.pop("rungs")
-    return TrainStep(model, optimizer, lambda model, batch: model(batch), units="samples", rungs=rungs, **options)
+    fallbacks = options.pop("fallbacks")
+    return TrainStep(
+        model, optimizer, lambda model, batch: model(batch), units="samples", fallbacks=fallbacks, **options
+    )
 
 
 BATCH = torch.ones(BATCH_SIZE, 4)

@@ -155,11 +155,11 @@ class Setup(NamedTuple):
         lengths_vary = "attention_mask" in self.case.data()
         return Setting("cpu", BATCH_SIZE, precision="auto", allow=allow, lengths_vary=lengths_vary)
 
-    def step(self, rungs: Iterable[tuple[Choice, ...]], **options: Any) -> TrainStep:
+    def step(self, fallbacks: Iterable[tuple[Choice, ...]], **options: Any) -> TrainStep:
         model, optimizer = self.fresh()
-        rungs = tuple(rungs)
+        fallbacks = tuple(fallbacks)
         given = {"units": self.case.units, "clip_norm": self.clip_norm, "grow_after": 10**9}
-        return TrainStep(model, optimizer, rungs=rungs, **given | options)
+        return TrainStep(model, optimizer, fallbacks=fallbacks, **given | options)
 
     def plain_loop(self, model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> list[float]:
         return plain_loop(self.case, model, optimizer, [BATCH_SIZE] * num_steps, self.clip_norm)
@@ -196,21 +196,21 @@ def _weakest(names: Iterable[str]) -> str:
 def _needs_no_clipping(name: str, training: str) -> bool:
     workload = Workload(*TRAININGS[training].fresh(), model_loss, TRAININGS[training].units, clip_norm=1.0)
     setting = Setting("cpu", BATCH_SIZE)
-    if not isinstance(technique_of(name).menu(workload, setting), str):
+    if not isinstance(technique_of(name).choices(workload, setting), str):
         return False
     workload.clip_norm = None
-    return not isinstance(technique_of(name).menu(workload, setting), str)
+    return not isinstance(technique_of(name).choices(workload, setting), str)
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
 
 
 @cache
-def menu_of(name: str, training: str) -> tuple[Choice, ...] | str:
+def available_choices(name: str, training: str) -> tuple[Choice, ...] | str:
     """Up to three choices: the first, the second and the last; or why there are none."""
     setup = setup_for(training, [name])
     workload, setting = setup.workload(), setup.setting()
-    menu = technique_of(name).menu(workload, setting)
+    menu = technique_of(name).choices(workload, setting)
     if isinstance(menu, str):
         assert menu, "a reason is a sentence"
         return menu
@@ -222,7 +222,7 @@ def menu_of(name: str, training: str) -> tuple[Choice, ...] | str:
 
 
 def choices_of(name: str, training: str) -> tuple[Choice, ...]:
-    menu = menu_of(name, training)
+    menu = available_choices(name, training)
     if isinstance(menu, str):
         pytest.skip(menu)
     return menu
@@ -243,7 +243,7 @@ def lossy_of(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
     return tuple(choice for choice in choices if technique_of(choice.technique).numerics == "lossy")
 
 
-def rung_of(*choices: Choice, samples: int = BATCH_SIZE) -> tuple[Choice, ...]:
+def configuration_of(*choices: Choice, samples: int = BATCH_SIZE) -> tuple[Choice, ...]:
     """With a micro-batch, unless one of the choices is one."""
     cuts = any(choice.technique == "micro_batch" for choice in choices)
     return in_order(choices if cuts else (*choices, micro_batch_choice(samples)))
@@ -259,10 +259,10 @@ class Trained(NamedTuple):
 
 
 @cache
-def expected_of(setup: Setup, *rungs: tuple[Choice, ...]) -> Trained:
-    """Plain PyTorch; with rungs, what these do where memory never runs out."""
-    if rungs:
-        return trained(setup, *rungs)
+def expected_of(setup: Setup, *fallbacks: tuple[Choice, ...]) -> Trained:
+    """Plain PyTorch; with fallbacks, what these do where memory never runs out."""
+    if fallbacks:
+        return trained(setup, *fallbacks)
     model, optimizer = setup.fresh()
     losses = setup.plain_loop(model, optimizer, NUM_STEPS)
     return Trained(losses, weights_of(model, optimizer), [])
@@ -271,11 +271,11 @@ def expected_of(setup: Setup, *rungs: tuple[Choice, ...]) -> Trained:
 def expected_with(setup: Setup, choices: tuple[Choice, ...]) -> Trained:
     """What choices must come to: plain PyTorch, with what is lossy among them."""
     lossy = lossy_of(choices)
-    return expected_of(setup, rung_of(*lossy)) if lossy else expected_of(setup)
+    return expected_of(setup, configuration_of(*lossy)) if lossy else expected_of(setup)
 
 
-def trained(setup: Setup, *rungs: tuple[Choice, ...]) -> Trained:
-    step = setup.step(rungs)
+def trained(setup: Setup, *fallbacks: tuple[Choice, ...]) -> Trained:
+    step = setup.step(fallbacks)
     results = [step(batch) for batch in setup.case.batches()[:NUM_STEPS]]
     weights = weights_of(step.workload.model, step.workload.optimizer)
     step.close()

@@ -209,7 +209,7 @@ def test_the_page_of_the_command_line_has_every_command_option_and_example():
 
 def test_the_python_page_has_every_public_name_and_every_name_that_pages_import():
     homes = {"Plan": ("plimsoll.records.plan", "Plan")}
-    program = "```python\nfrom plimsoll.data.samples.windows import Loader, lanes as l\nfrom torch import nn\n```\n"
+    program = "```python\nfrom plimsoll.data.samples.windows import Loader, slots as l\nfrom torch import nn\n```\n"
     indented = "    ```python\n    from plimsoll.records.plan import (\n    Plan,\n    A)\n    ```\n"
     page = python_api.page(homes, ["lightning"], [program, indented])
     marks = re.findall(r"^::: (.+)$", page, re.MULTILINE)

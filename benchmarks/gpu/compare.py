@@ -31,7 +31,7 @@ from plimsoll.memory.allocator.options import rules_from_text
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.lowering.cudnn_rnn import DROPOUT_STATE_BYTES
 from plimsoll.memory.predict import count_on_cuda
-from plimsoll.memory.trace import Rehearsal, trace_training
+from plimsoll.memory.trace import DryRun, trace_training
 from plimsoll.memory.workspaces import deltas_with_workspaces
 from plimsoll.records.trace import Trace
 
@@ -136,7 +136,7 @@ def trace_of(case: Case, capability: tuple[int, int], num_sms: int = 132) -> tup
     """Trace a case; with it, the row of the op that was the last at each mark."""
     marks: list[int] = []
 
-    def run(place: Rehearsal) -> None:
+    def run(place: DryRun) -> None:
         train(_in_short(case), build(case), "cuda:0", lambda step, phase: marks.append(place.recorder.op_row))
 
     with warnings.catch_warnings():

@@ -198,17 +198,17 @@ def train(task: Task, limit_gib: int, plan: Path) -> None:
 def planned_row(limit_gib: int, record: RunRecord) -> Row:
     """What is kept of a training: like a row of kind `technique` of the first recordings, with what was predicted."""
     plan, steps = record.plan, record.steps
-    rung = plan.rungs[steps[-1].rung or 0]
+    fallback = plan.fallbacks[steps[-1].fallback or 0]
     return {
         "id": f"planned:{limit_gib}GiB", "kind": "planned", "limit_bytes": limit_gib * _GIB,
-        "choices": " + ".join(map(str, rung.choices)), "techniques": [one.model_dump() for one in rung.choices],
+        "choices": " + ".join(map(str, fallback.choices)), "techniques": [one.model_dump() for one in fallback.choices],
         "batch": JOB_BATCH_SIZE, "length": JOB_LENGTH, "precision": record.job["precision"],
         "step_seconds": [round(step.step_seconds, 5) for step in steps], "losses": [step.loss for step in steps],
-        "micro": steps[-1].micro_batch, "rungs": [step.rung for step in steps], "ooms": len(record.oom_events),
+        "micro": steps[-1].micro_batch, "fallbacks": [step.fallback for step in steps], "ooms": len(record.oom_events),
         "peak": max(step.peak_bytes or 0 for step in steps),
-        "predicted_reserved": rung.peak and rung.peak.model_dump(),
-        "predicted_allocated": allocated_of(plan) if rung is plan.rungs[0] else None,
-        "predicted_seconds": rung.step_time and rung.step_time.model_dump(),
+        "predicted_reserved": fallback.peak and fallback.peak.model_dump(),
+        "predicted_allocated": allocated_of(plan) if fallback is plan.fallbacks[0] else None,
+        "predicted_seconds": fallback.step_time and fallback.step_time.model_dump(),
         "trial": (trial := getattr(plan, "trial", None)) and trial.model_dump(),
     }  # fmt: skip
 

@@ -22,7 +22,7 @@ from benchmarks.gpu.parts import Task
 
 from plimsoll import TrainStep
 from plimsoll.device.base import backend_for
-from plimsoll.records.plan import Choice, Rung, micro_batch_choice
+from plimsoll.records.plan import Choice, Configuration, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.step.failpoints import armed
 
@@ -32,15 +32,15 @@ _MIB = 1 << 20
 _ALL_BLOCKS = Choice(technique="checkpointing", options={"blocks": "all"})
 
 
-def rung(samples: int, peak_mib: int, *others: Choice) -> Rung:
-    """A rung with what is predicted for it: allocated bytes and a context of 500 MiB."""
+def fallback(samples: int, peak_mib: int, *others: Choice) -> Configuration:
+    """A fallback with what is predicted for it: allocated bytes and a context of 500 MiB."""
     num_bytes = peak_mib * _MIB
     peak = Estimate(likely_bytes=num_bytes, low_bytes=num_bytes, high_bytes=num_bytes, traced_bytes=num_bytes)
-    return Rung(choices=(micro_batch_choice(samples), *others), peak=peak)
+    return Configuration(choices=(micro_batch_choice(samples), *others), peak=peak)
 
 
-CHECKPOINTED = (rung(16, 3435, _ALL_BLOCKS), rung(4, 2990, _ALL_BLOCKS), rung(1, 2800, _ALL_BLOCKS))
-TRAININGS = {"steady": CHECKPOINTED, "injected": CHECKPOINTED, "too large": (rung(16, 3900), *CHECKPOINTED)}
+CHECKPOINTED = (fallback(16, 3435, _ALL_BLOCKS), fallback(4, 2990, _ALL_BLOCKS), fallback(1, 2800, _ALL_BLOCKS))
+TRAININGS = {"steady": CHECKPOINTED, "injected": CHECKPOINTED, "too large": (fallback(16, 3900), *CHECKPOINTED)}
 
 
 def run_part(task: Task) -> None:
@@ -49,11 +49,11 @@ def run_part(task: Task) -> None:
     backend = backend_for(task.device)
     late: dict[str, float] = {}
     with nullcontext() if task.is_tiny else backend.limited(BUDGET_BYTES):
-        for name, rungs in TRAININGS.items():
+        for name, fallbacks in TRAININGS.items():
             if task.seconds_left < 10:
                 task.not_reached(f"steps after an event: {name}")
                 continue
-            found = train(rungs, task, injects=name == "injected")
+            found = train(fallbacks, task, injects=name == "injected")
             late[name] = statistics.median(seconds for seconds, _ in found["steps"][10:])
             task.say({"id": f"recovery:{name}", "kind": "recovery", **found})
             if name != "steady":
@@ -65,8 +65,8 @@ def run_part(task: Task) -> None:
             backend.reset_peak()
 
 
-def train(rungs: Sequence[Rung], task: Task, injects: bool) -> dict[str, Any]:
-    """Train; returns the seconds of each step with its rung, and the number of events."""
+def train(fallbacks: Sequence[Configuration], task: Task, injects: bool) -> dict[str, Any]:
+    """Train; returns the seconds of each step with its fallback, and the number of events."""
     width, layers, length = (32, 2, 32) if task.is_tiny else (768, 12, JOB_LENGTH)
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -74,7 +74,7 @@ def train(rungs: Sequence[Rung], task: Task, injects: bool) -> dict[str, Any]:
     )
     model = transformers.GPT2LMHeadModel(config).train().to(task.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    step = TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0, precision="bf16", rungs=rungs)
+    step = TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0, precision="bf16", fallbacks=fallbacks)
     ids = torch.arange(JOB_BATCH_SIZE * length).view(JOB_BATCH_SIZE, length) * 7919 % (JOB_VOCABULARY - 2) + 1
     rows: list[tuple[float, int]] = []
     num_events = 0
@@ -84,7 +84,7 @@ def train(rungs: Sequence[Rung], task: Task, injects: bool) -> dict[str, Any]:
             started = time.perf_counter()
             result = step({"input_ids": ids, "labels": ids})
             step.backend.synchronize()
-            rows.append((round(time.perf_counter() - started, 4), result.rung))
+            rows.append((round(time.perf_counter() - started, 4), result.fallback))
             num_events += len(result.oom_events)
     step.close()
     return {"steps": rows, "events": num_events}

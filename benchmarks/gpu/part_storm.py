@@ -93,8 +93,8 @@ class Storm:
         )  # fmt: skip
         model = transformers.GPT2LMHeadModel(config).train().to(self.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        rungs = [(micro_batch_choice(samples),) for samples in self.sizes]
-        return model, optimizer, TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0, rungs=rungs)
+        fallbacks = [(micro_batch_choice(samples),) for samples in self.sizes]
+        return model, optimizer, TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0, fallbacks=fallbacks)
 
     def batch(self, number: int) -> dict[str, torch.Tensor]:
         drawn = torch.Generator().manual_seed(number)

@@ -99,7 +99,7 @@ def steps_of(task: Task, meter: Meter, choices: tuple[Choice, ...]) -> dict[str,
     model = transformers.GPT2LMHeadModel(config).train()
     put_where_needed(model, task.device.partition(":")[0], choices)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    step = TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0, precision="bf16", rungs=[choices])
+    step = TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0, precision="bf16", fallbacks=[choices])
     ids = torch.arange(JOB_BATCH_SIZE * length).view(JOB_BATCH_SIZE, length) * 7919 % (JOB_VOCABULARY - 2) + 1
     seconds: list[float] = []
     losses: list[float] = []

@@ -7,19 +7,20 @@
     |   |-- EmbeddingError                     word vectors that are missing, of no known format, or fit nothing
     |   |-- WeightsError                       a checkpoint folder that is damaged, incomplete, or of another model
     |   |-- BudgetError                        a budget that cannot hold even the weights
-    |   |   `-- TokenizerRoomError             a budget or limit without room to train the tokenizer
+    |   |   `-- TokenizerMemoryError             a budget or limit without room to train the tokenizer
     |   |-- DeviceError                        a device or a limit this machine does not have
     |   |-- RecordError                        a record file of an unknown kind or schema version
     |   |-- OutputError                        an output that exists or cannot be written
     |   `-- CheckpointError                    a checkpoint that is torn, or of another job
     |-- NonFiniteLossError (ArithmeticError)  2   the loss became NaN or infinite; nothing was updated
     |-- OutOfMemoryError (MemoryError)     3   no fallback held; the step was undone
-    |   |-- WornProcessError              76   an OOM with every fallback, under a supervisor that starts a new process
-    |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3 without one)
-    |       `-- AfterUpdateError               an OOM in what follows the update, which is done: do not repeat the step
-    |-- RankLostError                     77   another rank ended or does not answer; all begin again, or --resume
-    |-- KilledError                      137   (139 for SIGSEGV) the training died of a signal, and not surely of memory
-    `-- Interrupted                      130   (143 for SIGTERM) the step is saved, or the message says which
+    |   |-- FragmentedHeapError              76   an OOM with every fallback, under a supervisor that starts a new
+    process |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3
+    without one) |       `-- AfterUpdateError               an OOM in what follows the update, which is done: do not
+    repeat the step |-- RankLostError                     77   another rank ended or does not answer; all begin again,
+    or --resume |-- KilledError                      137   (139 for SIGSEGV) the training died of a signal, and not
+    surely of memory `-- Interrupted                      130   (143 for SIGTERM) the step is saved, or the message says
+    which
 
 A message says what was attempted, the values with their units, why it failed and what to type instead.
 """
@@ -69,7 +70,7 @@ class BudgetError(InputError):
     """A budget cannot hold even what exists before the first step."""
 
 
-class TokenizerRoomError(BudgetError):
+class TokenizerMemoryError(BudgetError):
     """There is no room to train the tokenizer beside what is loaded, in the budget or, with ``None``, in a limit."""
 
     def __init__(self, message: str, budget_bytes: int | None) -> None:
@@ -113,8 +114,8 @@ class AfterUpdateError(TornStepError):
     """Memory ran out in what follows an update (a schedule, a gradient scaler): the update is done, the rest is not."""
 
 
-class WornProcessError(OutOfMemoryError):
-    """Memory ran out where no rung helps, as in a heap full of holes: a new process begins without them."""
+class FragmentedHeapError(OutOfMemoryError):
+    """Memory ran out where no fallback helps, as in a heap full of holes: a new process begins without them."""
 
     exit_code = 76  # to the supervisor, which starts a new one; users see 3
 

@@ -11,7 +11,7 @@ import pytest
 from contract import test_contract_techniques as contract
 from plimsoll.records.run import PHASES_OF_A_STEP
 from plimsoll.techniques import TECHNIQUES
-from technique_trainings import menu_of
+from technique_trainings import available_choices
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-technique.md"
 NAME = "relu_in_place"
@@ -30,8 +30,8 @@ def _registered(tmp_path, monkeypatch):
 
 
 def test_it_says_where_it_has_nothing_to_do():
-    assert menu_of(NAME, "gpt2") == "no ReLU of T5's feed-forward layers"
-    assert len(menu_of(NAME, "t5")) == 1
+    assert available_choices(NAME, "gpt2") == "no ReLU of T5's feed-forward layers"
+    assert len(available_choices(NAME, "t5")) == 1
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from plimsoll.techniques import TECHNIQUES, activation_offload, conflict_among, 
 from technique_trainings import (
     STRICTEST_FIRST,
     choices_of,
+    configuration_of,
     expected_gradients,
     expected_of,
     expected_with,
@@ -25,7 +26,6 @@ from technique_trainings import (
     require_restored,
     require_the_same,
     require_the_same_gradients,
-    rung_of,
     setup_of,
     trained,
 )
@@ -49,7 +49,7 @@ def together(training: str, *names: str) -> tuple[Choice, ...]:
     """The strongest choice of each; skips where one has nothing, or they conflict."""
     choices = in_order(choices_of(name, training)[-1] for name in names)
     setup = setup_of(training, choices)
-    reason = conflict_among(rung_of(*choices), setup.workload(), setup.setting())
+    reason = conflict_among(configuration_of(*choices), setup.workload(), setup.setting())
     if reason is not None:
         pytest.skip(reason)
     return choices
@@ -59,7 +59,7 @@ def require_the_contract(training: str, choices: tuple[Choice, ...]) -> None:
     setup, numerics, lossy = setup_of(training, choices), numerics_of(choices), lossy_of(choices)
     gradients = require_restored(training, choices)
     require_the_same_gradients(gradients, expected_gradients(setup, lossy), numerics)
-    found = trained(setup, rung_of(*choices))
+    found = trained(setup, configuration_of(*choices))
     assert found.events == []
     require_the_same(found, expected_with(setup, choices), numerics, is_lossy=bool(lossy))
 
@@ -103,11 +103,11 @@ TOUCHING = [
 @pytest.mark.parametrize("phase", ["backward", "optimizer"])
 @pytest.mark.parametrize("names", TOUCHING, ids=" ".join)
 def test_memory_that_runs_out_takes_them_back_and_loses_nothing(names, phase):
-    """Twice in step 2: the next rung has none of them, but for what is for the run, and comes to the same."""
+    """Twice in step 2: the next fallback has none of them, but for what is for the run, and comes to the same."""
     choices = together("gpt2", *names)
     setup = setup_of("gpt2", choices)
     lasting = [choice for choice in choices if technique_of(choice.technique).is_for_the_run]
-    first, second = rung_of(*choices), rung_of(*lasting)
+    first, second = configuration_of(*choices), configuration_of(*lasting)
     with armed(phase, 2, 3):
         found = trained(setup, first, second)
     assert found.events

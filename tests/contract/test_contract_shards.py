@@ -13,7 +13,7 @@ from tests.ranks_started import run_cases
 
 from plimsoll.records.run import PHASES_OF_A_STEP
 from plimsoll.techniques.fully_shard import TOGETHER
-from technique_trainings import menu_of
+from technique_trainings import available_choices
 
 PHASES = tuple(phase for phase in PHASES_OF_A_STEP if phase != "fetch")
 TWICE = {"gathered": "twice"}
@@ -32,7 +32,7 @@ def with_others(training: str) -> list[dict[str, Any]]:
     """The strongest choice of each that has something for this training, beside shards."""
     cases = []
     for name in sorted(TOGETHER):
-        menu = menu_of(name, training)
+        menu = available_choices(name, training)
         if isinstance(menu, str):
             continue
         options = dict(menu[-1].options) if name != "micro_batch" else {"samples": 2}

@@ -41,7 +41,7 @@ CASES = [(method, model) for method in SHRINKERS for model in MODELS]
 
 def choices_for(method: str, given: Bundle) -> tuple[Choice, ...] | str:
     """What the menu has, or the reason why it has nothing."""
-    return SHRINKERS[method].menu(given)
+    return SHRINKERS[method].choices(given)
 
 
 def case(method: str, name: str) -> tuple[Bundle, Choice, Calibration]:
@@ -102,7 +102,7 @@ def test_what_is_no_model_of_text_has_a_reason(method):
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(2))
 
-    assert isinstance(SHRINKERS[method].menu(Bundle(Other(), bundle("gpt2").tokenizer)), str)
+    assert isinstance(SHRINKERS[method].choices(Bundle(Other(), bundle("gpt2").tokenizer)), str)
 
 
 @pytest.mark.sampled(3)

@@ -1,7 +1,7 @@
 """Every technique of the registry keeps the contract, on every kind of model that it has something for.
 
 It restores what it was installed on; losses, gradients and weights are those of plain PyTorch as its numerics declare;
-memory that runs out in any phase loses nothing; and a rehearsal with it allocates what a run with it does. What several
+memory that runs out in any phase loses nothing; and a dry run with it allocates what a run with it does. What several
 do together is in `test_contract_pairs`.
 """
 
@@ -18,7 +18,7 @@ from plimsoll.data.sketch import TextSketch
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
-from plimsoll.planning.dry_run.step import StageBackend, _stage, rehearse_job
+from plimsoll.planning.dry_run.step import StageBackend, _stage, dry_run_job
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.run import PHASES_OF_A_STEP
@@ -33,16 +33,16 @@ from technique_trainings import (
     TRAININGS,
     WHOLE,
     Setup,
+    available_choices,
     choices_of,
+    configuration_of,
     expected_gradients,
     expected_of,
     lossy_of,
-    menu_of,
     numerics_of,
     require_restored,
     require_the_same,
     require_the_same_gradients,
-    rung_of,
     setup_for,
     setup_of,
     trained,
@@ -55,8 +55,8 @@ PHASES = tuple(phase for phase in PHASES_OF_A_STEP if phase != "fetch")  # which
 # The prediction counts what their kernels take inside, which a recorder of tensors cannot see: up to this share of what
 # the plain training needs, for a technique that makes tensors fewer leaves kernels as they are.
 UNSEEN_SHARE = {"lstm": 0.16, "cnn": 0.16, "tagger": 0.21}
-COPIED_HEAD_BYTES = 4 * (16 * 3 + 3)  # a rehearsal counts the head, which peft copies, once more
-# A rehearsal takes every token to be of the last cluster, which has all words but a fifth.
+COPIED_HEAD_BYTES = 4 * (16 * 3 + 3)  # a dry run counts the head, which peft copies, once more
+# A dry run takes every token to be of the last cluster, which has all words but a fifth.
 ALL_RARE_BYTES = 2 * 4 * BATCH_SIZE * LENGTH * LARGE_VOCABULARY
 
 every_technique = pytest.mark.parametrize("name", TECHNIQUES)
@@ -88,14 +88,14 @@ def test_the_training_is_that_of_plain_pytorch(name, training):
         if technique_of(name).numerics == "lossy":
             require_learning(setup, choice)
             continue
-        found = trained(setup, rung_of(choice))
+        found = trained(setup, configuration_of(choice))
         assert found.events == []
         require_the_same(found, expected_of(setup), technique_of(name).numerics)
 
 
 def require_learning(setup: Setup, choice: Choice) -> None:
     """On one batch again and again: another one may be harder."""
-    step = setup.step([rung_of(choice)])
+    step = setup.step([configuration_of(choice)])
     losses = [step(setup.case.batches()[0]).loss for _ in range(2 * NUM_STEPS)]
     assert losses[-1] < losses[0]
     step.close()
@@ -107,37 +107,37 @@ def require_learning(setup: Setup, choice: Choice) -> None:
 def training_for(name: str) -> str:
     """The first training that has something for it and may be cut."""
     cut = [training for training, case in TRAININGS.items() if not case.has_batch_norm]
-    return next((training for training in cut if not isinstance(menu_of(name, training), str)), cut[0])
+    return next((training for training in cut if not isinstance(available_choices(name, training), str)), cut[0])
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "phase"), list(product(TECHNIQUES, PHASES)))
 def test_memory_that_runs_out_in_any_phase_loses_nothing(name, phase):
-    """Twice in step 2, so that the next rung is taken; where the update is done in pieces, it goes on with these."""
+    """Twice in step 2, so that the next fallback is taken; where the update is done in pieces, it goes on with these."""
     training = training_for(name)
     choice = choices_of(name, training)[-1]
     setup = setup_for(training, [name])._replace(dropout=0.0)  # other cuts draw other masks
     if not lossy_of((choice,)):
         setup = setup._replace(optimizer="sgd")
-    first, second = rung_of(choice), rung_of(choice, samples=BATCH_SIZE // 2)
+    first, second = configuration_of(choice), configuration_of(choice, samples=BATCH_SIZE // 2)
     if conflict_among(second, setup.workload(), setup.setting()) is not None:  # it needs the whole batch
-        second = rung_of(samples=BATCH_SIZE // 2)
-    rungs = (rung_of(WHOLE), first) if name == "micro_batch" else (first, second)
+        second = configuration_of(samples=BATCH_SIZE // 2)
+    fallbacks = (configuration_of(WHOLE), first) if name == "micro_batch" else (first, second)
     with armed(phase, 2, 3):
-        found = trained(setup, *rungs)
+        found = trained(setup, *fallbacks)
     assert {event.phase for event in found.events} <= ({phase, "backward"} if phase == "optimizer" else {phase})
     assert found.events or phase == "optimizer"
     numerics = max(numerics_of((choice,)), "reordered", key=STRICTEST_FIRST.index)
-    require_the_same(found, expected_of(setup, *rungs), numerics, is_lossy=bool(lossy_of((choice,))))
+    require_the_same(found, expected_of(setup, *fallbacks), numerics, is_lossy=bool(lossy_of((choice,))))
 
 
-# -- a rehearsal allocates what a run does -----------------------------------------------------------------------------
+# -- a dry run allocates what a run does -----------------------------------------------------------------------------
 
 
-def live_peak_bytes(setup: Setup, rung: tuple[Choice, ...], is_real: bool) -> int:
+def live_peak_bytes(setup: Setup, fallback: tuple[Choice, ...], is_real: bool) -> int:
     position = Position()
     model, optimizer = setup.fresh()
-    options: dict[str, Any] = {"units": setup.case.units, "clip_norm": setup.clip_norm, "rungs": [rung]}
+    options: dict[str, Any] = {"units": setup.case.units, "clip_norm": setup.clip_norm, "fallbacks": [fallback]}
     options["position"] = position
     batch = {name: tensor.clone() for name, tensor in setup.case.batches()[0].items()}  # and not a view of the epoch
     if not is_real:
@@ -168,7 +168,7 @@ def live_peak_bytes(setup: Setup, rung: tuple[Choice, ...], is_real: bool) -> in
 
 @cache
 def plain_peak_bytes(setup: Setup) -> int:
-    return live_peak_bytes(setup, rung_of(WHOLE), is_real=True)
+    return live_peak_bytes(setup, configuration_of(WHOLE), is_real=True)
 
 
 @pytest.mark.sampled(12)
@@ -176,9 +176,11 @@ def plain_peak_bytes(setup: Setup) -> int:
 @every_training
 def test_a_rehearsal_with_it_needs_what_a_run_with_it_needs(name, training):
     choices = choices_of(name, training)
-    rung = rung_of(choices[1] if name == "micro_batch" else choices[-1])  # a pass of one sample is done 8 times
+    fallback = configuration_of(
+        choices[1] if name == "micro_batch" else choices[-1]
+    )  # a pass of one sample is done 8 times
     setup = setup_for(training, [name])._replace(dropout=0.0)
-    predicted_bytes, measured_bytes = (live_peak_bytes(setup, rung, is_real) for is_real in (False, True))
+    predicted_bytes, measured_bytes = (live_peak_bytes(setup, fallback, is_real) for is_real in (False, True))
     most_more = COPIED_HEAD_BYTES if (name, training) == ("lora", "bert") else 0
     most_more += ALL_RARE_BYTES if name == "adaptive_softmax" else 0
     if training in UNSEEN_SHARE:
@@ -197,7 +199,7 @@ def test_what_acts_in_one_part_of_a_training_changes_no_other(name):
     texts = TextSketch(vocab_size=300, num_labels=None, end_id=0)
     choices = {"evaluation": {"samples": 1}, "optimizer_kernel": {"kernel": "fused"}}
     traces = [
-        rehearse_job(one, texts, CpuLowering(), (micro_batch_choice(4), *others))
+        dry_run_job(one, texts, CpuLowering(), (micro_batch_choice(4), *others))
         for others in ((), (Choice(technique=name, options=choices[name]),))
     ]
     outside, inside = ([ops_of(trace, ONLY_IN[name], is_inside) for trace in traces] for is_inside in (False, True))

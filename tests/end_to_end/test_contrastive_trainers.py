@@ -14,7 +14,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 import plimsoll
 from plimsoll.errors import OutOfMemoryError
 from plimsoll.step.failpoints import armed, exhaust_memory
-from plimsoll.techniques.gradient_cache import gradient_cache_rungs
+from plimsoll.techniques.gradient_cache import gradient_cache_fallbacks
 from workloads import largest_relative_difference
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
@@ -80,8 +80,8 @@ def plain(folder, tmp_path_factory):
 
 
 def test_in_slices_it_is_the_same_training(folder, tmp_path, plain):
-    rungs = gradient_cache_rungs(BATCH_SIZE, 3)
-    losses, weights = trained(folder, tmp_path, lambda one: plimsoll.transformers.protected(one, rungs=rungs))
+    fallbacks = gradient_cache_fallbacks(BATCH_SIZE, 3)
+    losses, weights = trained(folder, tmp_path, lambda one: plimsoll.transformers.protected(one, fallbacks=fallbacks))
     assert losses == pytest.approx(plain[0], rel=1e-6)
     assert largest_relative_difference(plain[1], weights) < 1e-5
 
@@ -90,8 +90,8 @@ def test_memory_that_runs_out_is_followed_by_smaller_slices_of_the_whole_batch(f
     events = []
 
     def protect(trainer):
-        rungs = gradient_cache_rungs(BATCH_SIZE, 3)
-        return plimsoll.transformers.protected(trainer, rungs=rungs, on_oom=events.append)
+        fallbacks = gradient_cache_fallbacks(BATCH_SIZE, 3)
+        return plimsoll.transformers.protected(trainer, fallbacks=fallbacks, on_oom=events.append)
 
     with armed("backward", 1, 1):
         losses, weights = trained(folder, tmp_path, protect)
@@ -141,6 +141,6 @@ def test_its_evaluation_is_not_cut_either(folder, tmp_path):
 
 
 def test_a_budget_and_rungs_are_one_too_many(folder, tmp_path):
-    rungs = gradient_cache_rungs(BATCH_SIZE, 3)
-    with pytest.raises(plimsoll.errors.InputError, match="given with rungs"):
-        trained(folder, tmp_path, lambda one: plimsoll.transformers.protected(one, rungs=rungs, budget="1GiB"))
+    fallbacks = gradient_cache_fallbacks(BATCH_SIZE, 3)
+    with pytest.raises(plimsoll.errors.InputError, match="given with fallbacks"):
+        trained(folder, tmp_path, lambda one: plimsoll.transformers.protected(one, fallbacks=fallbacks, budget="1GiB"))

@@ -1,4 +1,4 @@
-"""The first rehearsal of a process finds what the second finds: nothing is imported, asked or built in its midst."""
+"""The first dry run of a process finds what the second finds: nothing is imported, asked or built in its midst."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.dry_run.step import dry_run_job
 
 fields, on_card, techniques = json.loads(sys.argv[1])
 job = Job.from_fields(fields)
@@ -26,7 +26,7 @@ lowering = CudaLowering((8, 6)) if on_card else CpuLowering()
 given = (micro_batch_choice(2), *(Choice(technique=name, options=options) for name, options in techniques))
 
 def traced():
-    trace = json.loads(rehearse_job(job, texts, lowering, given).to_json())
+    trace = json.loads(dry_run_job(job, texts, lowering, given).to_json())
     events = sorted(zip(trace.pop("event_op"), trace.pop("events")))  # autocast's cache frees in the order of addresses
     return trace | {"sorted": events}
 

@@ -36,7 +36,7 @@ from plimsoll.models.workload import resident_bytes
 from plimsoll.planning.facts import facts_of
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
+from plimsoll.records.plan import Choice, Configuration, Plan, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, RunRecord
 from plimsoll.techniques import in_order
 from plimsoll.techniques.checkpointing import checkpointing_choice
@@ -76,7 +76,7 @@ def write_plan(folder: Path, job_file: Path, budget_bytes: int) -> Path:
     job = Job.from_yaml(job_file)
     plan = Plan(
         budget=Budget(device_bytes=budget_bytes),
-        rungs=(Rung(choices=in_order(CHOICES)),),
+        fallbacks=(Configuration(choices=in_order(CHOICES)),),
         limit_bytes=budget_bytes - MARGIN_BYTES,
         made_for=facts_of(job, sketch_texts(job), CpuLowering().name),
     )
@@ -129,5 +129,5 @@ def test_the_planner_finds_it_and_says_what_it_takes(tmp_path, cache):
     assert record.oom_events == ()
     peak_bytes = max(line.peak_bytes for line in record.steps)
     assert peak_bytes <= budget_bytes
-    assert plan.rungs[0].peak is not None
-    assert peak_bytes == pytest.approx(plan.rungs[0].peak.likely_bytes, rel=0.1)
+    assert plan.fallbacks[0].peak is not None
+    assert peak_bytes == pytest.approx(plan.fallbacks[0].peak.likely_bytes, rel=0.1)

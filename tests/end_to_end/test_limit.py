@@ -62,12 +62,12 @@ def test_with_a_plan_memory_does_not_run_out_at_all(large_job, cache, tmp_path):
     record = trained_inside(large_job, tmp_path / "run", cache)
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert not record.oom_events
-    assert {step.rung for step in record.steps} == {0}
+    assert {step.fallback for step in record.steps} == {0}
     whole = [step for step in record.steps if step.num_samples == 128]
-    assert {step.micro_batch for step in whole} == {plan.rungs[0].micro_batch}
+    assert {step.micro_batch for step in whole} == {plan.fallbacks[0].micro_batch}
     assert plan.limit_bytes == BUDGET_BYTES - (16 << 20)
-    assert plan.rungs[0].peak is not None
-    assert record.peak_bytes <= plan.rungs[0].peak.high_bytes <= plan.limit_bytes
+    assert plan.fallbacks[0].peak is not None
+    assert record.peak_bytes <= plan.fallbacks[0].peak.high_bytes <= plan.limit_bytes
     assert plan.plain is not None
     assert plan.plain.peak is not None
     assert plan.plain.peak.likely_bytes > BUDGET_BYTES

@@ -1,4 +1,5 @@
-"""Plans as files and as wishes, from the command line: a run does exactly what its plan says, or says why it does not.
+"""Plans as files and as constraints, from the command line: a run does exactly what its plan says, or says why it does
+not.
 
 What is refused is in tests/golden/errors, as in `test_bad_input`, and leaves nothing that a second try would stumble
 over.
@@ -66,7 +67,7 @@ def test_a_run_is_exactly_the_plan_it_is_given(planned, planned_run):
     assert "2 steps" in ran.trial.left_out  # too few to try others before them
     assert ran == plan.model_copy(update={"trial": ran.trial, "candidates": ()})
     record = RunRecord.from_directory(planned_run)
-    assert [(step.rung, step.micro_batch) for step in record.steps] == [(0, 3)] * 2
+    assert [(step.fallback, step.micro_batch) for step in record.steps] == [(0, 3)] * 2
     assert record.limit_bytes == 600 << 20  # the plan's: the job has none
     assert not record.oom_events
 
@@ -201,7 +202,7 @@ def plans(planned: Path, planned_run: Path, tmp_path: Path) -> Path:
     tiny_job(tmp_path)
     shutil.copy(planned / "plan.json", tmp_path)
     shutil.copy(planned_run / "record.json", tmp_path)
-    (tmp_path / "torn.json").write_text('{"record": "plan", "rungs": ')
+    (tmp_path / "torn.json").write_text('{"record": "plan", "fallbacks": ')
     whole["made_for"]["target"] = "cuda 8.6"
     (tmp_path / "gpu.json").write_text(json.dumps(whole))
     return tmp_path
@@ -256,16 +257,16 @@ def test_a_run_whose_plan_was_told_30_percent_too_little_recovers_by_its_fallbac
     job, told = write_job(tmp_path / "job.yaml", **RECURRENT), tmp_path / "told.json"
     assert plimsoll("plan", job, "--budget", "4GiB", "--forbid", "heap", "-o", told).returncode == 0
     plan = json.loads(told.read_text())
-    for rung in plan["rungs"]:
-        rung["peak"] |= {name: int(TOLD_SHARE * size) for name, size in rung["peak"].items() if size}
-    plan["limit_bytes"] = plan["rungs"][0]["peak"]["high_bytes"]
+    for configuration in plan["fallbacks"]:
+        configuration["peak"] |= {name: int(TOLD_SHARE * size) for name, size in configuration["peak"].items() if size}
+    plan["limit_bytes"] = plan["fallbacks"][0]["peak"]["high_bytes"]
     plan["budget"]["device_bytes"] = plan["limit_bytes"] + MARGIN_BYTES
     told.write_text(json.dumps(plan))
     run = tmp_path / "run"
     trained(job, "--out", run, "--plan", told)
     record = RunRecord.from_directory(run)
     assert 1 <= len(record.oom_events) <= 2
-    assert {event.next_rung for event in record.oom_events} <= {1, 2}
+    assert {event.next_fallback for event in record.oom_events} <= {1, 2}
     assert_each_sample_once(steps_of(run), 3)
     whole = tmp_path / "whole"
     trained(job, "--out", whole, "--no-plan")
@@ -295,7 +296,7 @@ def test_a_tight_plan_that_was_told_30_percent_too_little_is_survived(budget_mib
     job, told = write_job(tmp_path / "job.yaml", **WIDE), tmp_path / "told.json"
     assert plimsoll("plan", job, "--budget", f"{budget_mib}MiB", "-o", told).returncode == 0
     plan = json.loads(told.read_text())
-    for sizes in (plan["budget"], *(rung["peak"] for rung in plan["rungs"])):
+    for sizes in (plan["budget"], *(configuration["peak"] for configuration in plan["fallbacks"])):
         sizes |= {name: int(TOLD_SHARE * size) for name, size in sizes.items() if size}
     plan["limit_bytes"] = int(TOLD_SHARE * plan["limit_bytes"])
     told.write_text(json.dumps(plan))

@@ -355,7 +355,7 @@ def test_a_number_of_ranks_without_this_ones_is_refused(job: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_the_state_of_a_stream_goes_on_with_another_number_of_ranks(tmp_path: Path):
-    """Each rank has the state of its own lanes; a checkpoint has that of all."""
+    """Each rank has the state of its own stream slots; a checkpoint has that of all."""
     data = {**SMALL_JOB["data"], "order": "streams"}  # type: ignore[dict-item]
     changes = {"data": data, "batch_size": 7, "steps": NUM_STEPS, "evaluate_every": 3, "optimizer": {"lr": 1e-3}}
     job = write_job(tmp_path / "job.yaml", model=MODEL, **changes)

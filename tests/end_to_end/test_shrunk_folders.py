@@ -58,7 +58,7 @@ def loadings(tmp_path_factory):
     forms = {}
     for model, name in CASES:
         given, method = bundle(model), SHRINKERS[name]
-        menu = method.menu(given)
+        menu = method.choices(given)
         if isinstance(menu, str):
             continue
         method.shrink(given, menu[-1], calibration(given))

@@ -61,7 +61,7 @@ def by_hand(run: Path, architecture: str, resets: bool) -> tuple[list[float], di
     model = PlainLanguageModel(architecture, prepared.vocab_size, 32, dropout=0.1).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = plain_streams(
-        model, optimizer, tokens, num_lanes=NUM_LANES, length=LENGTH, num_steps=NUM_STEPS,
+        model, optimizer, tokens, num_slots=NUM_LANES, length=LENGTH, num_steps=NUM_STEPS,
         text_begins=frozenset((store.ends + 1).tolist()) if resets else frozenset(),
     )  # fmt: skip
     return losses, {name: weight.detach() for name, weight in model.state_dict().items()}
@@ -119,7 +119,7 @@ def test_a_run_that_was_killed_goes_on_with_its_state(cache, tmp_path):
     ("changes", "why"),
     [
         ({"model": {"architecture": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}}, "data.order: streams needs a"),
-        ({"batch_size": 4000}, "is too short for batch_size = 4000 lanes"),
+        ({"batch_size": 4000}, "is too short for batch_size = 4000 stream slots"),
         ({"task": "classification"}, "data.order: streams is for language-modeling"),
     ],
     ids=["transformer", "too short", "classifier"],

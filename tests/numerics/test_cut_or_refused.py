@@ -15,7 +15,7 @@ import plimsoll
 from plimsoll.errors import BudgetError, InputError, OutOfMemoryError
 from plimsoll.integrations.lightning import OomProof
 from plimsoll.planning.given_plan import require_that_fits
-from plimsoll.planning.inputs import JobSubject
+from plimsoll.planning.inputs import JobInput
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.step.failpoints import armed
@@ -26,7 +26,7 @@ WEIGHT = torch.tensor([1.0, 20.0])
 BATCH = {"x": torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), "labels": (torch.arange(12) < 2).long()}
 ROWS = [{name: value[row] for name, value in BATCH.items()} for row in range(12)]
 
-CUTS = [{"micro_batch": 4}, {"rungs": [[micro_batch_choice(4)]]}]
+CUTS = [{"micro_batch": 4}, {"fallbacks": [[micro_batch_choice(4)]]}]
 """Ways to say that the first step already cuts the batch."""
 
 
@@ -127,7 +127,7 @@ def test_a_plan_offers_no_cut(allow):
     )
     if not allow:
         assert {
-            int(c.options["samples"]) for one in plan.choices_by_rung for c in one if c.technique == "micro_batch"
+            int(c.options["samples"]) for one in plan.choices_by_fallback for c in one if c.technique == "micro_batch"
         } == {512}
         assert "The batch is not cut: the loss of a batch is not the sum" in " ".join(plimsoll.render(plan).split())
         none = plan.model_copy(update={"smallest_budget_bytes": 1 << 34})
@@ -240,7 +240,7 @@ def test_trainer(tmp_path):
 
 
 def test_rungs_of_a_trainer_that_cut_from_the_first_step_on(tmp_path):
-    options = {"failures": (), "rungs": CUTS[1]["rungs"]}
+    options = {"failures": (), "fallbacks": CUTS[1]["fallbacks"]}
     with pytest.raises(InputError, match=r"would cut the batch of 12 samples, but the loss of a batch is not the sum"):
         fit_trainer(contrastive, tmp_path, **options)
     fit_trainer(weighted, tmp_path, units=of_weights, **options)
@@ -255,7 +255,7 @@ def balanced_step(self, model, inputs, num_items_in_batch=None):
 
 
 def test_what_a_trainers_own_step_adds_to_the_loss_is_compared(tmp_path):
-    options = {"failures": (), "rungs": CUTS[1]["rungs"], "units": of_weights}
+    options = {"failures": (), "fallbacks": CUTS[1]["fallbacks"], "units": of_weights}
     fit_trainer(weighted, tmp_path, **options)
     with pytest.raises(InputError, match="would cut the batch of 12 samples"):
         fit_trainer(weighted, tmp_path, more={"training_step": balanced_step}, **options)
@@ -280,7 +280,7 @@ def test_a_job(model, verdict, tmp_path):
     (tmp_path / "corpus.txt").write_text("a b c\n" * 50)
     data = {"train": str(tmp_path / "corpus.txt"), "unit": "line"}
     fields = {"model": model, "data": data, "tokenizer": {"train": "bpe", "vocab_size": 300}, "batch_size": 8}
-    check = JobSubject(Job.model_validate(fields | {"sequence_length": 16})).loss_check()
+    check = JobInput(Job.model_validate(fields | {"sequence_length": 16})).loss_check()
     assert check.verdict == verdict
 
 

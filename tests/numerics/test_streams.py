@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from plain_streams import PlainLanguageModel, plain_streams
 from plimsoll.data.batches.loader import Loader
-from plimsoll.data.samples.stream_slots import Lanes
+from plimsoll.data.samples.stream_slots import StreamSlots
 from plimsoll.data.samples.streams import StreamDataset
 from plimsoll.models.names import RECURRENT
 from plimsoll.models.recurrent.model import RecurrentLanguageModel, build_recurrent
@@ -22,7 +22,20 @@ from token_stores import store_of_lengths
 from workloads import largest_relative_difference, weights_of
 
 NUM_LANES, LENGTH, VOCABULARY = 6, 8, 50
-TEXT_LENGTHS = [40, 3, 25, 1, 60, 17, 90, 33, 8, 51, 12, 70]  # 422 tokens with their ends: 10 windows of each lane
+TEXT_LENGTHS = [
+    40,
+    3,
+    25,
+    1,
+    60,
+    17,
+    90,
+    33,
+    8,
+    51,
+    12,
+    70,
+]  # 422 tokens with their ends: 10 windows of each stream slot
 NUM_STEPS = 13  # into the second epoch, and past a shorter window
 PHASES = ("copy", "forward", "loss", "backward", "clip", "optimizer")
 CLOSE = 1e-5
@@ -34,7 +47,7 @@ def store(tmp_path_factory: pytest.TempPathFactory):
 
 
 def dataset_of(store, resets: bool = False) -> StreamDataset:
-    return StreamDataset(store, Lanes(0, len(store.tokens), NUM_LANES, LENGTH), resets)
+    return StreamDataset(store, StreamSlots(0, len(store.tokens), NUM_LANES, LENGTH), resets)
 
 
 def ours(architecture: str, dropout: float = 0.0, vocab_size: int = VOCABULARY) -> RecurrentLanguageModel:
@@ -69,7 +82,7 @@ def plain(
     optimizer = adamw(model)
     begins = frozenset((store.ends + 1).tolist()) if resets else frozenset()
     plain_streams(
-        model, optimizer, torch.from_numpy(store.tokens.astype("int64")), num_lanes=NUM_LANES, length=LENGTH,
+        model, optimizer, torch.from_numpy(store.tokens.astype("int64")), num_slots=NUM_LANES, length=LENGTH,
         num_steps=num_steps, text_begins=begins, cut=cut,
     )  # fmt: skip
     return weights_of(model, optimizer)
@@ -149,7 +162,7 @@ def test_an_oom_in_any_phase_loses_nothing_and_carries_nothing_twice(store, phas
 
 @pytest.mark.parametrize("hit", [2, 3, 9])
 def test_an_oom_in_the_middle_of_a_cut_step_carries_no_lane_twice(store, hit):
-    """Lanes that were read before the error have moved on, and are read again."""
+    """Stream slots that were read before the error have moved on, and are read again."""
     model = ours("gru")
     step, other = step_of(model, micro_batch=2), step_of(ours("gru"), micro_batch=2)
     with armed("forward", hit):
@@ -184,7 +197,7 @@ def test_autocast_carries_the_state_in_the_dtype_of_the_layers(store, precision)
 def on_rung(*choices: Choice) -> TrainStep:
     """With a head that is worth chunks, and SGD: Adam divides by what may be nothing but rounding."""
     model = ours("lstm", vocab_size=1024)
-    return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="next-tokens", rungs=[choices])
+    return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="next-tokens", fallbacks=[choices])
 
 
 @pytest.mark.sampled(3)
@@ -193,7 +206,7 @@ def on_rung(*choices: Choice) -> TrainStep:
 )
 def test_with_a_technique_the_state_is_carried_as_without(store, name):
     whole = micro_batch_choice(NUM_LANES)
-    menu = technique_of(name).menu(on_rung(whole).workload, Setting("cpu", NUM_LANES))
+    menu = technique_of(name).choices(on_rung(whole).workload, Setting("cpu", NUM_LANES))
     if isinstance(menu, str):
         pytest.skip(menu)
     for choice in {menu[0], menu[-1]}:

@@ -97,7 +97,7 @@ def test_an_oom_in_any_phase_loses_nothing(case, phase, at_step):
 def test_an_oom_in_every_phase_of_one_step_is_survived(case):
     step = make_step(case)
     run(step, case, num_steps=1)
-    step.ladder._grow_after = 10**9
+    step.fallback_schedule._grow_after = 10**9
     for phase in PHASES:
         with armed(phase, 1):
             step(case.batches()[1])

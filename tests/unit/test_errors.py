@@ -43,7 +43,7 @@ def test_the_docstring_draws_the_tree_there_is():
         ("OutOfMemoryError", MemoryError, 3),
         ("TornStepError", MemoryError, 75),
         ("AfterUpdateError", MemoryError, 75),
-        ("WornProcessError", MemoryError, 76),
+        ("FragmentedHeapError", MemoryError, 76),
     ],
 )
 def test_an_error_is_the_built_in_one_and_has_its_exit_code(cls: str, built_in: type[Exception], exit_code: int):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from plimsoll.records.job import Job
     from plimsoll.records.placement import InferencePlan
     from plimsoll.records.plan import Pin, Plan
-    from plimsoll.records.strategies import Ways
+    from plimsoll.records.strategies import Strategies
 
 _IMPOSSIBLE = 1
 _USUAL_TOKENS = 256
@@ -113,7 +113,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
         limit_bytes = limit_bytes_of(budget)
         check_output(output, force)
         _check_export(export, inference or compare or as_json or output is not None)
-        found: InferencePlan | Plan | Ways
+        found: InferencePlan | Plan | Strategies
         with spinner(quiet or as_json) as progress:
             where = (device, limit_bytes)
             if inference:
@@ -123,10 +123,10 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
                 from plimsoll.planning.job_checks import require_sound
                 from plimsoll.records.job import Job
 
-                job, wishes = Job.from_yaml(subject, tuple(changes or ())), _wishes(pins or (), forbids or ())
-                require_sound(job, device, limit_bytes, *wishes)
+                job, constraints = Job.from_yaml(subject, tuple(changes or ())), _constraints(pins or (), forbids or ())
+                require_sound(job, device, limit_bytes, *constraints)
                 make = _compare if compare else _plan_training
-                found, sentence = make(job, wishes, calibration, where, progress, quiet=quiet or as_json)
+                found, sentence = make(job, constraints, calibration, where, progress, quiet=quiet or as_json)
         if export is not None:
             _print_export(cast("Plan", found), export)
         else:
@@ -175,7 +175,7 @@ def _check_kind(subject: Path, kinds: tuple[bool, bool], of_training: list[str],
 
 
 def _plan_training(
-    job: Job, wishes: tuple[tuple[Pin, ...], tuple[str, ...]], calibration: Path | None,
+    job: Job, constraints: tuple[tuple[Pin, ...], tuple[str, ...]], calibration: Path | None,
     where: tuple[str | None, int | None], progress: Progress, *, quiet: bool,
 ) -> tuple[Plan, str]:  # fmt: skip
     from plimsoll.planning.lean_imports import leave_out_unused
@@ -187,7 +187,7 @@ def _plan_training(
     from plimsoll.planning.calibration import known_calibration
     from plimsoll.planning.kept_answers import KEPT_SENTENCE, plan_of
 
-    (pins, forbids), (device, limit_bytes) = wishes, where
+    (pins, forbids), (device, limit_bytes) = constraints, where
     found, is_kept = plan_of(
         job,
         device=device,
@@ -203,13 +203,13 @@ def _plan_training(
 
 
 def _compare(
-    job: Job, wishes: tuple[tuple[Pin, ...], tuple[str, ...]], calibration: Path | None,
+    job: Job, constraints: tuple[tuple[Pin, ...], tuple[str, ...]], calibration: Path | None,
     where: tuple[str | None, int | None], progress: Progress, *, quiet: bool,
-) -> tuple[Ways, str]:  # fmt: skip
+) -> tuple[Strategies, str]:  # fmt: skip
     from plimsoll.records.comparison import Calibration
-    from plimsoll.report.ways_sheets import done_line, headline
+    from plimsoll.report.strategy_sheets import done_line, headline
 
-    (pins, forbids), (device, limit_bytes) = wishes, where
+    (pins, forbids), (device, limit_bytes) = constraints, where
     if pins or forbids:
         given = ", ".join([*map(str, pins), *forbids])
         raise InputError(f"--compare plans each way with pins of its own, not with {given}: leave one of them out")
@@ -218,15 +218,15 @@ def _compare(
 
     with baseline_for(job, device) as started:
         from plimsoll.planning.calibration import known_calibration
-        from plimsoll.planning.strategies import compare_ways
+        from plimsoll.planning.strategies import compare_strategies
 
-        found = compare_ways(
+        found = compare_strategies(
             job,
             device=device,
             limit_bytes=limit_bytes,
             calibration=learned or known_calibration(),
             progress=progress,
-            on_way=lambda way: None if quiet else typer.echo(done_line(way), err=True),
+            on_strategy=lambda strategy: None if quiet else typer.echo(done_line(strategy), err=True),
             started=started,
         )
     return found, headline(found)
@@ -275,7 +275,9 @@ def _model_folder(subject: Path) -> Path:
     )
 
 
-def _wishes(pins: list[str] | tuple[()], forbids: list[str] | tuple[()]) -> tuple[tuple[Pin, ...], tuple[str, ...]]:
+def _constraints(
+    pins: list[str] | tuple[()], forbids: list[str] | tuple[()]
+) -> tuple[tuple[Pin, ...], tuple[str, ...]]:
     from plimsoll.records.plan import check_pins, parse_pin
 
     try:

@@ -212,7 +212,7 @@ def _as_a_rank(
         if code:
             return code
         goes_on = restarts > 0
-        rung, too_large_rung = (
+        fallback, too_large_fallback = (
             begun_again(ranks, RunDirectory.open(out, writes=ranks.rank == 0)) if goes_on else (None, None)
         )
         train_run(
@@ -220,8 +220,8 @@ def _as_a_rank(
             resume=resume and not goes_on,
             from_step=from_step,
             resume_newest=goes_on,
-            rung=rung,
-            too_large_rung=too_large_rung,
+            fallback=fallback,
+            too_large_fallback=too_large_fallback,
             restarts=restarts,
             quiet=quiet,
             trial=trial,
@@ -246,8 +246,8 @@ def _planning(
     from plimsoll.records.plan import Plan, check_pins, parse_pin
 
     check_pins([parse_pin(pin) for pin in pins or ()], forbids or ())
-    wishes = (*(("--pin", pin) for pin in pins or ()), *(("--forbid", name) for name in forbids or ()))
-    given = [*([f"--plan {plan}"] if plan else []), *(["--no-plan"] if no_plan else []), *map(" ".join, wishes)]
+    constraints = (*(("--pin", pin) for pin in pins or ()), *(("--forbid", name) for name in forbids or ()))
+    given = [*([f"--plan {plan}"] if plan else []), *(["--no-plan"] if no_plan else []), *map(" ".join, constraints)]
     if resume and given:
         raise InputError(f"--resume goes on with the plan of the run: leave out {', '.join(given)}, or drop --resume")
     if (plan or no_plan) and len(given) > 1:
@@ -255,7 +255,7 @@ def _planning(
     if plan is not None:
         Plan.load(plan)
         return ("--given", str(plan.resolve()))
-    return None if no_plan else tuple(word for wish in wishes for word in wish)
+    return None if no_plan else tuple(word for constraint in constraints for word in constraint)
 
 
 def _begun(  # noqa: PLR0917 -- one call
@@ -274,10 +274,10 @@ def _begun(  # noqa: PLR0917 -- one call
         with loading_once(directory):
             # What can be refused is refused before the data are prepared, which may take hours.
             code = _planned(directory, job, planning, quiet) if is_given else 0
-            wishes = () if is_given else planning or ()
+            constraints = () if is_given else planning or ()
             return (
                 code
-                or prepare_data(directory, cache or directory.cache, quiet, wishes=wishes)
+                or prepare_data(directory, cache or directory.cache, quiet, constraints=constraints)
                 or (0 if is_given else _planned(directory, job, planning, quiet))
                 or then(directory, trial, quiet)
             )
@@ -289,12 +289,12 @@ def _planned(directory: RunDirectory, job: Job, planning: tuple[str, ...] | None
     return make_plan(directory, planning, quiet) if planning is not None and _has_line(job, planning) else 0
 
 
-def _has_line(job: Job, wishes: tuple[str, ...]) -> bool:
-    """Whether there is a line to stay under, a budget or the memory of a GPU, or something is wished for."""
+def _has_line(job: Job, constraints: tuple[str, ...]) -> bool:
+    """Whether there is a line to stay under, a budget or the memory of a GPU, or something is asked for for."""
     from plimsoll.device.cuda import nvml
 
     is_on_cpu = job.device == "cpu" or (job.device == "auto" and nvml.driver_version() is None)
-    return bool(wishes or job.pin) or job.budget.device_bytes is not None or not is_on_cpu
+    return bool(constraints or job.pin) or job.budget.device_bytes is not None or not is_on_cpu
 
 
 def _write(directory: RunDirectory, job: Job) -> None:
@@ -308,7 +308,7 @@ def _write(directory: RunDirectory, job: Job) -> None:
 
 
 def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: tuple[str, ...], quiet: bool) -> int:
-    """Keep the plan of a run that goes on; for another budget, or of other code by now, plan again as was wished."""
+    """Keep the plan of a run that goes on; for another budget, or of other code by now, plan again as was asked for."""
     from plimsoll.errors import RecordError
     from plimsoll.records.plan import Plan
     from plimsoll.training.supervise import make_plan
@@ -333,12 +333,12 @@ def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: t
         return 0
     pins = (*map(str, plan.pinned), *plan.required, *plan.left_out)
     pairs = [*(("--pin", pin) for pin in pins), *(("--forbid", name) for name in plan.forbidden)]
-    wishes = tuple(word for pair in pairs for word in pair)
-    if not (is_same or _has_line(job, wishes)):
+    constraints = tuple(word for pair in pairs for word in pair)
+    if not (is_same or _has_line(job, constraints)):
         _write(directory, job)
         return 0
     keep = ("--keep",) if is_same or (plan.budget == job.budget and job.ranks == before.ranks) else ()
-    return make_plan(directory, ("--goes-on", *from_where, *keep, *wishes), quiet)
+    return make_plan(directory, ("--goes-on", *from_where, *keep, *constraints), quiet)
 
 
 def _opened(out: Path, job_file: Path | None) -> RunDirectory:

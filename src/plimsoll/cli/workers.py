@@ -29,12 +29,12 @@ def prepare_worker(  # noqa: PLR0917 -- typer calls it by name
     Checking the job loads torch. If that leaves too little of the budget to train the tokenizer, the process restarts
     and trains the tokenizer before it loads torch.
     """
-    from plimsoll.errors import TokenizerRoomError
+    from plimsoll.errors import TokenizerMemoryError
     from plimsoll.training.worker import prepare_run
 
     try:
         prepare_run(directory, cache, quiet, again, tuple(pin or ()), tuple(forbid or ()), tokenizer_budget_bytes)
-    except TokenizerRoomError as error:
+    except TokenizerMemoryError as error:
         if tokenizer_budget_bytes is not None or error.budget_bytes is None:
             raise
         os.execv(
@@ -117,8 +117,8 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
     resume: bool = False,
     from_step: int | None = None,
     resume_newest: bool = False,
-    rung: Annotated[int | None, typer.Option()] = None,
-    too_large_rung: Annotated[int | None, typer.Option()] = None,
+    fallback: Annotated[int | None, typer.Option()] = None,
+    too_large_fallback: Annotated[int | None, typer.Option()] = None,
     restarts: int = 0,
     quiet: bool = False,
     no_trial: Annotated[bool, typer.Option("--no-trial")] = False,
@@ -133,8 +133,8 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
             resume=resume,
             from_step=from_step,
             resume_newest=resume_newest,
-            rung=rung,
-            too_large_rung=too_large_rung,
+            fallback=fallback,
+            too_large_fallback=too_large_fallback,
             restarts=restarts,
             quiet=quiet,
             trial=not no_trial,

@@ -84,7 +84,7 @@ class Shrinker(ABC):
     easiest: ClassVar[int] = -1
     reads_corpus: ClassVar[bool] = False
 
-    def menu(self, bundle: Bundle) -> Choices | str:
+    def choices(self, bundle: Bundle) -> Choices | str:
         """Return what is worth trying, mildest first, or a sentence that says why nothing is.
 
         The sentence names the modules that were looked for. What is not in the menu may still be asked for by the user

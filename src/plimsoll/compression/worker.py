@@ -117,7 +117,7 @@ class ShrinkProcess:
         return InferenceCost.model_validate(self._ask("measured", source=source.model_dump()))
 
     def predicted_training(self, source: Source, teacher: Path | None = None) -> Estimate | None:
-        """Ask for the peak of a training step of the whole batch; ``None`` where it cannot be rehearsed."""
+        """Ask for the peak of a training step of the whole batch; ``None`` where it cannot be dry-run."""
         named = None if teacher is None else str(teacher.absolute())
         found = self._ask("predicted_training", source=source.model_dump(), teacher=named)
         return None if found is None else Estimate.model_validate(found)

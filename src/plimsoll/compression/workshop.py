@@ -36,7 +36,7 @@ from plimsoll.device.base import backend_for
 from plimsoll.device.cpu.data_limit import set_up_heap
 from plimsoll.errors import DataError, InputError, PlimsollError, WeightsError
 from plimsoll.files.forking import ending_with_this
-from plimsoll.inference.dry_run import Compute, rehearse_inference
+from plimsoll.inference.dry_run import Compute, dry_run_inference
 from plimsoll.inference.model import import_first, load_for_inference, stored_dtype
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.hugging_face import MODEL_FAULTS
@@ -44,7 +44,7 @@ from plimsoll.models.inference import InferenceTask
 from plimsoll.models.loading import sketch_checkpoint
 from plimsoll.models.recurrent.skeleton import recurrent_fields, recurrent_skeleton
 from plimsoll.planning.baseline import StartedBaseline
-from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.planning.targets import find_target
 from plimsoll.records.allocator import TIGHT_HEAP
 from plimsoll.records.distill import DistillSource
@@ -77,7 +77,7 @@ class Workshop:
         bundle = self._bundle(self.folder, None)
         found = []
         for method in SHRINKERS.values():
-            menu = self.evidence.cannot_judge(method.name) or method.menu(bundle)
+            menu = self.evidence.cannot_judge(method.name) or method.choices(bundle)
             offered = {"reason": menu} if isinstance(menu, str) else {"choices": menu}
             known = {"method": method.name, "stage": METHODS[method.name].stage, "saves": method.saves}
             found.append(Offer.model_validate(known | offered))
@@ -156,11 +156,11 @@ class Workshop:
             )
 
     def predicted(self, folder: Path, cost: InferenceCost) -> Estimate | None:
-        """Predict the peak of the passes that were measured; ``None`` where the model cannot be rehearsed."""
+        """Predict the peak of the passes that were measured; ``None`` where the model cannot be dry-run."""
         target = find_target("cpu", None, lambda: _known(cost.baseline_bytes))
         try:
             model = load_for_inference(folder, self.evidence.head, None, "cpu")
-            trace = rehearse_inference(
+            trace = dry_run_inference(
                 model,
                 _compute_of(self.evidence.inference(folder)),
                 CpuLowering(),
@@ -172,7 +172,7 @@ class Workshop:
         return target.count(trace, (_TIGHT,)).peak
 
     def predicted_training(self, source: Source, teacher: str | None) -> Estimate | None:
-        """Predict the peak of a training of the whole batch; ``None`` where there is none, or no rehearsal of it."""
+        """Predict the peak of a training of the whole batch; ``None`` where there is none, or no dry run of it."""
         if not isinstance(self.evidence, JobEvidence):
             return None
         job = self.evidence.job_for(Path(source.folder), None if source.tokenizer is None else Path(source.tokenizer))
@@ -183,7 +183,7 @@ class Workshop:
         baseline = self._training_baseline
         target = find_target("cpu", None, lambda: baseline)
         try:
-            trace = rehearse_job(job, sketch_texts(job), target.lowering(), (micro_batch_choice(job.batch_size),))
+            trace = dry_run_job(job, sketch_texts(job), target.lowering(), (micro_batch_choice(job.batch_size),))
         except InputError:
             return None
         return target.count(trace).peak

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from plimsoll.data.job_options import corpus_and_tokenizer, cut_by_job, kinds_of_tokens, padding_of, reading_of
 from plimsoll.data.samples.labels import labels_of, names_to_number_by
 from plimsoll.data.samples.spans import Spans, num_windows, open_spans, refuse_no_window
-from plimsoll.data.samples.stream_slots import Lanes, lanes_of_stream, refuse_no_lane, training_lanes
+from plimsoll.data.samples.stream_slots import StreamSlots, refuse_no_slot, slots_of_stream, training_slots
 from plimsoll.data.samples.tags import tags_of
 from plimsoll.data.text.corpus import Corpus, open_index
 from plimsoll.data.text.held_out import (
@@ -331,8 +331,8 @@ class _Making:
         if isinstance(texts, ChosenTexts):
             facts["texts_folder"] = str(texts.folder)
         if data.order == "streams":
-            refuse_no_lane(num_tokens, self._job.batch_size, length, name)
-            return facts | {"num_samples": Lanes(0, num_tokens, self._job.batch_size, length).num_samples}
+            refuse_no_slot(num_tokens, self._job.batch_size, length, name)
+            return facts | {"num_samples": StreamSlots(0, num_tokens, self._job.batch_size, length).num_samples}
         refuse_no_window(num_tokens, length, name)
         return facts | {"num_samples": num_windows(num_tokens, length, data.stride)}
 
@@ -392,16 +392,16 @@ class _Opening:
         return DocumentDataset(spans, labels, pad_id, augmentation=self._tokens(is_training))
 
     def streams(self) -> tuple[Samples, Samples | None]:
-        """Map the lanes to train on and those held out."""
+        """Map the stream slots to train on and those held out."""
         from plimsoll.data.samples.streams import StreamDataset
 
         train, other = self._prepared.train, self._prepared.validation
-        lanes, other_lanes = _lanes_of(self._job, train, other)
+        slots, other_slots = _slots_of(self._job, train, other)
         resets = self._job.data.reset is not None
-        samples = StreamDataset(_stream_of(train), lanes, resets)
-        if other_lanes is None:
+        samples = StreamDataset(_stream_of(train), slots, resets)
+        if other_slots is None:
             return samples, None
-        return samples, StreamDataset(_stream_of(other or train), other_lanes, resets)
+        return samples, StreamDataset(_stream_of(other or train), other_slots, resets)
 
     def _on_the_fly(self, text: PreparedText, is_training: bool) -> Samples:
         from plimsoll.data.batches.augment_text import TextAugmentation
@@ -436,21 +436,21 @@ def _stream_of(text: PreparedText) -> Tokens:
     return store if text.texts_folder is None else ChosenTexts(store, Path(text.texts_folder))
 
 
-def _lanes_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> tuple[Lanes, Lanes | None]:
-    """Return the lanes to train on and those to evaluate on, which are of a text of their own or of a share."""
-    num_lanes, length, share = job.batch_size, job.sequence_length, job.data.validation
+def _slots_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> tuple[StreamSlots, StreamSlots | None]:
+    """Return the stream slots to train on and those to evaluate on, which are of a text of their own or of a share."""
+    num_slots, length, share = job.batch_size, job.sequence_length, job.data.validation
     if held_out is not None:
-        lanes = training_lanes(0, train.num_tokens, num_lanes, length)
-        return lanes, Lanes(0, held_out.num_tokens, num_lanes, length)
-    return lanes_of_stream(train.num_tokens, share if isinstance(share, float) else 0.0, num_lanes, length)
+        slots = training_slots(0, train.num_tokens, num_slots, length)
+        return slots, StreamSlots(0, held_out.num_tokens, num_slots, length)
+    return slots_of_stream(train.num_tokens, share if isinstance(share, float) else 0.0, num_slots, length)
 
 
 def reach_of(
     job: Job, train: PreparedText, held_out: PreparedText | None, segment_steps: int | None = None
 ) -> GradientReach:
     """Count how far back gradients of streams reach, also where windows are cut in segments that truncate them."""
-    lanes, _ = _lanes_of(job, train, held_out)
-    return lanes.reach(_stream_of(train).ends if job.data.reset else None, segment_steps)
+    slots, _ = _slots_of(job, train, held_out)
+    return slots.reach(_stream_of(train).ends if job.data.reset else None, segment_steps)
 
 
 def _labels(text: PreparedText) -> NDArray[Any] | None:

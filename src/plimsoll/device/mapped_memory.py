@@ -11,7 +11,7 @@ Folder: ``PLIMSOLL_SCRATCH``, else the one for temporary files, else ``/var/tmp`
 (tmpfs), which would be no gain and is refused. Disk blocks are reserved before they are mapped: a full disk is an
 `OutputError` and not a SIGBUS in the middle of a kernel.
 
-In a rehearsal, on fake tensors, the same calls make fake tensors that a trace counts outside the device. Does NOT
+In a dry run, on fake tensors, the same calls make fake tensors that a trace counts outside the device. Does NOT
 cover other systems than Linux, and sparse tensors.
 """
 
@@ -99,7 +99,7 @@ class MappedPool:
             return self.empty_like(tensor).copy_(tensor.detach())
 
     def know(self, tensor: Tensor) -> None:
-        """Take a fake tensor that stands for one made here, in a rehearsal, for one that was."""
+        """Take a fake tensor that stands for one made here, in a dry run, for one that was."""
         self._made.add(tensor)
 
     def holds(self, tensor: Tensor) -> bool:

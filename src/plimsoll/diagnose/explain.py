@@ -47,7 +47,7 @@ def explain(
             snapshot of CUDA, or the recording of a watch.
         device: of a job or a run, see `plimsoll.plan_job`; by default the job's.
         budget: what a job or a run may use, such as ``"2GiB"``; by default the job's.
-        progress: told what is being done, where a job is rehearsed.
+        progress: told what is being done, where a job is dry-run.
 
     Raises:
         RecordError: if it is no run directory, or a file in it is damaged.

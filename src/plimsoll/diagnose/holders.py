@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from plimsoll.diagnose.seen import Kept
 from plimsoll.memory.graph import has_graph, saved_tensors, storage_bytes, storage_key
 from plimsoll.memory.inventory import graph_nodes
-from plimsoll.step.retained.assignments import Store, store_of
+from plimsoll.step.retained.assignments import Assignment, assignment_of
 from plimsoll.step.retained.tensors import OF_TORCH, attributes_of
 
 _DEEPEST, _FEW, _SAMPLE = 4, 16, 500
@@ -115,14 +115,14 @@ def kept_by(
     return sorted((one for one in kept if one.num_bytes >= _LEAST_BYTES), key=lambda one: -one.num_bytes)
 
 
-def stored(found: Found) -> Store:
+def stored(found: Found) -> Assignment:
     """Return the line of the user's that stores a value; empty texts where it was not found."""
     owners = found.owners
-    of_graph = store_of(owners, found.variable, found.value)
-    store = of_graph or store_of(owners, found.variable, found.value, True)
+    of_graph = assignment_of(owners, found.variable, found.value)
+    store = of_graph or assignment_of(owners, found.variable, found.value, True)
     if store is None and "." in found.root_name and isinstance(owners[-1], CodeType):  # code that has returned did it
-        store = store_of([_whole_file(owners[-1])], f".{found.variable}", found.value, True)
-    return store or Store("", "", "")
+        store = assignment_of([_whole_file(owners[-1])], f".{found.variable}", found.value, True)
+    return store or Assignment("", "", "")
 
 
 def _whole_file(code: CodeType) -> CodeType:
@@ -197,7 +197,7 @@ def _kept(one: Found, before: Mapping[int, int], borders: Sequence[int], kind: s
     graph_bytes, oldest = _graph(graphs, seen)
     owners = [owner for owner in one.owners if isinstance(owner, Dataset | DataLoader)]
     is_large = size.host_bytes * size.factor + tensor_bytes * size.factor + graph_bytes >= _LEAST_BYTES
-    store = stored(one) if is_large else Store("", "", "")
+    store = stored(one) if is_large else Assignment("", "", "")
     return Kept(
         name=one.name,
         kind=type(one.value).__name__,
@@ -215,7 +215,7 @@ def _kept(one: Found, before: Mapping[int, int], borders: Sequence[int], kind: s
     )
 
 
-def _is_made_at_once(value: Any, store: Store) -> bool:
+def _is_made_at_once(value: Any, store: Assignment) -> bool:
     """Whether a container that was not there before is a batch: a tuple, a few named items, or a few of a loop."""
     if isinstance(value, tuple):
         return True

@@ -89,7 +89,7 @@ class _Scene:
                 return "backward"
         return "forward"
 
-    def store_of_variable(self, kind: type) -> tuple[Found, Any] | None:
+    def assignment_of_variable(self, kind: type) -> tuple[Found, Any] | None:
         """The variable of the user's that has an object of a kind."""
         for line in self.lines:
             for scope in (line.frame.f_locals, line.frame.f_globals):
@@ -100,7 +100,7 @@ class _Scene:
 
     def line_of_variable(self, kind: type) -> str:
         """Where such a variable is assigned; "" where there is none."""
-        variable = self.store_of_variable(kind)
+        variable = self.assignment_of_variable(kind)
         return "" if variable is None else stored(variable[0]).place
 
 
@@ -334,7 +334,7 @@ def _seen(scene: _Scene, kept: list[Kept], stock: Inventory, text: str) -> Seen:
     family = watched.family_of(psutil.Process().pid)
     processes = tuple(one for one in family if one.pid not in aborts.watcher_pids())
     models = [one for one in stock.modules if any(True for _ in one.parameters(recurse=False))]
-    loader = scene.store_of_variable(DataLoader)
+    loader = scene.assignment_of_variable(DataLoader)
     caller = _caller_of_model(scene)
     return Seen(
         kept=tuple(kept),

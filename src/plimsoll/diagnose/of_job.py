@@ -1,7 +1,7 @@
-"""The diagnosis of a job before it runs, and of a run that ended because memory ran out: both are rehearsed.
+"""The diagnosis of a job before it runs, and of a run that ended because memory ran out: both are dry-run.
 
 What the peak is made of is predicted (`plimsoll.planning.remedies`), and every remedy was tried by the predictor on
-this training. A run is rehearsed with what it had in force when it ended. Where the prediction has room for it all the
+this training. A run is dry-run with what it had in force when it ended. Where the prediction has room for it all the
 same, the causes that are part of a peak do not explain the end, and that is said.
 
 Does NOT read the texts of a job that has not run: of padding only a run knows.
@@ -121,12 +121,12 @@ def _texts(directory: Path) -> TextSketch | None:
 
 
 def _last(run: RunRecord) -> tuple[int | None, int | None]:
-    """The rung and the micro-batch (samples) that a run had at its end."""
+    """The fallback and the micro-batch (samples) that a run had at its end."""
     event = next(reversed(run.oom_events), None)
     if event is not None and ended_in_oom(run):
-        return event.rung, event.micro_batch
+        return event.fallback, event.micro_batch
     step = next(reversed(run.steps), None)
-    return (step.rung, step.micro_batch) if step is not None else (None, None)
+    return (step.fallback, step.micro_batch) if step is not None else (None, None)
 
 
 def _padding_share(directory: Path) -> float | None:

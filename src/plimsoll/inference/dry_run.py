@@ -1,7 +1,7 @@
-"""A model that is applied to texts, rehearsed: without its weights, its passes traced on fake tensors.
+"""A model that is applied to texts, in a dry run: without its weights, its passes traced on fake tensors.
 
     applied = Applied.open(folder, "score", dtype=None, new_tokens=0)
-    applied.rehearse(CpuLowering(), rows=8, longest_tokens=256, outside=())
+    applied.dry_run(CpuLowering(), rows=8, longest_tokens=256, outside=())
 
 What is traced is the task's own ``compute``, under the same ``inference_mode`` as `plimsoll.inference.apply` has it,
 with the weights where the plan has them: those of parts on disk, or beside a GPU on the host, are counted outside the
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from plimsoll.errors import InputError
 from plimsoll.inference.model import require_head
 from plimsoll.memory.lowering.base import Lowering
-from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with_unknown_lengths
+from plimsoll.memory.trace import DryRun, dry_run, failures_explained, with_unknown_lengths
 from plimsoll.models.inference import InferenceTask, inference_task, read_config
 from plimsoll.models.loading import sketch_checkpoint
 from plimsoll.models.names import RECURRENT
@@ -118,9 +118,9 @@ class Applied:
                 f"{most} tokens: give shorter ones"
             )
 
-    def rehearse(self, lowering: Lowering, rows: int, longest_tokens: int, outside: Collection[str]) -> Trace:
-        """Trace one pass; see `rehearse_inference`."""
-        return rehearse_inference(
+    def dry_run(self, lowering: Lowering, rows: int, longest_tokens: int, outside: Collection[str]) -> Trace:
+        """Trace one pass; see `dry_run_inference`."""
+        return dry_run_inference(
             self.model, self.task.compute, lowering,
             rows=rows, longest_tokens=longest_tokens, outside=outside, new_tokens=self.new_tokens,
         )  # fmt: skip
@@ -130,7 +130,7 @@ Batch = dict[str, Tensor]
 Compute = Callable[[nn.Module, Batch], Any]
 
 
-def rehearse_inference(
+def dry_run_inference(
     model: nn.Module,
     compute: Compute,
     lowering: Lowering,
@@ -156,7 +156,7 @@ def rehearse_inference(
     """
 
     def trace_with(keeps_all: bool) -> Trace:
-        with rehearsal(lowering, lambda: "forward", keeps_all) as stage:
+        with dry_run(lowering, lambda: "forward", keeps_all) as stage:
             fake = _arrived(stage, model, outside)
             copied = block_names(model, outside) if lowering.kind == "cuda" else ()
             with (
@@ -173,7 +173,7 @@ def rehearse_inference(
     return with_unknown_lengths(trace_with)
 
 
-def _arrived(stage: Rehearsal, model: nn.Module, outside: Collection[str]) -> nn.Module:
+def _arrived(stage: DryRun, model: nn.Module, outside: Collection[str]) -> nn.Module:
     """The fake model, whose weights are known to be where they will be."""
     away = [weight for part in parts_of(model) if part.name in outside for weight in part.weights]
     fake = stage.fake_model(model, away).eval().requires_grad_(False)
@@ -181,7 +181,7 @@ def _arrived(stage: Rehearsal, model: nn.Module, outside: Collection[str]) -> nn
     return fake
 
 
-def _last_token(stage: Rehearsal, model: nn.Module, rows: int, num_seen: int) -> None:
+def _last_token(stage: DryRun, model: nn.Module, rows: int, num_seen: int) -> None:
     """The pass of the last new token, which sees itself and the keys and values of all before it."""
     stage.recorder.step = 0
     mask = stage.fake_batch(_batch(model, rows, num_seen))["attention_mask"]

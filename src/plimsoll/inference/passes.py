@@ -2,8 +2,9 @@
 
 Texts are taken from the longest to the shortest, so that those of equal length come together and little is padding, and
 a pass has as many as keep rows times columns under ``tokens_per_pass``. Where memory runs out the pass is freed and its
-texts are done again in smaller passes, down to single ones; what did not fit is not tried again (`run.recover.Ladder`,
-which counts tokens here). Without an error of memory the passes depend on the texts alone, not on the machine.
+texts are done again in smaller passes, down to single ones; what did not fit is not tried again
+(`run.recover.FallbackSchedule`, which counts tokens here). Without an error of memory the passes depend on the texts
+alone, not on the machine.
 
 It does NOT decide how many tokens fit, and does NOT cut a text.
 """
@@ -24,7 +25,7 @@ from plimsoll.models.inference import InferenceTask
 from plimsoll.records.run import OomEvent
 from plimsoll.step.failpoints import failpoint
 from plimsoll.step.oom_boundary import Position, attempt
-from plimsoll.step.recovery import Ladder, micro_batch_sizes
+from plimsoll.step.recovery import FallbackSchedule, micro_batch_sizes
 
 Result = TypeVar("Result")
 
@@ -73,7 +74,7 @@ class Passes(Generic[Result]):
         self._work, self._backend, self._device = work, backend, device
         self._padding_id, self._side, self._more_tokens = padding_id, side, more_tokens
         self._rows_per_pass = rows_per_pass
-        self._ladder = Ladder(micro_batch_sizes(tokens_per_pass), _GROW_AFTER)
+        self._fallback_schedule = FallbackSchedule(micro_batch_sizes(tokens_per_pass), _GROW_AFTER)
         self._position = Position(phase="evaluation")
         self.counts = PassCounts()
 
@@ -87,19 +88,19 @@ class Passes(Generic[Result]):
         waiting = sorted(range(len(texts)), key=lambda place: -len(texts[place]))  # as they came where equal
         while waiting:
             between()
-            rung = self._ladder.choose(1.0)
-            taken = waiting[: self._num_rows(rung, len(texts[waiting[0]]))]
-            found = self._attempted(texts, taken, rung)
+            fallback = self._fallback_schedule.choose(1.0)
+            taken = waiting[: self._num_rows(fallback, len(texts[waiting[0]]))]
+            found = self._attempted(texts, taken, fallback)
             if found is not None:
                 results.update(zip(taken, found, strict=True))
                 waiting = waiting[len(taken) :]
         return [results[place] for place in range(len(texts))]
 
-    def _num_rows(self, rung: int, longest_tokens: int) -> int:
+    def _num_rows(self, fallback: int, longest_tokens: int) -> int:
         num_columns = max(longest_tokens + self._more_tokens, 1)
-        return max(1, min(self._ladder.sizes[rung].samples // num_columns, self._rows_per_pass))
+        return max(1, min(self._fallback_schedule.sizes[fallback].samples // num_columns, self._rows_per_pass))
 
-    def _attempted(self, texts: Sequence[Sequence[int]], taken: list[int], rung: int) -> list[Result] | None:
+    def _attempted(self, texts: Sequence[Sequence[int]], taken: list[int], fallback: int) -> list[Result] | None:
         """The results of one pass; ``None`` if memory ran out, and smaller ones are to be tried."""
         batch = padded([texts[place] for place in taken], self._padding_id, self._side)
         num_tokens = len(taken) * (batch["input_ids"].shape[1] + self._more_tokens)
@@ -109,12 +110,12 @@ class Passes(Generic[Result]):
         if isinstance(outcome, OomEvent) and len(taken) == 1:
             outcome = self._last_resort(batch, taken, outcome)
         if not isinstance(outcome, OomEvent):
-            self._ladder.held(rung, num_tokens)
+            self._fallback_schedule.held(fallback, num_tokens)
             self._count(batch)
             return outcome
         self._backend.release()
-        following = self._ladder.failed(rung, num_tokens, num_tokens)
-        next_tokens = self._ladder.sizes[rung if following is None else following].samples
+        following = self._fallback_schedule.failed(fallback, num_tokens, num_tokens)
+        next_tokens = self._fallback_schedule.sizes[fallback if following is None else following].samples
         self._note(outcome, f"tokens of a pass {num_tokens:,} -> {min(next_tokens, num_tokens):,}")
         return None
 

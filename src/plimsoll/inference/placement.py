@@ -189,9 +189,9 @@ def _kept_in_cache(parts: Sequence[ModelPart], streamed: frozenset[str], plan: I
     """The streamed parts that the page cache has room for, which are the first ones; all, if there is room for all."""
     if not plan.read_bytes:
         return streamed
-    kept, room_bytes = set(), plan.cached_bytes
+    kept, free_bytes = set(), plan.cached_bytes
     for part in parts:
-        if part.name in streamed and part.is_streamable and part.num_bytes <= room_bytes:
+        if part.name in streamed and part.is_streamable and part.num_bytes <= free_bytes:
             kept.add(part.name)
-            room_bytes -= part.num_bytes
+            free_bytes -= part.num_bytes
     return frozenset(kept)

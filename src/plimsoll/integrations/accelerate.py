@@ -30,7 +30,7 @@ from plimsoll.integrations.loops.accelerated import put_back_of_scaler, stepped_
 from plimsoll.integrations.loops.planned import planned, refuse_both
 from plimsoll.integrations.loops.transaction import ON_THE_MODEL, Transaction
 from plimsoll.models.workload import LossFunction, Units, Workload, model_loss, move_batch
-from plimsoll.records.plan import Choice, Plan, Rung
+from plimsoll.records.plan import Choice, Configuration, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.step.checks import refuse
@@ -121,7 +121,8 @@ class AccelerateStep:
         )
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
-        """Return the mean loss over ``batches`` without gradients, in as large pieces as fit; see `TrainStep.evaluate`.
+        """Return the mean loss over ``batches`` without gradients, in as large micro_batches as fit; see
+        `TrainStep.evaluate`.
 
         Raises:
             OutOfMemoryError: if not even single samples fit; the training is as it was.
@@ -163,7 +164,7 @@ class AccelerateStep:
         )  # fmt: skip
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            self.transaction = self._new_transaction(rungs=self.plan.rungs)
+            self.transaction = self._new_transaction(fallbacks=self.plan.fallbacks)
             self._limit.enter_context(self.transaction.backend.limited(parse_bytes(budget)))
             on_failure.pop_all()
         self._budget_to_plan = None
@@ -195,7 +196,7 @@ def step(
     clip_norm: float | None = None,
     schedule: Any = None,
     micro_batch: int | None = None,
-    rungs: Sequence[Rung | Sequence[Choice]] | None = None,
+    fallbacks: Sequence[Configuration | Sequence[Choice]] | None = None,
     budget: str | int | None = None,
     batch: Any = None,
     recut_batch_norm: bool = False,
@@ -217,7 +218,7 @@ def step(
         clip_norm: the global gradient norm that ``accelerator.clip_grad_norm_`` clips to before each update.
         schedule: a prepared learning-rate schedule, stepped after each batch, as Accelerate's are.
         micro_batch: samples per pass to begin with; ``None`` begins with the whole batch.
-        rungs: in place of ``micro_batch``, those of a plan: ``plan.rungs``.
+        fallbacks: in place of ``micro_batch``, those of a plan: ``plan.fallbacks``.
         budget: in place of both, what the process may use of the device, such as ``"8GiB"``: planned for, and enforced
             until the step is closed (``with plimsoll.accelerate.step(...) as step``, or ``step.close()``).
         batch: with a budget, the largest batch there will be, to plan with; by default the first.
@@ -255,7 +256,7 @@ def step(
         schedule=schedule,
         units=units,
         micro_batch=micro_batch,
-        rungs=rungs,
+        fallbacks=fallbacks,
         budget=budget,
         batch=batch,
         recut_batch_norm=recut_batch_norm,

@@ -157,7 +157,7 @@ def to_accelerate(plan: Plan) -> Export:
 def _choices_of(plan: Plan) -> tuple[Choice, ...]:
     if not plan.fits:
         raise InputError(
-            f"the plan does not fit: its smallest rung needs a budget of {plan.smallest_budget_bytes} bytes, so there "
+            f"the plan does not fit: its smallest fallback needs a budget of {plan.smallest_budget_bytes} bytes, so there "
             "is nothing to export: give that much, or allow more techniques"
         )
     return plan.choices
@@ -165,8 +165,10 @@ def _choices_of(plan: Plan) -> tuple[Choice, ...]:
 
 def _passes_of(plan: Plan) -> tuple[int, int, tuple[str, ...]]:
     """Samples of a batch and of a pass, and what had to be changed."""
-    planned = plan.rungs[0].micro_batch
-    batch = plan.plain.micro_batch if plan.plain is not None else max(rung.micro_batch for rung in plan.rungs)
+    planned = plan.fallbacks[0].micro_batch
+    batch = (
+        plan.plain.micro_batch if plan.plain is not None else max(fallback.micro_batch for fallback in plan.fallbacks)
+    )
     micro_batch = next(size for size in range(min(planned, batch), 0, -1) if batch % size == 0)
     if micro_batch == planned:
         return batch, micro_batch, ()
@@ -202,9 +204,9 @@ def _not_mapped(plan: Plan, choices: tuple[Choice, ...]) -> tuple[str, ...]:
     notes = [f"{choice.in_full}: {_BY_HAND.get(choice.technique, 'neither has it')}" for choice in others]
     if "nvme" in str(_zero_of(plan)):
         notes.append("nvme: add nvme_path (Accelerate: offload_optimizer_nvme_path), a folder on the disk")
-    if len(plan.rungs) > 1:
+    if len(plan.fallbacks) > 1:
         notes.append(
-            f"{len(plan.rungs) - 1} fallbacks: neither DeepSpeed nor Accelerate undoes a step in which memory ran out; "
+            f"{len(plan.fallbacks) - 1} fallbacks: neither DeepSpeed nor Accelerate undoes a step in which memory ran out; "
             "plimsoll.TrainStep, and the adapters for Accelerate and Lightning, do"
         )
     return tuple(notes)

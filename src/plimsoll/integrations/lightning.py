@@ -35,7 +35,7 @@ from plimsoll.integrations.loops.lightning_logs import joined_values, mean, reme
 from plimsoll.integrations.loops.planned import planned, refuse_both
 from plimsoll.integrations.loops.transaction import ON_THE_MODEL, PutBack, Transaction
 from plimsoll.models.workload import Units, batch_size_of
-from plimsoll.records.plan import Choice, Plan, Rung
+from plimsoll.records.plan import Choice, Configuration, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.step.result import at_least_fp32
@@ -81,7 +81,7 @@ class OomProof(Callback):
         units: what the loss of ``training_step`` averages over: ``"samples"``, ``"tokens"`` (labels other than -100),
             ``"next-tokens"`` (the same where the model shifts them), or a function from a batch to a number.
         micro_batch: samples per pass to begin with; ``None`` begins with the loader's batches.
-        rungs: in place of ``micro_batch``, those of a plan: ``plan.rungs``.
+        fallbacks: in place of ``micro_batch``, those of a plan: ``plan.fallbacks``.
         budget: in place of both, what the process may use of the device, such as ``"8GiB"``: planned for when the first
             batch is there, and enforced until the training ends. The plan traces ``training_step`` without a trainer.
         batch: with a budget, the largest batch there will be, to plan with; by default the first.
@@ -101,7 +101,7 @@ class OomProof(Callback):
         *,
         units: Units,
         micro_batch: int | None = None,
-        rungs: Sequence[Rung | Sequence[Choice]] | None = None,
+        fallbacks: Sequence[Configuration | Sequence[Choice]] | None = None,
         budget: str | int | None = None,
         batch: Any = None,
         recut_batch_norm: bool = False,
@@ -115,7 +115,7 @@ class OomProof(Callback):
         self._options = {
             "units": units,
             "micro_batch": micro_batch,
-            "rungs": rungs,
+            "fallbacks": fallbacks,
             "recut_batch_norm": recut_batch_norm,
             "recut_loss": recut_loss,
             "never_cut": never_cut,
@@ -237,7 +237,7 @@ class _Optimization:
                 units=self._options["units"], device=module.device, offered=ON_THE_MODEL,
                 clip_norm=_clip_norm_of(self._trainer),
             )  # fmt: skip
-        self.transaction = self._new_transaction(rungs=plan.rungs)
+        self.transaction = self._new_transaction(fallbacks=plan.fallbacks)
         self._limit.enter_context(self.transaction.backend.limited(parse_bytes(budget)))
         self.has_plan = True
         return plan

@@ -26,17 +26,17 @@ def to_training_arguments(plan: Plan, batch_size: int) -> tuple[dict[str, Any], 
     """
     arguments: dict[str, Any] = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": batch_size}
     unmapped: list[str] = []
-    for choice in plan.rungs[0].choices:
+    for choice in plan.fallbacks[0].choices:
         mapped = _MAPPED.get(choice.technique, _unknown)(choice, batch_size)
         if mapped is None:
             unmapped.append(f"{choice}: TrainingArguments has nothing like it, use plimsoll.transformers.fit")
         else:
             arguments |= mapped
-    pieces = arguments["gradient_accumulation_steps"] * arguments["per_device_train_batch_size"]
-    if pieces != batch_size:
+    micro_batches = arguments["gradient_accumulation_steps"] * arguments["per_device_train_batch_size"]
+    if micro_batches != batch_size:
         unmapped.append(
             f"batches of {batch_size} samples are not divided evenly by {arguments['per_device_train_batch_size']}: "
-            f"these arguments make steps of {pieces}"
+            f"these arguments make steps of {micro_batches}"
         )
     return arguments, tuple(unmapped)
 

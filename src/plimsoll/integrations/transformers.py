@@ -12,9 +12,9 @@ divides by ``num_items_in_batch``, it is given those of the piece. Evaluations a
 kept outside the device (`plimsoll.integrations.loops.evaluations`); what else runs out has an error that says what
 (`plimsoll.integrations.loops.covered_errors`).
 
-With a budget the fastest mix of techniques that fits is planned and installed while it trains, its fallbacks are what
-follows where memory runs out, and the budget is enforced. ``auto_find_batch_size`` has nothing to do then: it begins
-the whole training again with another batch size, and keeps the weights of the first try.
+With a budget the fastest combination of techniques that fits is planned and installed while it trains, its fallbacks
+are what follows where memory runs out, and the budget is enforced. ``auto_find_batch_size`` has nothing to do then: it
+begins the whole training again with another batch size, and keeps the weights of the first try.
 
 Does NOT cover several processes or devices (torchrun's ranks would wait for each other: `plimsoll train --nproc`),
 DeepSpeed, optimizers that update inside backward (all refused), going on where memory runs out while the next batch is
@@ -63,7 +63,7 @@ from plimsoll.integrations.loops.trainer_loss import loss_of
 from plimsoll.integrations.loops.transaction import Transaction
 from plimsoll.integrations.training_arguments import to_training_arguments
 from plimsoll.models.workload import Precision, Units, count_units
-from plimsoll.records.plan import Choice, Plan, Rung
+from plimsoll.records.plan import Choice, Configuration, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.step.fallbacks import samples_of
@@ -100,7 +100,7 @@ def fit(
     budget: str | int | None = None,
     units: Units | None = None,
     batch: Any = None,
-    rungs: Sequence[Rung | Sequence[Choice]] | None = None,
+    fallbacks: Sequence[Configuration | Sequence[Choice]] | None = None,
     recut_batch_norm: bool = False,
     recut_loss: bool = False,
     never_cut: bool = False,
@@ -119,8 +119,8 @@ def fit(
         units: what the loss averages over where the trainer does not divide by ``num_items_in_batch``; by default
             guessed from the labels (see `plimsoll.models.workload.count_units`).
         batch: with a budget, the largest batch there will be, as the collator makes it; by default the first one.
-        rungs: without a budget, the techniques to begin with, and what to change to, in order, when memory runs out,
-            as for `plimsoll.TrainStep`: those that leave loop, precision and optimizer to the trainer.
+        fallbacks: without a budget, the techniques to begin with, and what to change to, in order, when memory runs
+            out, as for `plimsoll.TrainStep`: those that leave loop, precision and optimizer to the trainer.
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
         never_cut: keep every batch whole.
@@ -138,7 +138,7 @@ def fit(
         InputError: if the trainer is of a kind that is not covered.
     """
     with protected(
-        trainer, budget=budget, units=units, batch=batch, rungs=rungs, recut_batch_norm=recut_batch_norm,
+        trainer, budget=budget, units=units, batch=batch, fallbacks=fallbacks, recut_batch_norm=recut_batch_norm,
         recut_loss=recut_loss, never_cut=never_cut, extra_state=extra_state, allow_hidden_state=allow_hidden_state,
         on_oom=on_oom,
     ):  # fmt: skip
@@ -150,23 +150,23 @@ def protected(
     trainer: transformers.Trainer,
     *,
     budget: str | int | None = None, units: Units | None = None, batch: Any = None,
-    rungs: Sequence[Rung | Sequence[Choice]] | None = None, recut_batch_norm: bool = False, recut_loss: bool = False,
+    fallbacks: Sequence[Configuration | Sequence[Choice]] | None = None, recut_batch_norm: bool = False, recut_loss: bool = False,
     never_cut: bool = False, extra_state: Sequence[Stateful] = (), allow_hidden_state: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
 ) -> Iterator[Protection]:  # fmt: skip
     """Protect a trainer while the block runs, for what calls ``trainer.train`` itself; arguments are those of `fit`."""
-    refuse_both(budget, batch, {"rungs": rungs})
+    refuse_both(budget, batch, {"fallbacks": fallbacks})
     _refuse(trainer)
     with ExitStack() as stack:
         said = {
             "recut_batch_norm": recut_batch_norm, "recut_loss": recut_loss, "never_cut": never_cut,
             "extra_state": extra_state, "allow_hidden_state": allow_hidden_state,
         }  # fmt: skip
-        guard = _Guard(trainer, units, rungs, said, on_oom)
+        guard = _Guard(trainer, units, fallbacks, said, on_oom)
         if budget is not None:
             sample = _first_batch(trainer, guard.backend) if batch is None else batch
             plan = guard.protection.plan = _planned(guard, budget, sample)
-            guard.rungs = plan.rungs
+            guard.fallbacks = plan.fallbacks
             if guard.says_what_counts(sample):
                 per_sample = shape_of_any(sample, "samples").elements_per_sample
                 guard.evaluations.begin_with(samples_of(plan.choices) * per_sample)
@@ -229,7 +229,7 @@ def _first_batch(trainer: transformers.Trainer, backend: Backend) -> Any:
 
 
 def _planned(guard: _Guard, budget: str | int, sample: Any) -> Plan:
-    """Find the fastest mix that fits, of the techniques that leave loop and optimizer to the trainer."""
+    """Find the fastest combination that fits, of the techniques that leave loop and optimizer to the trainer."""
     trainer = guard.trainer
     model = trainer.model
     assert model is not None
@@ -261,10 +261,10 @@ class _Guard:
     """The wrapped calls of one trainer."""
 
     def __init__(
-        self, trainer: transformers.Trainer, units: Units | None, rungs: Sequence[Rung | Sequence[Choice]] | None,
+        self, trainer: transformers.Trainer, units: Units | None, fallbacks: Sequence[Configuration | Sequence[Choice]] | None,
         said: dict[str, Any], on_oom: Callable[[OomEvent], None] | None,
     ) -> None:  # fmt: skip
-        self.trainer, self.rungs = trainer, rungs
+        self.trainer, self.fallbacks = trainer, fallbacks
         self.backend = backend_for(str(trainer.args.device))
         self.protection = Protection()
         self.said, self.units, self._on_oom = said, units, on_oom
@@ -375,7 +375,7 @@ class _Training:
         self.transaction = Transaction(
             trainer.model,
             optimizer.optimizer,
-            units=guard.units_of, rungs=guard.rungs, **guard.said,
+            units=guard.units_of, fallbacks=guard.fallbacks, **guard.said,
             remember=partial(put_back_of_scaler, trainer.accelerator, optimizer),
             loss=self._computed_loss, takes_any=True,
             roots=roots_of(trainer),

@@ -5,8 +5,8 @@
     ...
     copied.note_wait(by_processor=False)
 
-A rehearsal has no streams and makes each copy at once. Noted here is which copies would overlap with later ops, and
-where each is waited for: their predicted time follows from it (`plimsoll.planning.search.stream_slots`).
+A dry run has no streams and makes each copy at once. Noted here is which copies would overlap with later ops, and
+where each is waited for: their predicted time follows from it (`plimsoll.planning.search.stream_timeline`).
 """
 
 from __future__ import annotations

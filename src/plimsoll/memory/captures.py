@@ -1,4 +1,4 @@
-"""Which ops of a rehearsal a captured CUDA graph will replay: they cost no calls, and have memory of their own.
+"""Which ops of a dry run a captured CUDA graph will replay: they cost no calls, and have memory of their own.
 
     with as_captured():
         loss.backward()

@@ -72,12 +72,12 @@ def calibrate(calibration: Calibration, comparison: Comparison) -> Calibration:
     baseline = beyond = None
     if counters is not None:
         baseline, beyond = float(counters.baseline_bytes), (counters.peak_bytes - counters.baseline_bytes) / live
-    taught = {
+    learned = {
         "live_ratio": _with_run(old.live_ratio, live / predicted),
         "baseline_bytes": _with_run(old.baseline_bytes, baseline),
         "beyond_ratio": _with_run(old.beyond_ratio, beyond),
     }
-    target = old.model_copy(update=taught)
+    target = old.model_copy(update=learned)
     return Calibration(targets={**calibration.targets, comparison.lowered_to: target})
 
 

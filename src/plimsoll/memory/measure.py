@@ -54,7 +54,7 @@ class Measurement:
         return self._counters or self._read()
 
     def know_batch(self, batch: Any) -> Any:
-        """Say that the tensors of a batch are inputs, as `Rehearsal.fake_batch` does; returns the batch."""
+        """Say that the tensors of a batch are inputs, as `DryRun.fake_batch` does; returns the batch."""
         leaves, _ = tree_flatten_with_path(batch)
         self.recorder.know(((keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor)), "inputs")
         return batch

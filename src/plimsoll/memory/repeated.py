@@ -1,10 +1,10 @@
-"""Repeat in the trace what was rehearsed once, as often as it would have run.
+"""Repeat in the trace what was dry-run once, as often as it would have run.
 
     with stands_for(14):
         embed(a_slice)
 
 A technique that does the same again and again, on slices of one size, needs the memory of one of them, and the time of
-all. Rehearsing each would take as long as there are slices. Does NOT make storages: what each pass leaves must be made
+all. Dry-running each would take as long as there are slices. Does NOT make storages: what each pass leaves must be made
 by the caller, once for all.
 
     begin = place_of(recorder)

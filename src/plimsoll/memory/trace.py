@@ -63,8 +63,8 @@ _EXPECTED_WARNINGS = (
 )
 
 
-class Rehearsal:
-    """A place in which a training runs on fake tensors and is recorded; made by `rehearsal`.
+class DryRun:
+    """A place in which a training runs on fake tensors and is recorded; made by `dry_run`.
 
     ``recorder`` takes the phase and step from outside, where they are not to be inferred. ``folds_blocks`` says whether
     blocks of a model that are alike may be noted as one of them was.
@@ -174,12 +174,10 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextmanager
-def rehearsal(
-    lowering: Lowering, phase: Callable[[], Phase] | None = None, keeps_all: bool = True
-) -> Iterator[Rehearsal]:
+def dry_run(lowering: Lowering, phase: Callable[[], Phase] | None = None, keeps_all: bool = True) -> Iterator[DryRun]:
     """Run the block on fake tensors, with the kernels of the target, and record it.
 
-    Kernels are replaced in the whole process: one rehearsal waits for another, and other threads must not use torch
+    Kernels are replaced in the whole process: one dry run waits for another, and other threads must not use torch
     meanwhile. Random numbers are afterwards as they were.
 
     Args:
@@ -191,7 +189,7 @@ def rehearsal(
         InputError: if an op in the block has no fake version, or needs values that are not known.
     """
     with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
-        place = Rehearsal(lowering, phase, keeps_all)
+        place = DryRun(lowering, phase, keeps_all)
         try:
             with (
                 _quiet(),
@@ -206,7 +204,7 @@ def rehearsal(
             raise InputError(_cannot_trace(error, place.recorder.describe_place())) from error
 
 
-def trace_training(train: Callable[[Rehearsal], Any], lowering: Lowering, name: str = "the training") -> Trace:
+def trace_training(train: Callable[[DryRun], Any], lowering: Lowering, name: str = "the training") -> Trace:
     """Trace a function that trains; every ``optimizer.step()`` ends a step.
 
     Args:
@@ -219,7 +217,7 @@ def trace_training(train: Callable[[Rehearsal], Any], lowering: Lowering, name: 
     """
 
     def trace_with(keeps_all: bool) -> Trace:
-        with rehearsal(lowering, keeps_all=keeps_all) as place:
+        with dry_run(lowering, keeps_all=keeps_all) as place:
             place.recorder.step, place.recorder.counts_steps = 1, True
             with failures_explained(name, place):
                 train(place)
@@ -275,7 +273,7 @@ class failures_explained:
     A class, because it must see errors of any type on their way out; none is held back.
     """
 
-    def __init__(self, what: str, place: Rehearsal) -> None:
+    def __init__(self, what: str, place: DryRun) -> None:
         self._what, self._place = what, place
 
     def __enter__(self) -> None:

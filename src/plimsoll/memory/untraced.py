@@ -2,7 +2,7 @@
 
 transformers (``utils.import_utils.is_tracing``, 5.x) asks whether a tensor is fake, and if so does not look at its
 values: it builds the attention mask also where nothing is masked, and then takes another attention kernel. In a
-rehearsal the values of masks and positions are known (`plimsoll.memory.known`), so the way of the real run is open.
+dry run the values of masks and positions are known (`plimsoll.memory.known`), so the way of the real run is open.
 
 A library counts if it is imported when the block begins. Where it has no such function there is nothing to do.
 """

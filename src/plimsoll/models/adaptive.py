@@ -3,9 +3,9 @@
 The parameters are those of ``torch.nn.AdaptiveLogSoftmaxWithLoss``, and so is the mathematics; that class has no
 ``ignore_index``, and of every cluster it keeps as many outputs for backward as its words times its rows. Here they are
 computed some rows at a time and once more in backward (`MOST_OUTPUTS` of them at once), so that a batch of nothing but
-rare words needs no more memory than any other of its size, and what a rehearsal predicts holds for every text.
+rare words needs no more memory than any other of its size, and what a dry run predicts holds for every text.
 
-A rehearsal does not know how many words are of which cluster, and takes all of them to be of each. So it says too much
+A dry run does not know how many words are of which cluster, and takes all of them to be of each. So it says too much
 and never too little: the time of all clusters, and a full piece of the largest. Every cluster has gradients in every
 pass, zeros where no word is of it, so that no optimizer state is made later than in the first step.
 
@@ -80,7 +80,7 @@ def adaptive_loss(
 ) -> Tensor:
     """Return the loss of predicting the targets (B, T), but for those of -100, in fp32 or better.
 
-    In a rehearsal the targets must not be known: it would take its own for those of a text.
+    In a dry run the targets must not be known: it would take its own for those of a text.
     """
     hidden_NH, targets_N = hidden_BTH.flatten(0, 1), targets_BT.flatten()
     head_targets_N, losses = targets_N, []

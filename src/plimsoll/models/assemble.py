@@ -27,7 +27,7 @@ from plimsoll.data.batches.order import BlockShuffle
 from plimsoll.data.formats import Reading
 from plimsoll.data.prepare import Prepared, open_datasets
 from plimsoll.data.samples.packable import packing_fault
-from plimsoll.data.samples.teacher_cache import Taught, open_taught
+from plimsoll.data.samples.teacher_cache import WithTeacher, open_teacher_cache
 from plimsoll.data.tokens.store import open_tokens
 from plimsoll.device.base import backend_for
 from plimsoll.device.mapped_memory import MappedPool
@@ -159,8 +159,12 @@ def assemble(
     """
     _seed(job.seed)
     training, validation = open_datasets(prepared, job)
-    is_taught = job.distill is not None and job.distill.cache is not None
-    samples = Taught(training, open_taught(taught_folder(job, prepared))) if is_taught else training
+    has_teacher_cache = job.distill is not None and job.distill.cache is not None
+    samples = (
+        WithTeacher(training, open_teacher_cache(teacher_cache_folder(job, prepared)))
+        if has_teacher_cache
+        else training
+    )
     loader = loader_of(job, samples, on_event, oom_kills, ranks)
     files = MappedPool() if in_files else None
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id, files=files)
@@ -177,7 +181,7 @@ def assemble(
     return Assembled(model, optimizer, schedule, loss, units, training, loader, validation, prepared.label_names, files)
 
 
-def taught_folder(job: Job, prepared: Prepared) -> Path:
+def teacher_cache_folder(job: Job, prepared: Prepared) -> Path:
     """Return where in the cache is what the teacher of a job says of its training samples.
 
     It is named by what decides that: the teacher, the samples and how many words are kept of which distribution.
@@ -212,11 +216,11 @@ def loader_of(
     if data.order == "by_length":
         batches = Buckets(max_tokens=job.batch_tokens) if job.batch_tokens else Buckets(batch_size=job.batch_size)
     shuffle = BlockShuffle(samples.block_samples) if data.order == "blocks" else data.order not in _UNSHUFFLED
-    room_bytes = _room_for_workers_bytes(job) if data.workers == "auto" else None
+    free_bytes = _room_for_workers_bytes(job) if data.workers == "auto" else None
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     return Loader(
         samples, batches, job.seed, shuffle, rank=rank, world_size=world_size,
-        workers=data.workers, host_budget_bytes=room_bytes, on_event=on_event, oom_kills=oom_kills,
+        workers=data.workers, host_budget_bytes=free_bytes, on_event=on_event, oom_kills=oom_kills,
     )  # fmt: skip
 
 
@@ -283,7 +287,7 @@ def _require_apart(job: Job, model: nn.Module) -> None:
         raise JobError(f"data.pack: {fault}: leave data.pack out, or take another model")
 
 
-def require_room(job: Job, prepared: Prepared, baseline_bytes: Callable[[], int], budget_bytes: int) -> None:
+def require_memory(job: Job, prepared: Prepared, baseline_bytes: Callable[[], int], budget_bytes: int) -> None:
     """Check, on the meta device, that the budget can hold what is there before the first activation.
 
     Args:

@@ -214,8 +214,8 @@ def _loaded_model(folder: Path, shape: TextShape, device: str, files: MappedPool
             f"model: {folder} was made for {found}, but the text has {wanted}: "
             "use the tokenizer and the task it was trained with"
         )
-    is_rehearsed = isinstance(torch.empty(0), FakeTensor)  # of the shapes alone
-    if device == "cpu" and not is_rehearsed:
+    is_dry_run = isinstance(torch.empty(0), FakeTensor)  # of the shapes alone
+    if device == "cpu" and not is_dry_run:
         return load_recurrent(folder, _build(shape))
     with torch.device(device):
         return _build(shape)(config)

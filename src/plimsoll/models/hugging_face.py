@@ -132,7 +132,7 @@ def load_hugging_face(folder: Path, shape: TextShape, device: str, files: Mapped
         folder: the checkpoint.
         shape: what the text asks of it.
         device: where the weights are.
-        files: where they are made, in place of memory. In a rehearsal nothing is read.
+        files: where they are made, in place of memory. In a dry run nothing is read.
 
     Raises:
         JobError: if the folder cannot be read, is of another vocabulary, length or number of labels, or lacks weights.
@@ -143,7 +143,7 @@ def load_hugging_face(folder: Path, shape: TextShape, device: str, files: Mapped
         _fit_length(config, set(_LENGTH_FIELDS), shape, skeleton)
         if device == "meta":
             return _ready(skeleton, shape)
-        if isinstance(torch.empty(0), FakeTensor):  # a rehearsal, of the shapes alone
+        if isinstance(torch.empty(0), FakeTensor):  # a dry run, of the shapes alone
             with torch.device(device):
                 return _ready(_built(config, shape), shape)
         try:

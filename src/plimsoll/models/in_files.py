@@ -8,7 +8,7 @@ fills them: the same random numbers in the same order, so the weights have the b
 return and is as large (``torch.randn(...) * 0.02``) is moved there as soon as it is there, so that one such tensor at a
 time is private.
 
-In a rehearsal, on fake tensors, the same tensors count outside the device. Does NOT cover tensors that are made by
+In a dry run, on fake tensors, the same tensors count outside the device. Does NOT cover tensors that are made by
 other threads (transformers reads checkpoints with several: see `plimsoll.models.build`), that a library makes without
 torch, and what an op takes inside (a QR decomposition).
 """
@@ -42,8 +42,8 @@ def made_in(pool: MappedPool) -> Iterator[None]:
     Raises:
         OutputError: if the disk has no room for one.
     """
-    is_rehearsed = isinstance(torch.empty(0), FakeTensor)
-    with _MadeIn(pool, is_rehearsed):
+    is_dry_run = isinstance(torch.empty(0), FakeTensor)
+    with _MadeIn(pool, is_dry_run):
         yield
 
 
@@ -88,9 +88,9 @@ _FILLS: dict[Any, Fill] = {
 class _MadeIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees each op below autograd."""
 
-    def __init__(self, pool: MappedPool, is_rehearsed: bool) -> None:
+    def __init__(self, pool: MappedPool, is_dry_run: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._pool, self._is_rehearsed = pool, is_rehearsed
+        self._pool, self._is_dry_run = pool, is_dry_run
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -107,7 +107,7 @@ class _MadeIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map_only(Tensor, lambda leaf: self._moved(leaf, given), result)
 
     def _made(self, func: Any, fill: Fill, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        if self._is_rehearsed:
+        if self._is_dry_run:
             with outside_the_device():
                 result: Tensor = mark_outside(func(*args, **kwargs))
             self._pool.know(result)

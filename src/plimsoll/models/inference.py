@@ -2,7 +2,7 @@
 
 `inference_task` reads from a model's folder what the task needs to know (the names of the labels, how an embedding is
 pooled), so that ``compute`` is a pure function of tensors: no autograd, no look at values, shapes that follow from
-those of the batch. That is what lets a pass be rehearsed on tensors without memory. Its results are float32 (counts are
+those of the batch. That is what lets a pass be dry-run on tensors without memory. Its results are float32 (counts are
 integers), the texts along the first dimension; ``fields`` makes of them what a user reads.
 
 Texts of a batch are padded on the right; for ``generate`` on the left. Covered are Hugging Face models with a text

@@ -46,18 +46,18 @@ def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine]
     """
     from plimsoll.planning.search.cost import learn_peak, learn_time
 
-    rung, target = plan.rungs[0], plan.made_for.get("target")
-    counted = [step for step in steps if step.rung == 0 and step.step >= begun_at + _FIRST_STEP]
-    if not counted or target is None or rung.peak is None or rung.step_time is None:
+    configuration, target = plan.fallbacks[0], plan.made_for.get("target")
+    counted = [step for step in steps if step.fallback == 0 and step.step >= begun_at + _FIRST_STEP]
+    if not counted or target is None or configuration.peak is None or configuration.step_time is None:
         return calibration
-    names = [choice.technique for choice in rung.choices]
+    names = [choice.technique for choice in configuration.choices]
     seconds = median(step.step_seconds for step in counted)
-    predicted_seconds = rung.step_time.likely_seconds / plan.time_factor
+    predicted_seconds = configuration.step_time.likely_seconds / plan.time_factor
     if 1 / _MOST_RATIO < seconds / predicted_seconds < _MOST_RATIO:
         calibration = learn_time(calibration, target, names, predicted_seconds, seconds)
     peaks = [step.peak_bytes for step in counted if step.peak_bytes is not None]
-    if peaks and 1 / _MOST_RATIO < max(peaks) / rung.peak.likely_bytes < _MOST_RATIO:
-        calibration = learn_peak(calibration, target, names, rung.peak.likely_bytes, max(peaks))
+    if peaks and 1 / _MOST_RATIO < max(peaks) / configuration.peak.likely_bytes < _MOST_RATIO:
+        calibration = learn_peak(calibration, target, names, configuration.peak.likely_bytes, max(peaks))
     return calibration
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from plimsoll.models.assemble import choose_device
-from plimsoll.planning.inputs import JobSubject, Subject
-from plimsoll.planning.search.options import Problem, menu_of
+from plimsoll.planning.inputs import JobInput, PlanningInput
+from plimsoll.planning.search.choices import Problem, available_choices
 from plimsoll.planning.search.pins import Decided, decide
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, parse_pin
 from plimsoll.techniques import Choices, Setting, technique_of
 
 
-def wished(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> tuple[Pin, ...]:
+def with_pins_of(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> tuple[Pin, ...]:
     """Join the job's own pins to those that are given, which come before what the job says of the same technique."""
     said = {*(pin.technique for pin in pins), *forbids}
     own = (parse_pin(text) for text in job.pin)
@@ -31,10 +31,10 @@ def require_possible(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> N
         InputError: see `plan_job`.
     """
     forbidden = tuple(forbids)
-    pins = wished(job, pins, forbidden)
+    pins = with_pins_of(job, pins, forbidden)
     require_known(pins, forbidden)
-    subject = JobSubject(job)
-    decided_of(subject, setting_of(subject, choose_device(job)), pins, forbidden)
+    planning_input = JobInput(job)
+    decided_of(planning_input, setting_of(planning_input, choose_device(job)), pins, forbidden)
 
 
 def pinned_choices(job: Job, device: str) -> Choices:
@@ -45,17 +45,17 @@ def pinned_choices(job: Job, device: str) -> Choices:
     """
     if not job.pin:
         return ()
-    pins = wished(job, (), ())
+    pins = with_pins_of(job, (), ())
     require_known(pins, ())
-    subject = JobSubject(job)
-    decided = decided_of(subject, setting_of(subject, device), pins, ())
+    planning_input = JobInput(job)
+    decided = decided_of(planning_input, setting_of(planning_input, device), pins, ())
     return tuple(choice for choice in decided.pinned if choice.technique != "micro_batch")
 
 
-def decided_of(subject: Subject, setting: Setting, pins: Sequence[Pin], forbids: Sequence[str]) -> Decided:
+def decided_of(planning_input: PlanningInput, setting: Setting, pins: Sequence[Pin], forbids: Sequence[str]) -> Decided:
     """Resolve what the user has decided; that the choices go together needs no trace either."""
-    decided = decide(pins, forbids, subject.workload, setting)
-    menu_of(Problem(subject.workload, setting, 0, decided))
+    decided = decide(pins, forbids, planning_input.workload, setting)
+    available_choices(Problem(planning_input.workload, setting, 0, decided))
     return decided
 
 
@@ -65,14 +65,14 @@ def require_known(pins: Sequence[Pin], forbids: Sequence[str]) -> None:
         technique_of(name)
 
 
-def setting_of(subject: Subject, device: str) -> Setting:
+def setting_of(planning_input: PlanningInput, device: str) -> Setting:
     """Return what techniques are asked for, beside the training itself."""
     return Setting(
         device="cpu" if device == "cpu" else "cuda",
-        batch_size=subject.batch_size,
-        precision=subject.precision,  # type: ignore[arg-type]  # it is one of them
-        allow=subject.allow,
-        lengths_vary=subject.lengths_vary,
-        sequence_length=subject.sequence_length,
-        num_ranks=subject.num_ranks,
+        batch_size=planning_input.batch_size,
+        precision=planning_input.precision,  # type: ignore[arg-type]  # it is one of them
+        allow=planning_input.allow,
+        lengths_vary=planning_input.lengths_vary,
+        sequence_length=planning_input.sequence_length,
+        num_ranks=planning_input.num_ranks,
     )

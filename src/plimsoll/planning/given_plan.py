@@ -26,13 +26,13 @@ def require_that_fits(plan: Plan) -> None:
     assert plan.smallest_budget_bytes is not None
     leanest = " ".join(map(str, plan.choices))
     budget = f"{-(-plan.smallest_budget_bytes >> 20)}MiB"
-    openings = "".join(f"; {' '.join(map(str, one.choices))} {one.reason}" for one in plan.openings)
+    lossy_alternatives = "".join(f"; {' '.join(map(str, one.choices))} {one.reason}" for one in plan.lossy_alternatives)
     check = plan.loss_check
     uncut = f"; the batch is not cut, because {check.why}: {check.remedy}" if check and not check.may_cut else ""
     raise BudgetError(
         f"a budget of {format_bytes(plan.budget.device_bytes or 0)} cannot hold this training: what needs least, "
         f"{leanest}, needs {format_bytes(plan.smallest_budget_bytes)}: give --budget "
-        f'{budget} or more (in Python budget="{budget}"){openings}{uncut}'
+        f'{budget} or more (in Python budget="{budget}"){lossy_alternatives}{uncut}'
     )
 
 

@@ -1,6 +1,6 @@
 """What a plan can be made for: a job, or a model with its optimizer and a batch in a program of one's own.
 
-Each says the same things of itself to the planner (`plimsoll.planning.plan`): how it is rehearsed, what its techniques
+Each says the same things of itself to the planner (`plimsoll.planning.plan`): how it is dry-run, what its techniques
 look at, what its process takes without it, and the facts a plan of it depends on.
 """
 
@@ -24,7 +24,7 @@ from plimsoll.models.build import build_model, loss_of
 from plimsoll.models.optimizers import build_optimizer
 from plimsoll.models.workload import LossFunction, Precision, Units, Workload, batch_size_of
 from plimsoll.planning.dry_run.processes import Asked, Tracers
-from plimsoll.planning.dry_run.step import rehearse_step, uneven_batch
+from plimsoll.planning.dry_run.step import dry_run_step, uneven_batch
 from plimsoll.planning.facts import facts_of, facts_of_model
 from plimsoll.planning.kept_baseline import Baseline
 from plimsoll.planning.kept_traces import trace_of
@@ -46,7 +46,7 @@ from plimsoll.techniques import Choices
 _MOST_BUILT_BYTES = 1 << 30  # of a model that is built in planning to see what its loss does
 
 
-class Subject(Protocol):
+class PlanningInput(Protocol):
     """A training to plan. ``precision`` may be ``auto``; ``workload`` is only looked at.
 
     ``evaluates_between_steps``: a step that comes after an evaluation may need more than one that does not.
@@ -67,10 +67,10 @@ class Subject(Protocol):
 
     @property
     def tracers(self) -> Tracers:
-        """What begins traces beside other work that `rehearse` will or may be asked for."""
+        """What begins traces beside other work that `dry_run` will or may be asked for."""
         ...
 
-    def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
+    def dry_run(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""
         ...
 
@@ -91,8 +91,8 @@ class Subject(Protocol):
         ...
 
 
-class JobSubject:
-    """`Subject`: the training of a job.
+class JobInput:
+    """`PlanningInput`: the training of a job.
 
     Args:
         job: the job.
@@ -135,7 +135,7 @@ class JobSubject:
             yield
         self.tracers = Tracers()
 
-    def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
+    def dry_run(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""
         ahead = self.tracers.take(Asked(lowering, choices, is_short))
         trace, is_kept = ahead or trace_of(self._job, self._texts, lowering, choices, is_short=is_short)
@@ -189,8 +189,8 @@ class JobSubject:
 
 
 @dataclass
-class StepSubject:
-    """`Subject`: a model, an optimizer and a batch that exist; fields are arguments of `TrainStep`.
+class StepInput:
+    """`PlanningInput`: a model, an optimizer and a batch that exist; fields are arguments of `TrainStep`.
 
     ``checked`` is what is known already of whether the batch may be cut.
     """
@@ -231,10 +231,10 @@ class StepSubject:
     def _own_precision(self) -> Precision:
         return "fp32" if self.precision == "auto" else self.precision  # type: ignore[return-value]
 
-    def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
+    def dry_run(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""
         self.num_traces += 1
-        return rehearse_step(
+        return dry_run_step(
             self.model, self.optimizer, self.batch, self.loss, lowering, units=self.units, choices=choices,
             clip_norm=self.clip_norm, precision=self._own_precision, is_short=is_short,
         )  # fmt: skip

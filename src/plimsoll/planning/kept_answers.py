@@ -2,8 +2,8 @@
 
     plan, is_kept = plan_of(job, limit_bytes=1 << 30)
 
-They depend on the facts of `plimsoll.planning.kept_traces`, on measured speeds and on what runs have taught. Looking an
-answer up imports torch only if this machine may have a GPU.
+They depend on the facts of `plimsoll.planning.kept_traces`, on measured speeds and on what runs have taught. Evaluating
+an answer up imports torch only if this machine may have a GPU.
 """
 
 from __future__ import annotations

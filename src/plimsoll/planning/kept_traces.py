@@ -49,14 +49,14 @@ def trace_of(
     job: Job, texts: TextSketch, lowering: Lowering, choices: Choices, lengths: tuple[int, ...] = (), *,
     is_short: bool = False,
 ) -> tuple[Trace, bool]:  # fmt: skip
-    """Return `plimsoll.planning.dry_run.step.rehearse_job` of the same arguments, and whether that was known before."""
+    """Return `plimsoll.planning.dry_run.step.dry_run_job` of the same arguments, and whether that was known before."""
     import torch
 
-    from plimsoll.planning.dry_run.step import rehearse_job
+    from plimsoll.planning.dry_run.step import dry_run_job
     from plimsoll.records.trace import Trace
 
     def make() -> Trace:
-        return rehearse_job(job, texts, lowering, choices, lengths, is_short=is_short)
+        return dry_run_job(job, texts, lowering, choices, lengths, is_short=is_short)
 
     asked = {
         "lowering": [lowering.name, getattr(lowering, "num_sms", None)], "choices": list(map(str, choices)),

@@ -1,11 +1,12 @@
-"""The plan of a training: which mix of techniques is fastest under its budget, on a device that need not be here.
+"""The plan of a training: which combination of techniques is fastest under its budget, on a device that need not be
+here.
 
     plan = plan_job(job, device="rtx3060", limit_bytes=6 << 30)
     plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
 
-Every mix that is looked at is the real training step, rehearsed with the techniques installed (`run.rehearse`); the
-target's allocators count it, and the model of time takes its ops. Looks are short rehearsals, of two steps; what is
-chosen for a training that evaluates between its steps is rehearsed once more with that.
+Every combination that is looked at is the real training step, dry-run with the techniques installed (`run.dry_run`);
+the target's allocators count it, and the model of time takes its ops. Looks are short dry runs, of two steps; what is
+chosen for a training that evaluates between its steps is dry-run once more with that.
 
 Does NOT look at the texts, and does not train.
 """
@@ -36,14 +37,15 @@ from plimsoll.memory.predict import Counted
 from plimsoll.models.assemble import choose_device
 from plimsoll.models.workload import LossFunction, Reason, Units, model_loss
 from plimsoll.planning.baseline import StartedBaseline
-from plimsoll.planning.constraints import decided_of, setting_of, wished
+from plimsoll.planning.constraints import decided_of, setting_of, with_pins_of
 from plimsoll.planning.dry_run.processes import Asked
 from plimsoll.planning.dry_run.ranks import threads_of_rank
-from plimsoll.planning.dry_run.step import rehearsed_samples
-from plimsoll.planning.inputs import JobSubject, StepSubject, Subject
+from plimsoll.planning.dry_run.step import dry_run_samples
+from plimsoll.planning.inputs import JobInput, PlanningInput, StepInput
 from plimsoll.planning.job_checks import require_sound
 from plimsoll.planning.kept_baseline import Baseline, kept_baseline
 from plimsoll.planning.search.ahead import Likely
+from plimsoll.planning.search.choices import Problem
 from plimsoll.planning.search.cost import (
     learned_peak,
     learned_ratio,
@@ -52,8 +54,7 @@ from plimsoll.planning.search.cost import (
     update_seconds,
     with_disk,
 )
-from plimsoll.planning.search.evaluation import Found, Look, phase_peaks, without_micro_batch
-from plimsoll.planning.search.options import Problem
+from plimsoll.planning.search.evaluation import Evaluation, Found, phase_peaks, without_micro_batch
 from plimsoll.planning.search.reasons import told_of
 from plimsoll.planning.search.search import search
 from plimsoll.planning.targets import Target, find_target
@@ -63,11 +64,11 @@ from plimsoll.records.job import Allowed, Job
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import (
     Candidate,
+    Configuration,
     OffDevice,
     Pin,
     Plan,
     Rejected,
-    Rung,
     micro_batch_choice,
     parse_pin,
 )
@@ -80,9 +81,9 @@ from plimsoll.techniques import TECHNIQUES, UNTRACED, Choices, in_order
 Progress = Callable[[str], None]
 
 # On the CPU. Where freed blocks lie differs from step to step: in six steps of small GPT-2, BERT and LSTM models, in
-# pieces of 1 to 11 samples, the highest peak was up to 17 % above that of a short rehearsal, see docs/LOG.md.
+# pieces of 1 to 11 samples, the highest peak was up to 17 % above that of a short dry run, see docs/LOG.md.
 _LONG_RUN_SPREAD = 0.15
-_LOOKS_OFF_SHARE = 0.005  # by which a short rehearsal may say too little
+_LOOKS_OFF_SHARE = 0.005  # by which a short dry run may say too little
 _LEAST_OFF_BYTES = 64 << 20
 _MOST_ROUNDS = 3  # of searching again, where a plan at full length needs more than at the length it was found with
 
@@ -99,7 +100,7 @@ def plan_job(
     started: Baseline | None = None,
     texts: TextSketch | None = None,
 ) -> Plan:
-    """Find the fastest mix of techniques that trains a job within its budget.
+    """Find the fastest combination of techniques that trains a job within its budget.
 
     Args:
         job: what is to be trained.
@@ -122,30 +123,30 @@ def plan_job(
         BudgetError: if the device has less than the budget.
         InputError: if a technique does not exist, pins contradict each other, or the model cannot be traced.
     """
-    wishes = (wished(job, pins, forbids), tuple(forbids))
-    with planner_of(job, device, limit_bytes, wishes, calibration, progress, started, texts) as planner:
+    constraints = (with_pins_of(job, pins, forbids), tuple(forbids))
+    with planner_of(job, device, limit_bytes, constraints, calibration, progress, started, texts) as planner:
         return planner.plan()
 
 
 @contextmanager
 def planner_of(  # noqa: PLR0917 -- called twice
-    job: Job, device: str | None, limit_bytes: int | None, wishes: tuple[Sequence[Pin], Sequence[str]],
+    job: Job, device: str | None, limit_bytes: int | None, constraints: tuple[Sequence[Pin], Sequence[str]],
     calibration: Calibration | None, progress: Progress | None, started: Baseline | None = None,
     texts: TextSketch | None = None,
 ) -> Iterator[Planner]:  # fmt: skip
-    """Be ready to look at mixes of a job; arguments and what is raised are those of `plan_job`."""
+    """Be ready to look at combinations of a job; arguments and what is raised are those of `plan_job`."""
     budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
     budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
-    pins, forbids = wishes
+    pins, forbids = constraints
     require_sound(job, device, limit_bytes, pins, forbids, has_data=False)
     name = device_of_job(job, device)
     with ExitStack() as stack:
         stack.enter_context(threads_of_rank(job.ranks))
         if name == "cpu" and started is None:
             started = stack.enter_context(kept_baseline(job, lambda: StartedBaseline(job)))  # it takes seconds
-        subject = JobSubject(job, started, texts)
-        stack.enter_context(subject.traced_apart())
-        yield Planner(subject, name, budget, pins, forbids, calibration, progress or (lambda text: None))
+        planning_input = JobInput(job, started, texts)
+        stack.enter_context(planning_input.traced_apart())
+        yield Planner(planning_input, name, budget, pins, forbids, calibration, progress or (lambda text: None))
 
 
 def device_of_job(job: Job, device: str | None) -> str:
@@ -171,10 +172,10 @@ def plan_step(
     forbids: Sequence[str] = (),
     calibration: Calibration | None = None,
 ) -> Plan:
-    """Find the fastest mix of techniques for a training with `TrainStep`, in a program of one's own.
+    """Find the fastest combination of techniques for a training with `TrainStep`, in a program of one's own.
 
         plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
-        step = TrainStep(model, optimizer, units="next-tokens", rungs=plan.rungs)
+        step = TrainStep(model, optimizer, units="next-tokens", fallbacks=plan.fallbacks)
 
     Args:
         model: the model; it is not changed, and its parameters need no memory (they may be on the meta device).
@@ -202,12 +203,12 @@ def plan_step(
         DeviceError: if there is no such device.
         BudgetError: if the device has less than the budget.
     """
-    subject = StepSubject(
+    planning_input = StepInput(
         model, optimizer, batch, loss, units, clip_norm, precision, _allowed(allow), never_cut, loss_check
     )
     pinned = [parse_pin(pin) for pin in pins]
     limit = Budget(device_bytes=parse_bytes(budget))
-    return Planner(subject, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()
+    return Planner(planning_input, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()
 
 
 def _allowed(names: Iterable[str]) -> frozenset[str]:
@@ -227,27 +228,32 @@ def _here(device: str) -> str:
 
 
 class Planner:
-    """Looks at mixes of one training on one target; each is traced once.
+    """Looks at combinations of one training on one target; each is traced once.
 
-    ``subject`` is the training and ``setting`` what techniques are told of it.
+    ``planning_input`` is the training and ``setting`` what techniques are told of it.
     """
 
     def __init__(  # noqa: PLR0917 -- called here only
-        self, subject: Subject, device: str, budget: Budget, pins: Sequence[Pin], forbids: Sequence[str],
+        self, planning_input: PlanningInput, device: str, budget: Budget, pins: Sequence[Pin], forbids: Sequence[str],
         calibration: Calibration | None, progress: Progress,
     ) -> None:  # fmt: skip
         self._started_seconds = time.perf_counter()
-        self.subject, self._budget, self._calibration, self._progress = subject, budget, calibration, progress
+        self.planning_input, self._budget, self._calibration, self._progress = (
+            planning_input,
+            budget,
+            calibration,
+            progress,
+        )
         self._traced: dict[tuple[Choices, bool], Trace] = {}
-        self.loss_check = subject.loss_check()
+        self.loss_check = planning_input.loss_check()
         if not self.loss_check.may_cut:
-            subject.workload.kept_whole = Reason(self.loss_check.why, self.loss_check.remedy)
-        self.setting = setting_of(subject, device)
-        self._is_short = not subject.evaluates_between_steps
-        self._decided = decided_of(subject, self.setting, pins, forbids)
+            planning_input.workload.kept_whole = Reason(self.loss_check.why, self.loss_check.remedy)
+        self.setting = setting_of(planning_input, device)
+        self._is_short = not planning_input.evaluates_between_steps
+        self._decided = decided_of(planning_input, self.setting, pins, forbids)
         self._target: Target = find_target(device, budget.device_bytes, self._baseline)
         self._target.calibration = calibration
-        spec, num_ranks = self._target.spec, subject.num_ranks
+        spec, num_ranks = self._target.spec, planning_input.num_ranks
         self._speed = measured_speed(progress) if spec is None else speed_of(spec)
         self._exchange = None
         if num_ranks > 1:
@@ -255,7 +261,7 @@ class Planner:
 
     def _baseline(self) -> Estimate:
         self._trace_plainly(CpuLowering())  # meanwhile
-        return self.subject.baseline()
+        return self.planning_input.baseline()
 
     def plan(self) -> Plan:
         """Find what fits, or what needs least and the budget in which something is found."""
@@ -269,7 +275,7 @@ class Planner:
         """Whether this process, if it is the one that will train, takes more now: what planning imports and leaves."""
         if self._target.baseline is None:
             return False
-        now = self.subject.baseline()
+        now = self.planning_input.baseline()
         grown_bytes = now.likely_bytes - self._target.baseline.likely_bytes
         self._target = replace(self._target, baseline=now)
         return grown_bytes > 0
@@ -279,35 +285,35 @@ class Planner:
         whole = self.plain_choices
         if (_seen_in_trace(whole), True) not in self._traced:
             smallest = in_order((micro_batch_choice(1), *without_micro_batch(whole)))
-            self.subject.tracers.suppose([Asked(lowering, _seen_in_trace(smallest), is_short=True)])
+            self.planning_input.tracers.suppose([Asked(lowering, _seen_in_trace(smallest), is_short=True)])
         return self._trace(lowering, whole, is_short=True)
 
     @property
     def limit_bytes(self) -> int:
-        """What a mix may need."""
+        """What a combination may need."""
         return self._target.limit_bytes
 
     def problem(self, limit_bytes: int) -> Problem:
-        """Return what is to be solved where a mix may need ``limit_bytes``."""
+        """Return what is to be solved where a combination may need ``limit_bytes``."""
         trace = self._trace_plainly(self._target.lowering())
         setting, margin_bytes = replace(self.setting, trace=trace), self.limit_bytes - limit_bytes
         once_seconds = update_seconds(self._count(self.plain_choices, True, False), self._speed, self._exchange)
-        return Problem(self.subject.workload, setting, limit_bytes, self._decided, margin_bytes, once_seconds)
+        return Problem(self.planning_input.workload, setting, limit_bytes, self._decided, margin_bytes, once_seconds)
 
-    def _found(self) -> tuple[Found, Look]:
+    def _found(self) -> tuple[Found, Evaluation]:
         """Search, check at full length, search again with less room where that does not hold, or take a fallback."""
         limit_bytes = int(self._target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
         for _ in range(_MOST_ROUNDS):
             problem = self.problem(limit_bytes)
-            found = search(problem, self._look_shortly, self._expect, self.look_at_length, self._suppose)
-            chosen = self.look_at_length(found.chosen.choices)
+            found = search(problem, self._evaluate_briefly, self._expect, self.evaluate_at_length, self._suppose)
+            chosen = self.evaluate_at_length(found.chosen.choices)
             over_bytes = chosen.need_bytes - self._target.limit_bytes
             if not found.fits or over_bytes <= 0:
                 break
             limit_bytes -= over_bytes
-        else:  # each time another mix was over by a little; the fallbacks need less
-            for number, look in enumerate(found.fallbacks, 1):
-                smaller = self.look_at_length(look.choices)
+        else:  # each time another combination was over by a little; the fallbacks need less
+            for number, evaluation in enumerate(found.fallbacks, 1):
+                smaller = self.evaluate_at_length(evaluation.choices)
                 if smaller.fits and smaller.need_bytes <= self._target.limit_bytes:
                     return replace(found, fallbacks=found.fallbacks[number:]), smaller
         return replace(found, fits=chosen.fits and over_bytes <= 0), chosen
@@ -326,42 +332,44 @@ class Planner:
             self._target = target
         return need_bytes
 
-    def _look_shortly(self, choices: Choices) -> Look:
-        return self.look(choices, is_short=True)
+    def _evaluate_briefly(self, choices: Choices) -> Evaluation:
+        return self.evaluate(choices, is_short=True)
 
-    def look_at_length(self, choices: Choices) -> Look:
-        """Look at a mix in as many steps as show all that the training does."""
-        return self.look(choices, self._is_short, is_long=True)
+    def evaluate_at_length(self, choices: Choices) -> Evaluation:
+        """Look at a combination in as many steps as show all that the training does."""
+        return self.evaluate(choices, self._is_short, is_long=True)
 
-    def look(self, choices: Choices, is_short: bool, is_long: bool = False) -> Look:
-        """Trace a mix and say what it needs and takes."""
+    def evaluate(self, choices: Choices, is_short: bool, is_long: bool = False) -> Evaluation:
+        """Trace a combination and say what it needs and takes."""
         counted = self._count(choices, is_short, is_long)
         micro_batch = samples_of(choices)
         duration = step_duration(
             counted,
             self._speed,
-            batch_size=self.subject.batch_size,
+            batch_size=self.planning_input.batch_size,
             micro_batch=micro_batch,
-            rehearsed_samples=rehearsed_samples(self.subject.batch_size, micro_batch),
+            dry_run_samples=dry_run_samples(self.planning_input.batch_size, micro_batch),
             learned=self._learned(choices),
             exchange=self._exchange,
         )
         off = self._off_device(counted, micro_batch)
         if off is not None and off.disk_bytes_per_second is not None:
             duration = with_disk(duration, off.moved_bytes, off.disk_bytes_per_second)
-        return Look(
+        return Evaluation(
             choices, micro_batch, counted.peak, counted.oom_row is None, duration, phase_peaks(counted), counted.parts()
         )
 
     def _off_device(self, counted: Counted, micro_batch: int) -> OffDevice | None:
-        """What a mix keeps outside of its budget, where that is worth a word; on a CPU perhaps more than memory has."""
+        """What a combination keeps outside of its budget, where that is worth a word; on a CPU perhaps more than memory
+        has.
+        """
         kept_bytes = live_bytes(counted.trace, on_host=True).peak_bytes
         if kept_bytes < _LEAST_OFF_BYTES:
             return None
-        batch_size = self.subject.batch_size
+        batch_size = self.planning_input.batch_size
         moved_bytes = moved_outside(
             counted, batch_size=batch_size, micro_batch=micro_batch,
-            rehearsed_samples=rehearsed_samples(batch_size, micro_batch),
+            dry_run_samples=dry_run_samples(batch_size, micro_batch),
         )  # fmt: skip
         is_too_large = kept_bytes > self._target.capacity_bytes - counted.peak.likely_bytes
         rate = self._disk_rate if self._target.spec is None and is_too_large else None
@@ -378,7 +386,7 @@ class Planner:
     def plain_choices(self) -> Choices:
         """The whole batch, with what is pinned: without it a training may be impossible, as one too long for cuDNN."""
         pinned = (choice for choice in self._decided.pinned if choice.technique != "micro_batch")
-        return in_order((*pinned, micro_batch_choice(self.subject.batch_size)))
+        return in_order((*pinned, micro_batch_choice(self.planning_input.batch_size)))
 
     def _learned(self, choices: Choices) -> Learned | None:
         if self._calibration is None:
@@ -386,16 +394,16 @@ class Planner:
         names = [choice.technique for choice in choices]
         return learned_ratio(self._calibration, self._target.lowering().name, names)
 
-    def _expect(self, mixes: Iterable[Choices]) -> None:
+    def _expect(self, combinations: Iterable[Choices]) -> None:
         """Begin short traces that will be looked at, but for the first, which is made here meanwhile."""
-        self.subject.tracers.expect(list(self._untraced((choices, False) for choices in mixes))[1:])
+        self.planning_input.tracers.expect(list(self._untraced((choices, False) for choices in combinations))[1:])
 
-    def _suppose(self, mixes: Iterable[Likely]) -> None:
+    def _suppose(self, combinations: Iterable[Likely]) -> None:
         """Begin traces that may be looked at, one for each process that there is."""
-        self.subject.tracers.suppose(self._untraced(mixes))
+        self.planning_input.tracers.suppose(self._untraced(combinations))
 
-    def _untraced(self, mixes: Iterable[Likely]) -> Iterator[Asked]:
-        for choices, at_length in mixes:
+    def _untraced(self, combinations: Iterable[Likely]) -> Iterator[Asked]:
+        for choices, at_length in combinations:
             asked = Asked(self._target.lowering(), _seen_in_trace(choices), is_short=not at_length)
             is_shown = at_length and self._is_short  # by the short trace
             if not is_shown and (asked.choices, asked.is_short) not in self._traced:
@@ -405,7 +413,7 @@ class Planner:
         seen = _seen_in_trace(choices)
         if (seen, is_short) not in self._traced:
             self._progress(f"tracing: {' '.join(map(str, choices))}")
-            self._traced[seen, is_short] = self.subject.rehearse(lowering, seen, is_short)
+            self._traced[seen, is_short] = self.planning_input.dry_run(lowering, seen, is_short)
             self._progress("searching")
         return self._traced[seen, is_short]
 
@@ -419,20 +427,20 @@ class Planner:
         counted = replace(counted, learned=learned) if learned else counted
         return counted if self._target.spec is not None else replace(counted, spread=_LONG_RUN_SPREAD)
 
-    def _record(self, found: Found, rungs: Sequence[Look], smallest_bytes: int | None) -> Plan:
-        looks = (*rungs, *found.openings, *found.candidates)
-        names = {choice.technique for look in looks for choice in look.choices}
+    def _record(self, found: Found, in_order: Sequence[Evaluation], smallest_bytes: int | None) -> Plan:
+        evaluations = (*in_order, *found.lossy_alternatives, *found.candidates)
+        names = {choice.technique for evaluation in evaluations for choice in evaluation.choices}
         names |= {choice.technique for one in found.rejected for choice in one.choices}
-        chosen = self._candidate(rungs[0], self._is_short)
-        near = self._near(found, rungs[0]) if smallest_bytes is None else ()
-        about, numerics = told_of(names, is_whole=rungs[0].micro_batch == self.subject.batch_size)
+        chosen = self._candidate(in_order[0], self._is_short)
+        near = self._near(found, in_order[0]) if smallest_bytes is None else ()
+        about, numerics = told_of(names, is_whole=in_order[0].micro_batch == self.planning_input.batch_size)
         return Plan(
             budget=self._budget,
-            rungs=_ladder(rungs),
+            fallbacks=_fallback_schedule(in_order),
             limit_bytes=self._target.limit_bytes,
-            plain=found.plain.rung(),
+            plain=found.plain.configuration(),
             rejected=found.rejected,
-            openings=() if found.fits else tuple(map(self._opening, found.openings)),
+            lossy_alternatives=() if found.fits else tuple(map(self._alternative, found.lossy_alternatives)),
             smallest_budget_bytes=None if smallest_bytes is None else smallest_bytes + self._target.kept_back_bytes,
             prediction=chosen.prediction,
             pinned=self._decided.pinned,
@@ -443,57 +451,63 @@ class Planner:
             numerics=numerics,
             time_factor=chosen.time_factor,
             off_device=chosen.off_device,
-            candidates=tuple(self._candidate(look, is_short=True) for look in near),
+            candidates=tuple(self._candidate(evaluation, is_short=True) for evaluation in near),
             loss_check=self.loss_check,
-            tokenizer_bytes=self.subject.tokenizer_bytes,
-            made_for=self.subject.facts(self._target.lowering().name),
-            num_traces=self.subject.num_traces,
+            tokenizer_bytes=self.planning_input.tokenizer_bytes,
+            made_for=self.planning_input.facts(self._target.lowering().name),
+            num_traces=self.planning_input.num_traces,
             plan_seconds=time.perf_counter() - self._started_seconds,
         )
 
-    def _near(self, found: Found, chosen: Look) -> Iterator[Look]:
+    def _near(self, found: Found, chosen: Evaluation) -> Iterator[Evaluation]:
         """Look at the candidates beside the plan as long as the plan was; those of them that probably fit."""
         for one in found.candidates:
-            look = self.look(one.choices, is_short=True, is_long=True)
-            if look.choices != chosen.choices and look.fits and look.peak.likely_bytes <= self._target.limit_bytes:
-                yield look
+            evaluation = self.evaluate(one.choices, is_short=True, is_long=True)
+            if (
+                evaluation.choices != chosen.choices
+                and evaluation.fits
+                and evaluation.peak.likely_bytes <= self._target.limit_bytes
+            ):
+                yield evaluation
 
-    def _candidate(self, look: Look, is_short: bool) -> Candidate:
-        learned, counted = self._learned(look.choices), self._count(look.choices, is_short, is_long=True)
+    def _candidate(self, evaluation: Evaluation, is_short: bool) -> Candidate:
+        learned, counted = self._learned(evaluation.choices), self._count(evaluation.choices, is_short, is_long=True)
         return Candidate(
-            rung=look.rung(),
-            prediction=self._prediction(look.choices, counted),
+            configuration=evaluation.configuration(),
+            prediction=self._prediction(evaluation.choices, counted),
             time_factor=learned.low if learned else 1.0,
-            off_device=self._off_device(counted, look.micro_batch),
+            off_device=self._off_device(counted, evaluation.micro_batch),
         )
 
-    def _opening(self, look: Look) -> Rejected:
-        """Say what was looked at, which is one mix: what needs least, as far as it goes with what is not allowed."""
-        names = [choice.technique for choice in look.choices if TECHNIQUES[choice.technique].numerics == "lossy"]
-        closed = ", ".join(name for name in names if name not in self.subject.allow)
-        budget_mib = -(-(look.need_bytes + self._target.kept_back_bytes) >> 20)
+    def _alternative(self, evaluation: Evaluation) -> Rejected:
+        """Say what was looked at, which is one combination: what needs least, as far as it goes with what is not
+        allowed.
+        """
+        names = [choice.technique for choice in evaluation.choices if TECHNIQUES[choice.technique].numerics == "lossy"]
+        closed = ", ".join(name for name in names if name not in self.planning_input.allow)
+        budget_mib = -(-(evaluation.need_bytes + self._target.kept_back_bytes) >> 20)
         reason = (
-            f"would do with {budget_mib}MiB if the job had `allow: [{closed}]`; it is the only mix with {closed} "
+            f"would do with {budget_mib}MiB if the job had `allow: [{closed}]`; it is the only combination with {closed} "
             "that was looked at"
         )
-        return Rejected(choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time)
+        return Rejected(choices=evaluation.choices, reason=reason, peak=evaluation.peak, step_time=evaluation.step_time)
 
     def prediction(self, choices: Choices) -> Prediction:
-        """Make the record of what a mix needs."""
+        """Make the record of what a combination needs."""
         return self._prediction(choices, self._at_length(choices))
 
     def _prediction(self, choices: Choices, counted: Counted) -> Prediction:
-        subject = self.subject
+        planning_input = self.planning_input
         named = [str(choice.options["dtype"]) for choice in choices if choice.technique == "autocast"]
-        precision = named[0] if named else str(subject.workload.precision)
+        precision = named[0] if named else str(planning_input.workload.precision)
         return self._target.predict(
             counted,
-            subject.described(precision),
+            planning_input.described(precision),
             precision,
             samples_of(choices),
-            subject.sequence_length,
-            subject.batch_size,
-            subject.num_ranks,
+            planning_input.sequence_length,
+            planning_input.batch_size,
+            planning_input.num_ranks,
         )
 
 
@@ -501,7 +515,10 @@ def _seen_in_trace(choices: Choices) -> Choices:
     return tuple(choice for choice in choices if choice.technique not in UNTRACED)
 
 
-def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:
-    """The rungs whose needs fall."""
-    kept = [rungs[0], *(look for before, look in pairwise(rungs) if look.need_bytes < before.need_bytes)]
-    return tuple(look.rung() for look in kept)
+def _fallback_schedule(in_order: Sequence[Evaluation]) -> tuple[Configuration, ...]:
+    """The in_order whose needs fall."""
+    kept = [
+        in_order[0],
+        *(evaluation for before, evaluation in pairwise(in_order) if evaluation.need_bytes < before.need_bytes),
+    ]
+    return tuple(evaluation.configuration() for evaluation in kept)

@@ -3,7 +3,7 @@
     plan = plan_inference(folder, "score", longest_tokens=256, limit_bytes=1 << 30)
     with placed_model(folder, plan) as model: ...
 
-A pass is the task's own, rehearsed on fake tensors (`plimsoll.inference.dry_run`); the target's allocators count
+A pass is the task's own, dry-run on fake tensors (`plimsoll.inference.dry_run`); the target's allocators count
 it, the model of time takes its ops, and `plimsoll.planning.search.placement` searches. How fast weights come from the
 disk is measured when the plan is made, on the files of the checkpoint themselves; beside a GPU that is here, what the
 host's memory has room for is looked at too.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from plimsoll.device.cpu.pages import cache_room_bytes, cold_bytes_per_second
+from plimsoll.device.cpu.pages import cache_free_bytes, cold_bytes_per_second
 from plimsoll.device.probe import versions
 from plimsoll.device.process import private_bytes
 from plimsoll.device.speed import measured_speed, speed_of
@@ -30,7 +30,7 @@ from plimsoll.memory.predict import Counted
 from plimsoll.planning.baseline import StartedBaseline
 from plimsoll.planning.kept_baseline import Baseline
 from plimsoll.planning.search.cost import step_duration
-from plimsoll.planning.search.placement import Guess, Look, Placer, Reading, rejected_of
+from plimsoll.planning.search.placement import Evaluation, Guess, Placer, Reading, rejected_of
 from plimsoll.planning.targets import CUDA_HOST_BYTES, Target, find_target
 from plimsoll.records.placement import InferencePlan, Part, Place
 from plimsoll.records.plan import Duration
@@ -112,7 +112,7 @@ class _Planner:
         self._started_seconds = time.perf_counter()
         self._applied, self._longest_tokens, self._progress = applied, longest_tokens, progress
         self._budget_bytes, self._most_rows = limit_bytes, most_rows
-        self._looks: dict[tuple[int, frozenset[str]], Look] = {}
+        self._evaluations: dict[tuple[int, frozenset[str]], Evaluation] = {}
         self._assumed: dict[str, Assumption] = {}
         self._target: Target = find_target(device, limit_bytes, lambda: _waited(started))
         self._is_cpu = self._target.spec is None
@@ -124,22 +124,28 @@ class _Planner:
             self._reading = Reading(_free_bytes(), files_bytes_per_second=rate)
         else:
             rate = speed.link_bytes_per_second
-            self._reading = Reading(_host_room_bytes(device), link_bytes_per_second=rate)
+            self._reading = Reading(_host_free_bytes(device), link_bytes_per_second=rate)
 
     def plan(self) -> InferencePlan:
         """Find what fits, or say what needs least."""
         applied, limit_bytes = self._applied, self._target.limit_bytes
         placer = Placer(
-            applied.parts, self._always(), limit_bytes, self._most_rows, applied.num_passes, self._reading, self.look
+            applied.parts,
+            self._always(),
+            limit_bytes,
+            self._most_rows,
+            applied.num_passes,
+            self._reading,
+            self.evaluate,
         )
         guesses = placer.guesses()
         best = placer.best(guesses)
         if best is not None:
-            chosen, look = placer.verified(best)
-            if look.fits and placer.holds(chosen):
+            chosen, evaluation = placer.verified(best)
+            if evaluation.fits and placer.holds(chosen):
                 return self._record(chosen, guesses, None)
         resident = placer.least()
-        least = self.look(1, resident)
+        least = self.evaluate(1, resident)
         chosen = placer.measured(1, resident, least)
         fits = least.fits and placer.holds(chosen)  # a guess may need more than its trace
         return self._record(chosen, guesses, None if fits else self._smallest_bytes(least))
@@ -149,29 +155,29 @@ class _Planner:
         kinds = ("rest",) if self._is_cpu else ("rest", "tables", "output")
         return frozenset(part.name for part in self._applied.parts if part.kind in kinds)
 
-    def look(self, rows: int, resident: frozenset[str]) -> Look:
+    def evaluate(self, rows: int, resident: frozenset[str]) -> Evaluation:
         """Trace a pass with the parts where they would be."""
         key = rows, resident
-        if key not in self._looks:
+        if key not in self._evaluations:
             self._progress(f"tracing: {rows} rows with {len(resident)} of {len(self._applied.parts)} parts resident")
-            self._looks[key] = self._look(rows, resident)
-        return self._looks[key]
+            self._evaluations[key] = self._evaluate(rows, resident)
+        return self._evaluations[key]
 
-    def _look(self, rows: int, resident: frozenset[str]) -> Look:
+    def _evaluate(self, rows: int, resident: frozenset[str]) -> Evaluation:
         outside = [part.name for part in self._applied.parts if part.name not in resident]
-        trace = self._applied.rehearse(self._target.lowering(), rows, self._longest_tokens, outside)
+        trace = self._applied.dry_run(self._target.lowering(), rows, self._longest_tokens, outside)
         self._assumed |= {one.text: one for one in trace.assumptions}
         counted = self._target.count(trace)
         steps = sorted({step for step in trace.ops.step if step > 0})
         seconds = tuple(self._seconds(counted, rows, step) for step in steps)
-        return Look(counted.peak, counted.oom_row is None, seconds, counted.spread)
+        return Evaluation(counted.peak, counted.oom_row is None, seconds, counted.spread)
 
     def _seconds(self, counted: Counted, rows: int, step: int) -> float:
         return step_duration(
-            counted, self._speed, batch_size=rows, micro_batch=rows, rehearsed_samples=rows, step=step
+            counted, self._speed, batch_size=rows, micro_batch=rows, dry_run_samples=rows, step=step
         ).likely_seconds
 
-    def _smallest_bytes(self, least: Look) -> int:
+    def _smallest_bytes(self, least: Evaluation) -> int:
         return least.peak.high_bytes + self._target.kept_back_bytes
 
     def _record(self, chosen: Guess, guesses: Sequence[Guess], smallest_bytes: int | None) -> InferencePlan:
@@ -190,7 +196,7 @@ class _Planner:
             limit_bytes=target.limit_bytes,
             limit_source=target.limit_source,
             kept_back_bytes=target.kept_back_bytes,
-            host_room_bytes=None if self._is_cpu else reading.room_bytes,
+            host_free_bytes=None if self._is_cpu else reading.free_bytes,
             parts=parts,
             longest_tokens=self._longest_tokens,
             new_tokens=applied.new_tokens,
@@ -210,7 +216,7 @@ class _Planner:
             rejected=rejected_of(guesses, chosen, target.limit_bytes, self._resident_bytes),
             smallest_budget_bytes=smallest_bytes,
             assumptions=(*self._assumed.values(), *self._unchecked(parts)),
-            num_traces=len(self._looks),
+            num_traces=len(self._evaluations),
             plan_seconds=time.perf_counter() - self._started_seconds,
             versions=versions(),
         )
@@ -218,7 +224,7 @@ class _Planner:
     def _unchecked(self, parts: Sequence[Part]) -> tuple[Assumption, ...]:
         """What must be taken for granted of a host that is not here."""
         host_bytes = sum(part.num_bytes for part in parts if part.place == "host")
-        if not host_bytes or self._reading.room_bytes is not None:
+        if not host_bytes or self._reading.free_bytes is not None:
             return ()
         return (Assumption(text=f"needs {format_bytes(host_bytes)} of the host's memory, which was not checked"),)
 
@@ -235,10 +241,10 @@ class _Planner:
 
 def _free_bytes() -> int:
     """What the machine has for the process that applies the model, and for pages of files beside it."""
-    return cache_room_bytes() + private_bytes()
+    return cache_free_bytes() + private_bytes()
 
 
-def _host_room_bytes(device: str) -> int | None:
+def _host_free_bytes(device: str) -> int | None:
     """What the host of a GPU has for weights; ``None`` for a GPU by name, whose host is not here."""
     is_here = device == "cuda" or device.startswith("cuda:")
     return max(_free_bytes() - CUDA_HOST_BYTES[1], 0) if is_here else None

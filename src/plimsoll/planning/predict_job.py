@@ -1,4 +1,4 @@
-"""What a job will need, and what would fit: rehearses it and asks the target's allocators.
+"""What a job will need, and what would fit: dry-runs it and asks the target's allocators.
 
     prediction = predict_job(job, device="rtx3060")
 
@@ -126,7 +126,7 @@ class _Forecast:
 
     def __post_init__(self) -> None:
         require_vectors(self.job)
-        load_model_code(self.job)  # before the rehearsal, in which transformers must not be imported
+        load_model_code(self.job)  # before the dry run, in which transformers must not be imported
         self.texts = self.known_texts or sketch_texts(self.job)
         if self.job.distill is not None:
             require_teacher(self.job, self.texts)

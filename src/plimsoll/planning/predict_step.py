@@ -23,7 +23,7 @@ from plimsoll.device.cpu.pages import FileMappings
 from plimsoll.errors import InputError
 from plimsoll.memory.trace import trace_training
 from plimsoll.models.workload import LossFunction, Precision, Units, batch_size_of, model_loss
-from plimsoll.planning.dry_run.step import rehearse_step
+from plimsoll.planning.dry_run.step import dry_run_step
 from plimsoll.planning.targets import find_target, own_baseline
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Prediction
@@ -73,7 +73,7 @@ def predict(
         None if budget is None else parse_bytes(budget),
         lambda: own_baseline(model_bytes(model, optimizer)),
     )
-    trace = rehearse_step(
+    trace = dry_run_step(
         model, optimizer, batch, loss, target.lowering(),
         units=units, choices=(micro_batch_choice(micro_batch or num_samples),), clip_norm=clip_norm,
         precision=precision,

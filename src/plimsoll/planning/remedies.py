@@ -1,4 +1,4 @@
-"""What would free memory in a training, each change rehearsed: what the peak falls by, what it costs, whether it fits.
+"""What would free memory in a training, each change dry-run: what the peak falls by, what it costs, whether it fits.
 
     found = find_remedies(job, limit_bytes=2 << 30)
 
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.errors import InputError
-from plimsoll.planning.constraints import wished
+from plimsoll.planning.constraints import with_pins_of
 from plimsoll.planning.plan import Planner, Progress, planner_of
-from plimsoll.planning.search.evaluation import Look
-from plimsoll.planning.search.options import menu_of
+from plimsoll.planning.search.choices import available_choices
+from plimsoll.planning.search.evaluation import Evaluation
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.diagnosis import Remedy
 from plimsoll.records.job import Job
@@ -83,10 +83,10 @@ def find_remedies(
         BudgetError: as `plan_job`.
         InputError: as `plan_job`.
     """
-    wishes = (wished(job, (), ()), ())
-    with planner_of(job, device, limit_bytes, wishes, calibration, progress, texts=texts) as planner:
+    constraints = (with_pins_of(job, (), ()), ())
+    with planner_of(job, device, limit_bytes, constraints, calibration, progress, texts=texts) as planner:
         base = planner.plain_choices if in_force is None else in_force
-        before, prediction = planner.look_at_length(base), planner.prediction(base)
+        before, prediction = planner.evaluate_at_length(base), planner.prediction(base)
         if before.fits and before.need_bytes <= planner.limit_bytes:
             return Remedies(prediction, _vocab_size(planner, job, texts))
         plan, search = planner.plan(), _Search(planner, job, limit_bytes, before)
@@ -96,7 +96,7 @@ def find_remedies(
 
 
 def _vocab_size(planner: Planner, job: Job, texts: TextSketch | None) -> int:
-    config = getattr(planner.subject.workload.model, "config", None)
+    config = getattr(planner.planning_input.workload.model, "config", None)
     return int(getattr(config, "vocab_size", None) or (texts or sketch_texts(job)).vocab_size)
 
 
@@ -129,22 +129,26 @@ class _Search:
     planner: Planner
     job: Job
     limit_bytes: int | None
-    before: Look
+    before: Evaluation
     notes: list[str] = field(default_factory=list)
 
     def of_plan(self, plan: Plan) -> Iterator[Remedy]:
-        """The planner's own mix, and where nothing fits those with what the job does not allow."""
+        """The planner's own combination, and where nothing fits those with what the job does not allow."""
         budget = self._budget()
-        look = self.planner.look_at_length(plan.choices)
+        evaluation = self.planner.evaluate_at_length(plan.choices)
         if plan.fits:
-            text = "the fastest mix that the planner found; `plimsoll train` finds it by itself inside this budget"
-            yield from self._remedy(look, plan.choices, text, budget)
+            text = (
+                "the fastest combination that the planner found; `plimsoll train` finds it by itself inside this budget"
+            )
+            yield from self._remedy(evaluation, plan.choices, text, budget)
             return
-        yield from self._remedy(look, plan.choices, "what needs least of all mixes that were looked at", budget)
-        for opening in plan.openings:
-            look = self.planner.look_at_length(opening.choices)
+        yield from self._remedy(
+            evaluation, plan.choices, "what needs least of all combinations that were looked at", budget
+        )
+        for alternative in plan.lossy_alternatives:
+            evaluation = self.planner.evaluate_at_length(alternative.choices)
             yield from self._remedy(
-                look, opening.choices, "with what changes the training", self._settings(look.choices)
+                evaluation, alternative.choices, "with what changes the training", self._settings(evaluation.choices)
             )
 
     def of_techniques(self, deadline_seconds: float) -> Iterator[Remedy]:
@@ -156,23 +160,23 @@ class _Search:
                 continue
             found = self._weakest_that_fits(options)
             if found is not None:
-                look, choice = found
+                evaluation, choice = found
                 text = TECHNIQUES[choice.technique].summary
-                yield from self._remedy(look, (choice,), text, self._settings((choice,)))
+                yield from self._remedy(evaluation, (choice,), text, self._settings((choice,)))
         if left_out:
             self.notes.append(f"There was no time left to try {', '.join(left_out)}.")
 
     def _offered(self) -> Iterator[Choices]:
         """The options of each technique that can reach what the peak is made of, weakest first."""
         problem = self.planner.problem(self.planner.limit_bytes)
-        menu, setting = menu_of(problem), self._open_setting(problem.setting)
+        available, setting = available_choices(problem), self._open_setting(problem.setting)
         in_force = {choice.technique for choice in self.before.choices}
-        sizes = [size for size in menu.sizes if size < self.before.micro_batch]
+        sizes = [size for size in available.sizes if size < self.before.micro_batch]
         if sizes:
             yield tuple(map(micro_batch_choice, sizes))
-        autocast = technique_of("autocast").menu(problem.workload, setting)
-        options = dict(menu.options) | ({} if isinstance(autocast, str) else {"autocast": autocast})
-        for choices in (*options.values(), *((choice,) for choice in menu.closed)):
+        autocast = technique_of("autocast").choices(problem.workload, setting)
+        options = dict(available.options) | ({} if isinstance(autocast, str) else {"autocast": autocast})
+        for choices in (*options.values(), *((choice,) for choice in available.closed)):
             technique = technique_of(choices[0].technique)
             reached_bytes = sum(self.before.parts.get(part, 0) for part in technique.reaches)
             if technique.name not in in_force and reached_bytes >= _LEAST_PART * self.before.need_bytes:
@@ -183,36 +187,36 @@ class _Search:
         precision = "auto" if self.job.precision == "fp32" else setting.precision
         return replace(setting, precision=precision, allow=frozenset(TECHNIQUES))
 
-    def _weakest_that_fits(self, options: Choices) -> tuple[Look, Choice] | None:
+    def _weakest_that_fits(self, options: Choices) -> tuple[Evaluation, Choice] | None:
         """Halve the options until the weakest is found that fits; without one that does, the strongest."""
-        tried = self._look_with(options[-1])
+        tried = self._evaluate_with(options[-1])
         if tried is None or not self._fits(tried):
             return None if tried is None else (tried, options[-1])
         low, high, best = 0, len(options) - 1, tried
         while low < high:
             middle = (low + high) // 2
-            look = self._look_with(options[middle])
-            if look is not None and self._fits(look):
-                high, best = middle, look
+            evaluation = self._evaluate_with(options[middle])
+            if evaluation is not None and self._fits(evaluation):
+                high, best = middle, evaluation
             else:
                 low = middle + 1
         return best, options[high]
 
-    def _look_with(self, choice: Choice) -> Look | None:
+    def _evaluate_with(self, choice: Choice) -> Evaluation | None:
         """Look at what is in force and one choice more, or instead; ``None`` where that is impossible."""
         rest = tuple(one for one in self.before.choices if one.technique != choice.technique)
         choices = in_order((*rest, choice))
         planner = self.planner
-        if conflict_among(choices, planner.subject.workload, self._open_setting(planner.setting)) is not None:
+        if conflict_among(choices, planner.planning_input.workload, self._open_setting(planner.setting)) is not None:
             return None
         try:
-            return planner.look_at_length(choices)
+            return planner.evaluate_at_length(choices)
         except InputError as error:
             self.notes.append(f"{choice} could not be tried: {error}")
             return None
 
-    def _fits(self, look: Look) -> bool:
-        return look.fits and look.need_bytes <= self.planner.limit_bytes
+    def _fits(self, evaluation: Evaluation) -> bool:
+        return evaluation.fits and evaluation.need_bytes <= self.planner.limit_bytes
 
     def _budget(self) -> dict[str, Any]:
         """What a job must say of a budget that is not its own."""
@@ -235,9 +239,11 @@ class _Search:
         settings["pin"] = [*kept, *map(str, choices)]
         return settings
 
-    def _remedy(self, look: Look, choices: Choices, text: str, settings: dict[str, Any]) -> Iterator[Remedy]:
+    def _remedy(
+        self, evaluation: Evaluation, choices: Choices, text: str, settings: dict[str, Any]
+    ) -> Iterator[Remedy]:
         """What a look saves, if that is worth a word."""
-        before, after = self.before.peak, look.peak
+        before, after = self.before.peak, evaluation.peak
         saving = _differences(before, after)
         if saving[0] < _WORTH_SAYING * before.likely_bytes:
             return
@@ -249,9 +255,9 @@ class _Search:
             saving_bytes=saving[0],
             saving_low_bytes=min(saving),
             saving_high_bytes=max(saving),
-            step_time_factor=look.seconds / seconds if seconds else None,
+            step_time_factor=evaluation.seconds / seconds if seconds else None,
             known="predicted",
-            fits=self._fits(look),
+            fits=self._fits(evaluation),
         )
 
 
@@ -264,9 +270,9 @@ def _differences(before: Estimate, after: Estimate) -> tuple[int, int, int]:
     )
 
 
-def choices_in_force(plan: Plan, rung: int | None, micro_batch: int | None) -> Choices:
+def choices_in_force(plan: Plan, fallback: int | None, micro_batch: int | None) -> Choices:
     """What a run had in force when it ended, with the smallest micro-batch (samples) it came to."""
-    choices = plan.rungs[min(rung or 0, len(plan.rungs) - 1)].choices
+    choices = plan.fallbacks[min(fallback or 0, len(plan.fallbacks) - 1)].choices
     if micro_batch is None or micro_batch >= samples_of(choices):
         return choices
     others = (choice for choice in choices if choice.technique != "micro_batch")

@@ -1,10 +1,10 @@
 """The ways to train a model within a budget, compared: all of it, all of it with streamed weights, and adapters.
 
-    ways = compare_ways(job, device="cpu", limit_bytes=2 << 30)
+    ways = compare_strategies(job, device="cpu", limit_bytes=2 << 30)
 
 Each way is planned as `plimsoll plan` would with what it needs pinned and allowed: its peak and seconds are those of
-the fastest mix that was found for it, rehearsed as a whole. Does NOT say what a way costs in quality: that must be
-measured on the data.
+the fastest combination that was found for it, dry-run as a whole. Does NOT say what a way costs in quality: that must
+be measured on the data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plimsoll.planning.plan import device_of_job, plan_job
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan
-from plimsoll.records.strategies import Way, Ways
+from plimsoll.records.strategies import Strategies, Strategy
 
 Progress = Callable[[str], None]
 
@@ -51,17 +51,18 @@ def _wanted(kind: str) -> tuple[_Wanted, ...]:
     )
 
 
-def compare_ways(
+def compare_strategies(
     job: Job,
     *,
     device: str | None = None,
     limit_bytes: int | None = None,
     calibration: Calibration | None = None,
     progress: Progress | None = None,
-    on_way: Callable[[Way], object] = lambda way: None,
+    on_strategy: Callable[[Strategy], object] = lambda strategy: None,
     started: Baseline | None = None,
-) -> Ways:
-    """Plan each way; arguments and what is raised are those of `plan_job`, and ``on_way`` is told of each when it is.
+) -> Strategies:
+    """Plan each way; arguments and what is raised are those of `plan_job`, and ``on_strategy`` is told of each when it
+    is.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
@@ -70,7 +71,7 @@ def compare_ways(
     """
     say = progress or (lambda text: None)
     kind = "cpu" if device_of_job(job, device) == "cpu" else "cuda"
-    ways, plans = list[Way](), list[Plan]()
+    strategies, plans = list[Strategy](), list[Plan]()
     with ExitStack() as stack:
         # A training process without a model is the same for all; how fast the device is, is kept in a file anyway.
         if kind == "cpu" and started is None:
@@ -88,17 +89,20 @@ def compare_ways(
                     started=started,
                 )
                 plans.append(plan)
-                way = _way(wanted, plan)
+                strategy = _strategy(wanted, plan)
             except InputError as error:
                 if type(error) is not InputError or not wanted.pins:  # a fault of the job's is one of every way's
                     raise
-                way = _impossible(wanted, error)
-            ways.append(way)
-            on_way(way)
+                strategy = _impossible(wanted, error)
+            strategies.append(strategy)
+            on_strategy(strategy)
     prediction = plans[0].prediction
     assert prediction is not None
-    return Ways(
-        subject=prediction.subject, device=prediction.device, limit_bytes=prediction.limit_bytes, ways=tuple(ways)
+    return Strategies(
+        subject=prediction.subject,
+        device=prediction.device,
+        limit_bytes=prediction.limit_bytes,
+        strategies=tuple(strategies),
     )
 
 
@@ -108,22 +112,22 @@ def _allowing(job: Job, wanted: _Wanted) -> Job:
     return job.model_copy(update={"allow": (*others, "lora") if wanted.is_lossy else others})
 
 
-def _way(wanted: _Wanted, plan: Plan) -> Way:
-    rung = plan.rungs[0]
-    return Way(
+def _strategy(wanted: _Wanted, plan: Plan) -> Strategy:
+    configuration = plan.fallbacks[0]
+    return Strategy(
         name=wanted.name,
         changes=wanted.changes,
         how=_how(wanted),
-        choices=rung.choices,
-        peak=rung.peak,
-        step_time=rung.step_time,
+        choices=configuration.choices,
+        peak=configuration.peak,
+        step_time=configuration.step_time,
         smallest_budget_bytes=plan.smallest_budget_bytes,
     )
 
 
-def _impossible(wanted: _Wanted, error: PlimsollError) -> Way:
+def _impossible(wanted: _Wanted, error: PlimsollError) -> Strategy:
     reason = str(error).partition("it cannot be used here: ")[2] or str(error)
-    return Way(
+    return Strategy(
         name=wanted.name, changes=wanted.changes, how=_how(wanted), impossible=reason.removesuffix("; leave it out")
     )
 

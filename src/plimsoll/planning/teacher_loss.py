@@ -1,11 +1,11 @@
-"""The loss of a job with a teacher: in a run, in its rehearsal, and as a plan looks at it.
+"""The loss of a job with a teacher: in a run, in its dry run, and as a plan looks at it.
 
 A teacher's weights are on the device (``memory``), stay in its files, which a budget of private memory does not count
 (``mapped``, on the CPU), or are integers of 8 bits (``int8``): each linear layer's, but for the output over the
 vocabulary and weights that two layers share, is made dense for as long as it computes
 (`plimsoll.techniques.mechanisms.codes`), `nn.Linear` and the ``Conv1D`` of GPT-2 alike.
 
-What this module decides is so for a run and its rehearsal: both call it. It does NOT cover a teacher that is streamed
+What this module decides is so for a run and its dry run: both call it. It does NOT cover a teacher that is streamed
 to a GPU layer by layer.
 """
 
@@ -25,7 +25,7 @@ from plimsoll.device.off_device import outside_the_device
 from plimsoll.errors import JobError
 from plimsoll.models.assemble import choose_device
 from plimsoll.models.build import loss_of
-from plimsoll.models.distillation.chunked import Mix
+from plimsoll.models.distillation.chunked import Combination
 from plimsoll.models.distillation.loss import Distillation
 from plimsoll.models.distillation.teacher import load_teacher, require_same_tokens, sketch_teacher
 from plimsoll.models.hugging_face import TextShape, is_hugging_face
@@ -84,7 +84,7 @@ def loss_for(job: Job, texts: Texts, device: str) -> LossFunction:
     Args:
         job: the job.
         texts: what a model must know of its data.
-        device: where it is trained. In a rehearsal, that of the rehearsal.
+        device: where it is trained. In a dry run, that of the dry run.
 
     Raises:
         JobError: if the teacher does not fit the job.
@@ -206,7 +206,7 @@ def _shape(job: Job, texts: Texts) -> TextShape:
 
 def _distillation(job: Job, teacher: nn.Module | None, texts: Texts) -> Distillation:
     assert job.distill is not None
-    mix = Mix(job.distill.temperature, job.distill.hard)
+    mix = Combination(job.distill.temperature, job.distill.hard)
     num_words = 0 if teacher is not None else texts.vocab_size
     return Distillation(teacher, job.task, mix, hidden=job.distill.hidden, num_words=num_words)
 

@@ -34,10 +34,10 @@ from plimsoll.errors import NonFiniteLossError, PlimsollError, TornStepError
 from plimsoll.models.optimizers import is_separable
 from plimsoll.models.workload import batch_size_of, pick_samples
 from plimsoll.planning.calibration import learn_from_trial
-from plimsoll.planning.search.near_best import schedule
+from plimsoll.planning.search.near_best import in_falling_order
 from plimsoll.planning.search.reasons import told_of, untried
 from plimsoll.planning.trial_copies import TrialCopies, copier_for, updated_by
-from plimsoll.records.plan import Candidate, Plan, Rung, Trial, Tried
+from plimsoll.records.plan import Candidate, Configuration, Plan, Trial, Tried
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.plan_sheets import trial_sentence
@@ -49,7 +49,7 @@ from plimsoll.step.recovery import Size
 from plimsoll.step.result import Outcome
 from plimsoll.step.retry import scaler_as_now
 from plimsoll.step.train_step import TrainStep
-from plimsoll.step.update.copies import Learned, Memory, PieceCopy, WholeCopy
+from plimsoll.step.update.copies import ChunkCopy, Learned, Memory, WholeCopy
 from plimsoll.step.update.scratch import Scratch
 
 _MOST_SECONDS = {"cpu": 10.0, "cuda": 5.0}
@@ -58,7 +58,7 @@ _LEAST_GAIN = 0.05  # of a step: what plans about as fast differ by in the media
 # What each candidate takes: so many steps at most, and so long to look at what its techniques change.
 _STEPS_OF_A_TRIAL, _SECONDS_OF_A_TRIAL = 4, 0.5
 _MOST_COPIED_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # outside of the device and back takes a second or two
-_MOST_PIECES = 4  # in a timed part of a step that is not timed whole ...
+_MOST_CHUNKS = 4  # in a timed part of a step that is not timed whole ...
 _MOST_REPEATS = 3
 _SAME_SECONDS = 0.01  # of a step: no faster than what comes before it
 _MOST_NOISE = 0.25  # of a step, by which repeated passes may differ
@@ -77,14 +77,14 @@ def try_plan(
 ) -> Plan:
     """Run the candidates of a plan for a few passes, put everything back, and go on with the fastest.
 
-        step = plimsoll.TrainStep(model, optimizer, units="next-tokens", rungs=plan.rungs)
+        step = plimsoll.TrainStep(model, optimizer, units="next-tokens", fallbacks=plan.fallbacks)
         with plimsoll.limited("2GiB"):
             plan = plimsoll.try_plan(step, plan, batch)
 
     Once the plan has warmed up, no other begins after 5 seconds on a GPU, after 10 or those of two steps on a CPU.
 
     Args:
-        step: of the training, made with ``plan.rungs``.
+        step: of the training, made with ``plan.fallbacks``.
         plan: the plan.
         batch: a real one of the usual size; it is not trained on.
         num_steps: of the training: too few to be worth it are not tried. ``None``: try anyway.
@@ -94,11 +94,11 @@ def try_plan(
         the plan that is in force, with what was measured in ``trial``.
 
     Raises:
-        InputError: if the step was made with rungs that change the training otherwise.
+        InputError: if the step was made with in_order that change the training otherwise.
         TornStepError: if a pass could not be undone: memory ran out in that twice, or it has changed what cannot be put
             back.
     """
-    step._rungs.refuse_others(plan.rungs)
+    step._fallbacks.refuse_others(plan.fallbacks)
     reason = _reason_against(step, plan, num_steps)
     if reason is not None:
         return plan.model_copy(update={"trial": Trial(left_out=reason), "candidates": ()})
@@ -126,7 +126,7 @@ def try_before_training(
 
 def _reason_against(step: TrainStep, plan: Plan, num_steps: int | None) -> str | None:
     """Why nothing is to be tried, if so."""
-    time_of_step, kind = plan.rungs[0].step_time, step.backend.kind
+    time_of_step, kind = plan.fallbacks[0].step_time, step.backend.kind
     if not plan.candidates or time_of_step is None:
         return "no other plan is about as fast"
     if not step.ranks.is_alone:
@@ -145,7 +145,7 @@ def _reason_against(step: TrainStep, plan: Plan, num_steps: int | None) -> str |
 
 
 def _most_seconds(plan: Plan, kind: str) -> float:
-    time_of_step = plan.rungs[0].step_time
+    time_of_step = plan.fallbacks[0].step_time
     steps_seconds = _MOST_STEPS * time_of_step.likely_seconds if kind == "cpu" and time_of_step else 0.0
     return max(_MOST_SECONDS[kind], steps_seconds)
 
@@ -171,10 +171,12 @@ class _Found:
         return self.outcome not in {*_SHORT_OF_MEMORY, "failed"}
 
     def record(self) -> Tried:
-        rung = self.candidate.rung
-        predicted = rung.step_time.likely_seconds / self.candidate.time_factor if rung.step_time else None
+        configuration = self.candidate.configuration
+        predicted = (
+            configuration.step_time.likely_seconds / self.candidate.time_factor if configuration.step_time else None
+        )
         return Tried(
-            choices=rung.choices, outcome=self.outcome, predicted_seconds=predicted,  # type: ignore[arg-type]
+            choices=configuration.choices, outcome=self.outcome, predicted_seconds=predicted,  # type: ignore[arg-type]
             measured_seconds=self.measured_seconds, peak_bytes=self.peak_bytes, why=self.why,
         )  # fmt: skip
 
@@ -193,21 +195,24 @@ class _Tries:
         self._most_bytes = math.inf  # that may be predicted for a plan that fits
         self._doubt: str | None = None
         self._kept: TrialCopies | None = None  # of what an update does not change
-        self._updated: PieceCopy | WholeCopy | None = None
+        self._updated: ChunkCopy | WholeCopy | None = None
         self._is_torn = False  # not everything was put back
 
     def settled(self) -> Plan:
         """Try them, and put the fastest to work."""
         plan = self._plan
         first = Candidate(
-            rung=plan.rungs[0], prediction=plan.prediction, time_factor=plan.time_factor, off_device=plan.off_device
+            configuration=plan.fallbacks[0],
+            prediction=plan.prediction,
+            time_factor=plan.time_factor,
+            off_device=plan.off_device,
         )
         candidates, found = [first, *plan.candidates], list[_Found]()
         settled: Plan | None = None
         try:
             with self._step._retry.unmarked():
                 for number, candidate in enumerate(candidates):
-                    choices = " ".join(map(str, candidate.rung.choices))
+                    choices = " ".join(map(str, candidate.configuration.choices))
                     self._progress(f"trying plans: {number + 1} of {len(candidates)}, {choices}")
                     found.append(self._found(candidate, len(candidates) - number))
                     if self._doubt is not None:
@@ -217,7 +222,7 @@ class _Tries:
             return settled
         finally:
             if settled is None:
-                self._go_on_with(plan.rungs)
+                self._go_on_with(plan.fallbacks)
             self._step._retry.undo.done()
             self._step.replays.reset()
             self._step.backend.release()
@@ -229,7 +234,7 @@ class _Tries:
     # -- one candidate -------------------------------------------------------------------------------------------------
 
     def _found(self, candidate: Candidate, num_left: int) -> _Found:
-        if _needed_bytes(candidate.rung) > self._most_bytes:
+        if _needed_bytes(candidate.configuration) > self._most_bytes:
             return _Found(candidate, "struck", why="it would need more than another one ran out of memory with")
         began = time.perf_counter()
         if self._ends is not None and began + self._least_seconds / 2 > self._ends:
@@ -238,7 +243,7 @@ class _Tries:
         self._step.backend.reset_peak()
         self._step.replays.reset()
         # What is wrong with it alone must not end a training that goes on without it; the plan's own says it again.
-        timed = without_fail(partial(self._timed_alone, candidate.rung, num_left), TornStepError)
+        timed = without_fail(partial(self._timed_alone, candidate.configuration, num_left), TornStepError)
         if self._is_torn:
             raise TornStepError(
                 f"a plan was tried, and what it has changed is not put back ({timed}): reload the last checkpoint, and "
@@ -247,8 +252,8 @@ class _Tries:
         if isinstance(timed, str):
             return _Found(candidate, "failed", why=timed)
         if isinstance(timed, OomEvent):
-            if (ran_out := ran_out_of(timed)) is not None and candidate.rung.peak is not None:
-                self._most_bytes = min(self._most_bytes, ran_out.most_bytes(_needed_bytes(candidate.rung)))
+            if (ran_out := ran_out_of(timed)) is not None and candidate.configuration.peak is not None:
+                self._most_bytes = min(self._most_bytes, ran_out.most_bytes(_needed_bytes(candidate.configuration)))
             return _Found(candidate, "ran out", why=f"memory ran out in the {timed.phase} phase ({timed.shortage})")
         seconds, noise_seconds = timed
         taken_seconds = time.perf_counter() - began
@@ -260,18 +265,18 @@ class _Tries:
         )  # fmt: skip
         return self._held(found)
 
-    def _timed_alone(self, rung: Rung, num_left: int) -> tuple[float, float] | OomEvent | str:
+    def _timed_alone(self, configuration: Configuration, num_left: int) -> tuple[float, float] | OomEvent | str:
         """Put a candidate to work, time it and put everything back; or say why that cannot be."""
         step = self._step
 
         def work() -> tuple[float, float] | OomEvent | str:
-            self._go_on_with([rung])
+            self._go_on_with([configuration])
             if (event := self._put_to_work()) is not None:
                 return event
             if self._doubt is not None:
                 return self._doubt
             with self._undone():
-                return self._refused(rung) or self._timed(rung, num_left)
+                return self._refused(configuration) or self._timed(configuration, num_left)
 
         try:
             return attempt(work, step.backend, step.position)
@@ -282,7 +287,7 @@ class _Tries:
 
     def _held(self, found: _Found) -> _Found:
         """Strike what may need more than there is, by what was predicted, and was not measured to need clearly less."""
-        limit_bytes, peak = self._plan.limit_bytes, found.candidate.rung.peak
+        limit_bytes, peak = self._plan.limit_bytes, found.candidate.configuration.peak
         if limit_bytes is None or peak is None or peak.high_bytes <= limit_bytes:
             return found
         if (found.peak_bytes or 0) <= _HOLDS_SHARE * limit_bytes:
@@ -291,9 +296,9 @@ class _Tries:
         found.outcome, found.why = "too near", f"it took {taken} of {limit}, and a long run may take more"
         return found
 
-    def _refused(self, rung: Rung) -> str | None:
+    def _refused(self, configuration: Configuration) -> str | None:
         """Why it is not tried, with its techniques at work."""
-        if rung.micro_batch >= self._batch_size:
+        if configuration.micro_batch >= self._batch_size:
             return None
         reason = self._step._whole.reason() or self._step.additivity.before_cut(self._batch)
         return None if reason is None else f"the batch must not be cut: {reason}"
@@ -338,31 +343,35 @@ class _Tries:
             if one is not None:
                 one.restore()
 
-    def _timed(self, rung: Rung, num_left: int) -> tuple[float, float] | OomEvent:
+    def _timed(self, configuration: Configuration, num_left: int) -> tuple[float, float] | OomEvent:
         """Seconds of a whole step, as few passes let expect, and by how much these differ."""
-        num_pieces = -(-self._batch_size // rung.micro_batch)
-        warm = self._seconds_of(rung, 1, is_first=True)
+        num_micro_batches = -(-self._batch_size // configuration.micro_batch)
+        warm = self._seconds_of(configuration, 1, is_first=True)
         for _ in range(_MOST_REPEATS):  # until passes are replayed, where they will be
             if not isinstance(warm, OomEvent) and not self._step.replays.is_settled:
-                warm = self._seconds_of(rung, 1)
+                warm = self._seconds_of(configuration, 1)
         now = time.perf_counter()
         self._ends = self._ends or now + _most_seconds(self._plan, self._step.backend.kind)
         ends = now + (self._ends - now) / num_left
-        one = warm if isinstance(warm, OomEvent) else self._seconds_of(rung, 1)
+        one = warm if isinstance(warm, OomEvent) else self._seconds_of(configuration, 1)
         if isinstance(one, OomEvent):
             return one
         room = (ends - time.perf_counter()) / one  # in passes of one piece with its update, which take the longest
-        most = num_pieces if room >= num_pieces else min(num_pieces, max(2, min(int(room / 2), _MOST_PIECES)))
+        most = (
+            num_micro_batches
+            if room >= num_micro_batches
+            else min(num_micro_batches, max(2, min(int(room / 2), _MOST_CHUNKS)))
+        )
         times: dict[int, list[float]] = {1: [one], most: [one] if most == 1 else []}
         while len(times[most]) < _MOST_REPEATS and (not times[most] or time.perf_counter() + times[most][-1] < ends):
-            for count in (1, most) if 1 < most < num_pieces and times[most] else (most,):
-                seconds = self._seconds_of(rung, count)
+            for count in (1, most) if 1 < most < num_micro_batches and times[most] else (most,):
+                seconds = self._seconds_of(configuration, count)
                 if isinstance(seconds, OomEvent):
                     return seconds
                 times[count].append(seconds)
         least, second, *_ = sorted([*times[most], (1 + _SAME_SECONDS) * max(times[most])])
         noise_share = min(second / least - 1, _MOST_NOISE)
-        least = _of_all_pieces(num_pieces, most, least, min(times[1]))
+        least = _of_all_chunks(num_micro_batches, most, least, min(times[1]))
         return least, noise_share * least
 
     def _put_to_work(self) -> OomEvent | None:
@@ -373,12 +382,12 @@ class _Tries:
 
         def work() -> None:
             step._use(0)
-            loss_of = partial(step._loss_of, self._batch, step._rungs.sizes[0].samples)
+            loss_of = partial(step._loss_of, self._batch, step._fallbacks.sizes[0].samples)
             step._retry.remember(self._batch, loss_of, [*step._all_parameters()])
             self._kept = TrialCopies(step._retry.undo.remembered, updated_by(step.workload.optimizer))
 
         try:
-            event = step._together(work)
+            event = step._collectively(work)
             self._doubt = step._retry.doubt
         finally:
             self._put_back()
@@ -389,13 +398,15 @@ class _Tries:
         self._doubt = self._doubt or self._kept.reason_against(most_bytes)
         return None
 
-    def _seconds_of(self, rung: Rung, num_pieces: int, is_first: bool = False) -> float | OomEvent:
+    def _seconds_of(
+        self, configuration: Configuration, num_micro_batches: int, is_first: bool = False
+    ) -> float | OomEvent:
         """Do a step of the first pieces of the batch; the state to go back to is that before the first one."""
         step, backend = self._step, self._step.backend
-        num_samples = min(num_pieces * rung.micro_batch, self._batch_size)
+        num_samples = min(num_micro_batches * configuration.micro_batch, self._batch_size)
         batch = pick_samples(self._batch, range(num_samples))  # copies, so that a model may write them
         shape = step._shape_of(batch)
-        size = Size(min(rung.micro_batch, num_samples), 0)
+        size = Size(min(configuration.micro_batch, num_samples), 0)
         step.position.micro_batch = size.samples
         backend.synchronize()
         began = time.perf_counter()
@@ -415,20 +426,20 @@ class _Tries:
         """Do a step after another one, as if that had been taken, but that nothing is remembered to go back to."""
         step = self._step
         step._drop_gradients()
-        step._early = None
+        step._gradient_release = None
         if step._scaler is not None:
             step._scaler = scaler_as_now(step._scaler)
-        loss = step._together(lambda: step._gradients(batch, micro_batch, shape, shape))
+        loss = step._collectively(lambda: step._gradients(batch, micro_batch, shape, shape))
         return loss if isinstance(loss, OomEvent) else step._finish(loss)
 
-    def _copies(self) -> PieceCopy | WholeCopy:
+    def _copies(self) -> ChunkCopy | WholeCopy:
         optimizer = self._step.workload.optimizer
         memory = Memory(None, Scratch(0), self._copier)
         if not is_separable(optimizer):
             return WholeCopy(optimizer, Learned(optimizer), memory, self._step.backend, is_again=False)
         groups = enumerate(optimizer.param_groups)
         members = [(number, one) for number, group in groups for one in group["params"]]
-        return PieceCopy(optimizer, members, memory, changes_gradients=False)
+        return ChunkCopy(optimizer, members, memory, changes_gradients=False)
 
     # -- what follows --------------------------------------------------------------------------------------------------
 
@@ -437,42 +448,46 @@ class _Tries:
         if fastest is not None:
             fastest.outcome = "fastest"
         trial = Trial(seconds=self._seconds(), tried=tuple(one.record() for one in found))
-        others = [one.candidate.rung for one in found if one.fits and one is not fastest]
-        short = [one.candidate.rung for one in found if one.outcome in _SHORT_OF_MEMORY]
-        left = [one for one in plan.rungs if one not in short and _needed_bytes(one) <= self._most_bytes]
-        fallbacks = [one for one in left if one is not plan.rungs[0]] or [*plan.rungs[-1:]]
-        rungs = schedule(fastest.candidate.rung, fallbacks, others) if fastest else tuple(left or fallbacks)
-        self._go_on_with(rungs)
-        tried = {one.candidate.rung.choices for one in found}
+        others = [one.candidate.configuration for one in found if one.fits and one is not fastest]
+        short = [one.candidate.configuration for one in found if one.outcome in _SHORT_OF_MEMORY]
+        left = [one for one in plan.fallbacks if one not in short and _needed_bytes(one) <= self._most_bytes]
+        fallbacks = [one for one in left if one is not plan.fallbacks[0]] or [*plan.fallbacks[-1:]]
+        in_order = (
+            in_falling_order(fastest.candidate.configuration, fallbacks, others)
+            if fastest
+            else tuple(left or fallbacks)
+        )
+        self._go_on_with(in_order)
+        tried = {one.candidate.configuration.choices for one in found}
         rejected = tuple(one for one in plan.rejected if one.choices not in tried)
-        if rungs[0] is not plan.rungs[0]:
+        if in_order[0] is not plan.fallbacks[0]:
             rejected = tuple(map(untried, rejected))
-        about, numerics = told_of(["micro_batch"], is_whole=rungs[0].micro_batch >= self._batch_size)
+        about, numerics = told_of(["micro_batch"], is_whole=in_order[0].micro_batch >= self._batch_size)
         changed: dict[str, Any] = {
-            "rungs": rungs, "trial": trial, "candidates": (), "rejected": rejected, "about": plan.about | about,
+            "fallbacks": in_order, "trial": trial, "candidates": (), "rejected": rejected, "about": plan.about | about,
             "numerics": plan.numerics | numerics,
         }  # fmt: skip
         if fastest is not None:
             changed |= {name: getattr(fastest.candidate, name) for name in ("prediction", "time_factor", "off_device")}
-        elif rungs[0] != plan.rungs[0]:  # of which this was not predicted
+        elif in_order[0] != plan.fallbacks[0]:  # of which this was not predicted
             changed |= {"prediction": None, "time_factor": 1.0, "off_device": None}
         return plan.model_copy(update=changed)
 
-    def _go_on_with(self, rungs: list[Rung] | tuple[Rung, ...]) -> None:
+    def _go_on_with(self, in_order: list[Configuration] | tuple[Configuration, ...]) -> None:
         step = self._step
-        step._rungs.exchange(rungs)
-        step.ladder = None
-        step._evaluator.begin_at(step._rungs.sizes[0].samples)
+        step._fallbacks.exchange(in_order)
+        step.fallback_schedule = None
+        step._evaluator.begin_at(step._fallbacks.sizes[0].samples)
 
 
-def _of_all_pieces(num_pieces: int, most: int, seconds: float, one_seconds: float) -> float:
+def _of_all_chunks(num_micro_batches: int, most: int, seconds: float, one_seconds: float) -> float:
     """Seconds of a step, from those of its first pieces and of one piece, each with an update."""
-    if most == num_pieces:
+    if most == num_micro_batches:
         return seconds
-    piece_seconds = (seconds - one_seconds) / (most - 1)
-    if piece_seconds <= 0:  # something else had the processor: as if each piece came with an update of its own
-        return seconds * num_pieces / most
-    return seconds + (num_pieces - most) * piece_seconds
+    chunk_seconds = (seconds - one_seconds) / (most - 1)
+    if chunk_seconds <= 0:  # something else had the processor: as if each piece came with an update of its own
+        return seconds * num_micro_batches / most
+    return seconds + (num_micro_batches - most) * chunk_seconds
 
 
 def _fastest(found: Sequence[_Found]) -> _Found | None:
@@ -486,5 +501,5 @@ def _fastest(found: Sequence[_Found]) -> _Found | None:
     return best[0] if best else None
 
 
-def _needed_bytes(rung: Rung) -> int:
-    return rung.peak.likely_bytes if rung.peak is not None else 0
+def _needed_bytes(configuration: Configuration) -> int:
+    return configuration.peak.likely_bytes if configuration.peak is not None else 0

@@ -45,7 +45,7 @@ class InferencePlan(Record):
     ``is_converted``. ``pass_time`` is of a pass with all its new tokens: ``compute_seconds`` and ``read_seconds`` of it
     run beside one another. ``read_bytes`` are what a pass brings from the files or over the link; ``cached_bytes`` of
     the streamed weights stay in the page cache between passes. ``read_bytes_per_second`` was ``measured`` on the files
-    themselves, or is of a table. ``host_room_bytes`` is what the host of a GPU has for weights; ``None`` was not
+    themselves, or is of a table. ``host_free_bytes`` is what the host of a GPU has for weights; ``None`` was not
     checked.
 
     Where nothing fits, the plan is the one that needs least, and ``smallest_budget_bytes`` is what it would take.
@@ -64,7 +64,7 @@ class InferencePlan(Record):
     limit_bytes: int
     limit_source: str
     kept_back_bytes: int = 0
-    host_room_bytes: int | None = None
+    host_free_bytes: int | None = None
     parts: tuple[Part, ...]
     longest_tokens: int
     new_tokens: int = 0

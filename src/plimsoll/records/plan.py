@@ -85,11 +85,11 @@ class Duration(Frozen):
     high_seconds: float
 
 
-class Rung(Frozen):
+class Configuration(Frozen):
     """One way to run a step: techniques in the order they are installed, and what is predicted of it.
 
-    ``peak`` and ``step_time`` are ``None`` where nothing was predicted: without a plan, and below the smallest rung
-    that was.
+    ``peak`` and ``step_time`` are ``None`` where nothing was predicted: without a plan, and below the smallest
+    configuration that was.
     """
 
     choices: tuple[Choice, ...]
@@ -133,9 +133,11 @@ class OffDevice(Frozen):
 
 
 class Candidate(Frozen):
-    """A plan that the model of time cannot tell from the one in force, with what a plan says of its first rung."""
+    """A plan that the model of time cannot tell from the one in force, with what a plan says of its first
+    configuration.
+    """
 
-    rung: Rung
+    configuration: Configuration
     prediction: Prediction | None = None
     time_factor: float = 1.0
     off_device: OffDevice | None = None
@@ -173,18 +175,19 @@ class Trial(Frozen):
 class Plan(Record):
     """The way to run that was chosen, and the smaller ones to take, in order, when memory runs out.
 
-    ``rungs`` begins with what is in force; their predicted peaks fall. ``plain`` is the whole batch without any
+    ``fallbacks`` begins with what is in force; their predicted peaks fall. ``plain`` is the whole batch without any
     technique. ``made_for`` says of what the plan is: a plan is refused where one of these facts differs. Where nothing
-    fits, ``rungs`` has what needs least, ``smallest_budget_bytes`` is the budget it would take, and ``openings`` has,
-    for each technique that changes the training and is not allowed, what needs least together with it.
+    fits, ``fallbacks`` has what needs least, ``smallest_budget_bytes`` is the budget it would take, and
+    ``lossy_alternatives`` has, for each technique that changes the training and is not allowed, what needs least
+    together with it.
 
     ``pinned`` choices and ``required`` techniques, whose options the plan chooses, are the user's; ``left_out`` has the
     pins that the number of ranks forbids, each with the reason.
     ``time_factor`` is what earlier runs have taught of the time, and in ``step_time``. ``off_device`` is there where
     parameters are in files (CPU) or on the host (CUDA), and not where the budget counts. ``loss_check`` says whether a
     batch may be cut, and ``tokenizer_bytes`` what training the tokenizer takes at most, before there is a model.
-    ``candidates`` are plans of about the same time, which a trial on the device runs beside the first rung; what it
-    measured is in ``trial``, ``None`` where none was made.
+    ``candidates`` are plans of about the same time, which a trial on the device runs beside the first configuration;
+    what it measured is in ``trial``, ``None`` where none was made.
 
     For a reader, by the technique's name: ``about`` says what it does, ``numerics`` what it does to the numbers, and
     ``why`` what it saves in this plan, or why it is in it.
@@ -194,11 +197,11 @@ class Plan(Record):
     schema_version: ClassVar[int] = 2
 
     budget: Budget
-    rungs: tuple[Rung, ...]
+    fallbacks: tuple[Configuration, ...]
     limit_bytes: int | None = None
-    plain: Rung | None = None
+    plain: Configuration | None = None
     rejected: tuple[Rejected, ...] = ()
-    openings: tuple[Rejected, ...] = ()
+    lossy_alternatives: tuple[Rejected, ...] = ()
     smallest_budget_bytes: int | None = None
     prediction: Prediction | None = None
     pinned: tuple[Choice, ...] = ()
@@ -221,12 +224,12 @@ class Plan(Record):
     @property
     def choices(self) -> tuple[Choice, ...]:
         """What is in force at first."""
-        return self.rungs[0].choices
+        return self.fallbacks[0].choices
 
     @property
-    def choices_by_rung(self) -> tuple[tuple[Choice, ...], ...]:
+    def choices_by_fallback(self) -> tuple[tuple[Choice, ...], ...]:
         """What the training step takes."""
-        return tuple(rung.choices for rung in self.rungs)
+        return tuple(configuration.choices for configuration in self.fallbacks)
 
     @property
     def measured_seconds(self) -> float | None:
@@ -246,8 +249,8 @@ def micro_batch_choice(samples: int) -> Choice:
 
 
 def micro_batch_plan(budget: Budget, sizes: tuple[int, ...]) -> Plan:
-    """Make the plan whose rungs are the micro-batches ``sizes`` (samples), largest first, and nothing else."""
-    return Plan(budget=budget, rungs=tuple(Rung(choices=(micro_batch_choice(size),)) for size in sizes))
+    """Make the plan whose fallbacks are the micro-batches ``sizes`` (samples), largest first, and nothing else."""
+    return Plan(budget=budget, fallbacks=tuple(Configuration(choices=(micro_batch_choice(size),)) for size in sizes))
 
 
 def parse_pin(text: str) -> Pin:

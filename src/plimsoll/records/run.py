@@ -26,9 +26,9 @@ PHASES_OF_A_STEP: tuple[Phase, ...] = ("fetch", "copy", "forward", "loss", "back
 class OomEvent(Frozen):
     """An out-of-memory error: what was running, what was asked for, and what was done about it.
 
-    ``step`` is the step that was running, counted from 1; in an evaluation or a checkpoint the step before it. Rungs
-    are those of the plan, counted from 0; an evaluation has none. ``rank`` is the first rank on which memory ran out,
-    where several train together, and ``num_other_ranks`` on how many more it did.
+    ``step`` is the step that was running, counted from 1; in an evaluation or a checkpoint the step before it.
+    Fallbacks are those of the plan, counted from 0; an evaluation has none. ``rank`` is the first rank on which memory
+    ran out, where several train together, and ``num_other_ranks`` on how many more it did.
     """
 
     event: Literal["oom"] = "oom"
@@ -42,8 +42,8 @@ class OomEvent(Frozen):
     capacity_bytes: int | None = None
     micro_batch: int | None = None
     next_micro_batch: int | None = None
-    rung: int | None = None
-    next_rung: int | None = None
+    fallback: int | None = None
+    next_fallback: int | None = None
     action: str = ""
     survived: bool = True
     raw_text: str = ""
@@ -102,7 +102,7 @@ class StepLine(Frozen):
     learning_rate: float
     step_seconds: float
     micro_batch: int
-    rung: int = 0
+    fallback: int = 0
     peak_bytes: int | None = None
     used_bytes: int | None = None
     updated: bool = True
@@ -136,7 +136,7 @@ class CheckpointLine(Frozen):
     num_bytes: int
 
 
-class HeldGraph(Frozen):
+class RetainedGraph(Frozen):
     """Tensors that something of the user's keeps after a step with the graph that made them (their ``grad_fn``).
 
     ``holder`` is the attribute or the variable that has them, such as ``model.history``; "" where only the losses of
@@ -165,7 +165,7 @@ class GraphLine(Frozen):
     event: Literal["graph"] = "graph"
     time_seconds: float = 0.0
     step: int
-    held: tuple[HeldGraph, ...]
+    held: tuple[RetainedGraph, ...]
 
 
 class LossLine(Frozen):
@@ -187,7 +187,7 @@ class StartLine(Frozen):
     time_seconds: float
     step: int
     micro_batch: int
-    rung: int = 0
+    fallback: int = 0
     baseline_bytes: int
     restarts: int = 0
     wall_time: str
@@ -202,7 +202,7 @@ class DeathLine(Frozen):
     signal: str
     evidence: str
     restarted_from_step: int | None = None
-    next_rung: int | None = None
+    next_fallback: int | None = None
     next_micro_batch: int | None = None
 
 

@@ -30,7 +30,7 @@ class RunSide(Frozen):
 
     ``steps``, ``losses`` and ``peaks_bytes`` are columns, a row for each finished step. ``step_seconds`` and
     ``units_per_second`` leave out the first step (warm-up), where there is another. ``parts`` and ``places`` are what
-    the plan predicts at the peak of its first rung; they are empty where nothing was predicted.
+    the plan predicts at the peak of its first fallback; they are empty where nothing was predicted.
     """
 
     name: str
@@ -73,7 +73,7 @@ class RunSide(Frozen):
             units_per_second=sum(line.num_units for line in counted) / seconds if seconds else None,
             validation_loss=run.evaluations[-1].loss if run.evaluations else None,
             choices=_choices(run, 0),
-            last_choices=_choices(run, steps[-1].rung if steps else 0),
+            last_choices=_choices(run, steps[-1].fallback if steps else 0),
             num_oom_events=len(run.oom_events),
             num_oom_survived=sum(event.survived for event in run.oom_events),
             num_deaths=len(run.deaths),
@@ -111,8 +111,8 @@ class RunComparison(Record):
         return cls(first=RunSide.of(first), second=RunSide.of(second), job=tuple(job))
 
 
-def _choices(run: RunRecord, rung: int) -> tuple[str, ...]:
-    return tuple(map(str, run.plan.rungs[rung].choices)) if rung < len(run.plan.rungs) else ()
+def _choices(run: RunRecord, fallback: int) -> tuple[str, ...]:
+    return tuple(map(str, run.plan.fallbacks[fallback].choices)) if fallback < len(run.plan.fallbacks) else ()
 
 
 def _places(run: RunRecord) -> tuple[Place, ...]:

@@ -9,7 +9,7 @@ from plimsoll.records.plan import Choice, Duration
 from plimsoll.records.prediction import Estimate
 
 
-class Way(Frozen):
+class Strategy(Frozen):
     """One way to train, with the fastest plan that was found for it.
 
     ``changes`` says what it changes of the training, and ``how`` what to give to ``plimsoll plan`` or ``train`` for it.
@@ -32,7 +32,7 @@ class Way(Frozen):
         return not self.impossible and self.smallest_budget_bytes is None
 
 
-class Ways(Record):
+class Strategies(Record):
     """Every way, the exact ones first; ``subject`` says what is trained, and ``device`` where."""
 
     record_kind: ClassVar[str] = "ways"
@@ -40,9 +40,9 @@ class Ways(Record):
     subject: str
     device: str
     limit_bytes: int
-    ways: tuple[Way, ...]
+    strategies: tuple[Strategy, ...]
 
     @property
     def fits(self) -> bool:
         """Whether one of them stays under the budget."""
-        return any(way.fits for way in self.ways)
+        return any(strategy.fits for strategy in self.strategies)

@@ -38,7 +38,7 @@ from plimsoll.report import (
 from plimsoll.report._templates import environment
 from plimsoll.report.charts import run_charts
 from plimsoll.report.comparison_charts import comparison_charts
-from plimsoll.report.plan_charts import ladder_chart
+from plimsoll.report.plan_charts import fallback_chart
 from plimsoll.report.plotly_js import plotly_js
 from plimsoll.report.prediction_charts import prediction_chart
 from plimsoll.report.shrink_charts import front_chart
@@ -214,8 +214,8 @@ def _bars(shares: Sequence[Share]) -> list[Bar]:
 def plan_page(plan: Plan) -> str:
     """Return the page of a plan."""
     prediction = plan.prediction
-    charts = [ladder_chart(plan), *([prediction_chart(prediction)] if prediction else [])]
-    sentences = [plan_sheets.headline(plan), plan_sheets.plain_sentence(plan), plan_sheets.opening_sentence(plan)]
+    charts = [fallback_chart(plan), *([prediction_chart(prediction)] if prediction else [])]
+    sentences = [plan_sheets.headline(plan), plan_sheets.plain_sentence(plan), plan_sheets.alternative_sentence(plan)]
     if prediction:
         sentences += prediction_sheets.moment_sentences(prediction)
         sentences += prediction_sheets.exchange_sentences(prediction)
@@ -227,20 +227,20 @@ def plan_page(plan: Plan) -> str:
             verdict=plan_sheets.verdict(plan),
             sentences=[*filter(None, sentences)],
             key_numbers=plan_sheets.key_numbers(plan),
-            wishes=[
+            constraints=[
                 plan_sheets.budget_sentence(plan.budget),
                 plan_sheets.loss_sentence(plan),
                 plan_sheets.off_device_sentence(plan),
                 plan_sheets.preparing_sentence(plan),
                 plan_sheets.trial_sentence(plan),
-                plan_sheets.wishes_sentence(plan),
+                plan_sheets.constraints_sentence(plan),
             ],
             charts={chart.key: chart for chart in charts},
             plotly_js=plotly_js() if any(chart.figure for chart in charts) else None,
             chosen=plan_sheets.chosen_sheet(plan),
-            ladder=plan_sheets.ladder_sheet(plan),
+            fallback_schedule=plan_sheets.fallback_sheet(plan),
             trial=plan_sheets.trial_sheet(plan),
-            openings=plan_sheets.opening_sheet(plan),
+            lossy_alternatives=plan_sheets.alternative_sheet(plan),
             rejected=plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED),
             more_rejected=_more_rejected(plan),
             parts_at_peak=prediction_sheets.part_sheet(prediction) if prediction else None,

@@ -27,7 +27,7 @@ from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord, StepLine
 from plimsoll.records.run_comparison import RunComparison
 from plimsoll.records.shrink import ShrinkRecord
-from plimsoll.records.strategies import Ways
+from plimsoll.records.strategies import Strategies
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.records.watch import WatchRecord
 from plimsoll.report import (
@@ -39,8 +39,8 @@ from plimsoll.report import (
     prediction_sheets,
     sheets,
     shrink_sheets,
+    strategy_sheets,
     watch_sheets,
-    ways_sheets,
 )
 
 _WIDTH_COLUMNS = 80
@@ -182,34 +182,36 @@ def sheets_report(shown: Sequence[sheets.Sheet]) -> Group:
     return _spaced(*(_table(sheet, is_wide=sheet.is_prose) for sheet in shown if sheet.rows))
 
 
-def ways_report(ways: Ways) -> Group:
+def strategies_report(strategies: Strategies) -> Group:
     """Return the ways to train; what to give for each is below the tables, a line each, to be copied."""
-    lines = Text("\n".join(ways_sheets.give_lines(ways)), overflow="fold")
-    tables = sheets_report(ways_sheets.ways_sheets(ways))
-    return _spaced(tables, Group(Text(ways_sheets.GIVE_TITLE, "bold"), lines))
+    lines = Text("\n".join(strategy_sheets.give_lines(strategies)), overflow="fold")
+    tables = sheets_report(strategy_sheets.strategy_sheets(strategies))
+    return _spaced(tables, Group(Text(strategy_sheets.GIVE_TITLE, "bold"), lines))
 
 
 def plan_report(plan: Plan) -> Group:
     """Return the whole report of a plan; tables without rows are left out."""
     chosen = _narrowed(plan_sheets.chosen_sheet(plan), ("Technique", "Numerics"), ("What it does", "Why"))
-    openings = _narrowed(plan_sheets.opening_sheet(plan), ("Allow",), ("Choices", "What it means"), ("Peak", "A step"))
+    lossy_alternatives = _narrowed(
+        plan_sheets.alternative_sheet(plan), ("Allow",), ("Choices", "What it means"), ("Peak", "A step")
+    )
     rejected = _narrowed(
         plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED), ("Choices", "Why not"), ("Peak", "A step")
     )
-    numbers, wishes = plan_sheets.key_numbers(plan), plan_sheets.wishes_sentence(plan)
-    ladder = plan_sheets.ladder_sheet(plan)
-    is_shown = len(ladder.rows) > 1 or not chosen.rows
+    numbers, constraints = plan_sheets.key_numbers(plan), plan_sheets.constraints_sentence(plan)
+    fallback_schedule = plan_sheets.fallback_sheet(plan)
+    is_shown = len(fallback_schedule.rows) > 1 or not chosen.rows
     tables = [
         *(_table(sheet, is_wide=True) for sheet in [chosen] if sheet.rows),
-        *([_table(ladder)] if ladder.rows and is_shown else []),
+        *([_table(fallback_schedule)] if fallback_schedule.rows and is_shown else []),
         *(_table(sheet) for sheet in [plan_sheets.trial_sheet(plan)] if sheet.rows),
-        *(_table(sheet, is_wide=True) for sheet in [openings, rejected] if sheet.rows),
+        *(_table(sheet, is_wide=True) for sheet in [lossy_alternatives, rejected] if sheet.rows),
         *(_table(sheet) for sheet in _prediction_tables(plan.prediction) if sheet.rows),
     ]
     return _spaced(
         plan_panel(plan),
         *([_number_grid(numbers)] if numbers else []),
-        *([Text(wishes)] if wishes else []),
+        *([Text(constraints)] if constraints else []),
         *tables,
     )
 
@@ -217,7 +219,7 @@ def plan_report(plan: Plan) -> Group:
 def plan_panel(plan: Plan) -> Panel:
     """Return the headline: of what it is, whether it fits, and when the peak is."""
     sentences = [
-        plan_sheets.plain_sentence(plan), plan_sheets.loss_sentence(plan), plan_sheets.opening_sentence(plan),
+        plan_sheets.plain_sentence(plan), plan_sheets.loss_sentence(plan), plan_sheets.alternative_sentence(plan),
         plan_sheets.off_device_sentence(plan), plan_sheets.preparing_sentence(plan), plan_sheets.trial_sentence(plan),
     ]  # fmt: skip
     if plan.prediction is None:

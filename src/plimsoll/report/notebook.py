@@ -41,7 +41,7 @@ def _run(record: RunRecord) -> Told:
 
 
 def _plan(plan: Plan) -> Told:
-    shown = (plan_sheets.ladder_sheet(plan), plan_sheets.chosen_sheet(plan), _numbers(plan_sheets.key_numbers(plan)))
+    shown = (plan_sheets.fallback_sheet(plan), plan_sheets.chosen_sheet(plan), _numbers(plan_sheets.key_numbers(plan)))
     return "Plan", plan_sheets.headline(plan), shown
 
 

@@ -41,9 +41,9 @@ def sentences(plan: InferencePlan) -> tuple[str, ...]:
     said = [_places_sentence(plan)]
     if plan.bytes_in("disk") or plan.bytes_in("host"):
         said.append(_reading_sentence(plan))
-    if not plan.fits and plan.host_room_bytes is not None and plan.bytes_in("host"):
+    if not plan.fits and plan.host_free_bytes is not None and plan.bytes_in("host"):
         said.append(
-            f"The host's memory has room for {format_bytes(plan.host_room_bytes)} of weights: the others have to stay "
+            f"The host's memory has room for {format_bytes(plan.host_free_bytes)} of weights: the others have to stay "
             "on the device, or be read from the disk with --device cpu."
         )
     return tuple(said)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from plimsoll.records.plan import Plan, Rejected, Rung
+from plimsoll.records.plan import Configuration, Plan, Rejected
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.charts import Chart, empty_figure, unit_of
 from plimsoll.report.plan_sheets import choices_text, limit_bytes_of, stays_under
@@ -19,44 +19,44 @@ from plimsoll.report.plan_sheets import choices_text, limit_bytes_of, stays_unde
 _MARGIN = 0.08  # of what the points span, on each side
 _MOST_LABELS = 6  # of fallbacks: more would cover each other
 
-Way = Rung | Rejected
+Point = Configuration | Rejected
 
 
-def ladder_chart(plan: Plan) -> Chart:
+def fallback_chart(plan: Plan) -> Chart:
     """Draw the peak and the step time of the plan, its fallbacks and what was rejected, with the limit."""
     title = "Memory against time"
     groups = _groups(plan)
-    ways = [way for group in groups.values() for way in group]
-    if not ways:
-        return Chart("ladder", title, "Nothing was predicted.", None)
+    points = [point for group in groups.values() for point in group]
+    if not points:
+        return Chart("fallback_schedule", title, "Nothing was predicted.", None)
     limit_bytes = limit_bytes_of(plan)
-    peaks = [_peak_bytes(way) for way in ways]
+    peaks = [_peak_bytes(point) for point in points]
     unit, unit_bytes = unit_of(max(*peaks, limit_bytes or 0))
     figure = empty_figure(f"peak, {unit}", "seconds a step")
     for name, group in groups.items():
         _add_group(figure, name, group, unit_bytes)
-    _label_rungs(figure, plan, unit_bytes)
+    _label_fallbacks(figure, plan, unit_bytes)
     if limit_bytes is not None:
         _add_limit(figure, limit_bytes, unit_bytes)
     xs = [peak / unit_bytes for peak in peaks] + ([limit_bytes / unit_bytes] if limit_bytes is not None else [])
     figure.update_xaxes(range=_span(xs), showgrid=True)
-    figure.update_yaxes(range=_span([_seconds(way) for way in ways]))
+    figure.update_yaxes(range=_span([_seconds(point) for point in points]))
     figure.update_layout(hovermode="closest")
     limit = "" if limit_bytes is None else f" What lies left of the limit of {format_bytes(limit_bytes)} fits."
-    caption = f"Predicted, for {len(ways):,} ways to run the same step.{limit} Lower is faster."
-    return Chart("ladder", title, caption, figure.to_plotly_json())
+    caption = f"Predicted, for {len(points):,} ways to run the same step.{limit} Lower is faster."
+    return Chart("fallback_schedule", title, caption, figure.to_plotly_json())
 
 
-def _groups(plan: Plan) -> dict[str, list[Way]]:
+def _groups(plan: Plan) -> dict[str, list[Point]]:
     """What is drawn alike; what comes later lies above."""
     limit_bytes = limit_bytes_of(plan)
     rejected = _known(plan.rejected)
     return {
-        "rejected, too large": [way for way in rejected if not _fits(way, limit_bytes)],
-        "rejected": [way for way in rejected if _fits(way, limit_bytes)],
-        "not allowed": _known(plan.openings),
+        "rejected, too large": [point for point in rejected if not _fits(point, limit_bytes)],
+        "rejected": [point for point in rejected if _fits(point, limit_bytes)],
+        "not allowed": _known(plan.lossy_alternatives),
         "plain loop": _known([plan.plain] if plan.plain else []),
-        "plan and fallbacks": _known(plan.rungs),
+        "plan and fallbacks": _known(plan.fallbacks),
     }
 
 
@@ -69,56 +69,56 @@ _STYLES = {
 }
 
 
-def _known(ways: Sequence[Way]) -> list[Way]:
-    return [way for way in ways if way.peak is not None and way.step_time is not None]
+def _known(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if point.peak is not None and point.step_time is not None]
 
 
-def _fits(way: Way, limit_bytes: int | None) -> bool:
-    assert way.peak is not None
-    return stays_under(way.peak, limit_bytes)
+def _fits(point: Point, limit_bytes: int | None) -> bool:
+    assert point.peak is not None
+    return stays_under(point.peak, limit_bytes)
 
 
-def _peak_bytes(way: Way) -> int:
-    assert way.peak is not None
-    return way.peak.likely_bytes
+def _peak_bytes(point: Point) -> int:
+    assert point.peak is not None
+    return point.peak.likely_bytes
 
 
-def _seconds(way: Way) -> float:
-    assert way.step_time is not None
-    return way.step_time.likely_seconds
+def _seconds(point: Point) -> float:
+    assert point.step_time is not None
+    return point.step_time.likely_seconds
 
 
-def _add_group(figure: go.Figure, name: str, group: list[Way], unit_bytes: int) -> None:
+def _add_group(figure: go.Figure, name: str, group: list[Point], unit_bytes: int) -> None:
     if not group:
         return
     colour, symbol, size = _STYLES[name]
-    is_ladder = name == "plan and fallbacks"
+    is_schedule = name == "plan and fallbacks"
     figure.add_scatter(
         name=name,
-        x=[round(_peak_bytes(way) / unit_bytes, 4) for way in group],
-        y=[round(_seconds(way), 5) for way in group],
-        mode="lines+markers" if is_ladder else "markers",
+        x=[round(_peak_bytes(point) / unit_bytes, 4) for point in group],
+        y=[round(_seconds(point), 5) for point in group],
+        mode="lines+markers" if is_schedule else "markers",
         line={"color": colour, "width": 1.2, "dash": "dot"},
         marker={"color": colour, "size": size, "symbol": symbol, "line": {"width": 1.6, "color": colour}},
-        text=[_told(way) for way in group],
+        text=[_told(point) for point in group],
         hovertemplate="%{text}<extra></extra>",
     )
 
 
-def _told(way: Way) -> str:
+def _told(point: Point) -> str:
     """What a point is, escaped and in lines: plotly reads markup in it."""
-    choices = html.escape(choices_text(way.choices), quote=False).replace(" + ", " +<br>")
-    return f"{choices}<br>{format_bytes(_peak_bytes(way))}, {format_seconds(_seconds(way))} a step"
+    choices = html.escape(choices_text(point.choices), quote=False).replace(" + ", " +<br>")
+    return f"{choices}<br>{format_bytes(_peak_bytes(point))}, {format_seconds(_seconds(point))} a step"
 
 
-def _label_rungs(figure: go.Figure, plan: Plan, unit_bytes: int) -> None:
+def _label_fallbacks(figure: go.Figure, plan: Plan, unit_bytes: int) -> None:
     first = "plan" if plan.fits else "needs least"
-    for number, rung in enumerate(plan.rungs[: _MOST_LABELS + 1]):
-        if not _known([rung]):
+    for number, configuration in enumerate(plan.fallbacks[: _MOST_LABELS + 1]):
+        if not _known([configuration]):
             continue
         figure.add_annotation(
-            x=round(_peak_bytes(rung) / unit_bytes, 4),
-            y=round(_seconds(rung), 5),
+            x=round(_peak_bytes(configuration) / unit_bytes, 4),
+            y=round(_seconds(configuration), 5),
             text=str(number) if number else first,
             font={"color": "var(--accent)"},
             bgcolor="var(--page)",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, zip_longest
 
 from plimsoll.records.device import Budget
-from plimsoll.records.plan import Choice, Duration, Plan, Rejected, Rung
+from plimsoll.records.plan import Choice, Configuration, Duration, Plan, Rejected
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import format_bytes, format_seconds
@@ -30,7 +30,7 @@ def verdict(plan: Plan) -> str:
     """The answer in one or two words; "probably" where the limit lies within the range."""
     if not plan.fits:
         return "impossible"
-    peak = plan.rungs[0].peak if plan.rungs else None
+    peak = plan.fallbacks[0].peak if plan.fallbacks else None
     if peak is None:
         return "not predicted"
     return "fits" if stays_under(peak, limit_bytes_of(plan)) else "probably fits"
@@ -44,7 +44,7 @@ def limit_bytes_of(plan: Plan) -> int | None:
 
 
 def stays_under(peak: Estimate, limit_bytes: int | None) -> bool:
-    """Whether a peak is below a limit with its whole range, as every rung of a plan is."""
+    """Whether a peak is below a limit with its whole range, as every configuration of a plan is."""
     return limit_bytes is None or peak.high_bytes <= limit_bytes
 
 
@@ -52,13 +52,13 @@ def headline(plan: Plan) -> str:
     """Say in one sentence whether there is a plan, and what it needs."""
     if not plan.fits:
         return _impossible(plan)
-    rung = plan.rungs[0] if plan.rungs else Rung(choices=())
-    if rung.peak is None:
+    configuration = plan.fallbacks[0] if plan.fallbacks else Configuration(choices=())
+    if configuration.peak is None:
         return "Nothing was predicted: what memory allows is found while it trains."
     limit_bytes = limit_bytes_of(plan)
     of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
-    sentence = f"{verdict(plan).capitalize()}: {format_bytes(rung.peak.likely_bytes)}{of}{_within(rung.peak)}"
-    return f"{sentence}{_on_device(plan)}{_about_seconds(rung.step_time, plan.measured_seconds)}."
+    sentence = f"{verdict(plan).capitalize()}: {format_bytes(configuration.peak.likely_bytes)}{of}{_within(configuration.peak)}"
+    return f"{sentence}{_on_device(plan)}{_about_seconds(configuration.step_time, plan.measured_seconds)}."
 
 
 def _impossible(plan: Plan) -> str:
@@ -121,26 +121,26 @@ def plain_sentence(plan: Plan) -> str:
     plain, limit_bytes = plan.plain, limit_bytes_of(plan)
     if plain is None or plain.peak is None:
         return ""
-    if plan.rungs and _words(plan.rungs[0].choices) == _words(plain.choices):
+    if plan.fallbacks and _words(plan.fallbacks[0].choices) == _words(plain.choices):
         return "This is the plain loop: no technique is needed." if plan.fits else "This is the plain loop."
     return f"The plain loop would need {_compared(plain.peak, limit_bytes)}{_about_seconds(plain.step_time)}."
 
 
-def opening_sentence(plan: Plan) -> str:
-    """Say what has to be allowed for the first of the openings that stays under the limit; empty without one."""
+def alternative_sentence(plan: Plan) -> str:
+    """Say what has to be allowed for the first of the lossy alternatives that stays under the limit; empty without one."""
     limit_bytes = limit_bytes_of(plan)
-    for opening in plan.openings:
-        names = _lossy_names(plan, opening.choices)
-        if names and opening.peak is not None and stays_under(opening.peak, limit_bytes):
+    for alternative in plan.lossy_alternatives:
+        names = _lossy_names(plan, alternative.choices)
+        if names and alternative.peak is not None and stays_under(alternative.peak, limit_bytes):
             allowed = ", ".join(names)
             return (
-                f"With what changes the training it would fit: {format_bytes(opening.peak.likely_bytes)} with --set "
+                f"With what changes the training it would fit: {format_bytes(alternative.peak.likely_bytes)} with --set "
                 f"'allow=[{allowed}]'."
             )
     return ""
 
 
-def wishes_sentence(plan: Plan) -> str:
+def constraints_sentence(plan: Plan) -> str:
     """Say what was pinned and what was forbidden; empty if nothing was."""
     said = []
     if plan.pinned:
@@ -262,10 +262,10 @@ def choices_text(choices: Sequence[Choice]) -> str:
 def chosen_sheet(plan: Plan) -> Sheet:
     """List the techniques of the plan in install order: what each does, and what it does for this plan.
 
-    It has no rows where the record says nothing of them: they are in the ladder too.
+    It has no rows where the record says nothing of them: they are in the fallback schedule too.
     """
     columns = (Column("Technique"), Column("Numerics"), Column("What it does"), Column("Why"))
-    choices = plan.rungs[0].choices if plan.rungs else ()
+    choices = plan.fallbacks[0].choices if plan.fallbacks else ()
     rows = tuple(
         (str(choice), plan.numerics.get(choice.technique, ""), plan.about.get(choice.technique, ""), _why(plan, choice))
         for choice in choices
@@ -283,8 +283,12 @@ def _why(plan: Plan, choice: Choice) -> str:
 
 def _without(plan: Plan, choice: Choice) -> str:
     """What the plan would need without one of its choices, if that was looked at."""
-    others = _words(other for other in plan.rungs[0].choices if other.technique != choice.technique)
-    looked_at: list[Rejected | Rung] = [*plan.rejected, *plan.rungs[1:], *([plan.plain] if plan.plain else [])]
+    others = _words(other for other in plan.fallbacks[0].choices if other.technique != choice.technique)
+    looked_at: list[Rejected | Configuration] = [
+        *plan.rejected,
+        *plan.fallbacks[1:],
+        *([plan.plain] if plan.plain else []),
+    ]
     whole = _words(plan.plain.choices) if plan.plain else set()
     for found in looked_at:
         same = _words(found.choices)
@@ -308,18 +312,22 @@ def _compared(peak: Estimate, limit_bytes: int | None) -> str:
     return f"{text}, {format_bytes(peak.likely_bytes - limit_bytes)} too much"
 
 
-def ladder_sheet(plan: Plan) -> Sheet:
+def fallback_sheet(plan: Plan) -> Sheet:
     """List the plan and its fallbacks in the order they are taken, with what is predicted of each, if anything is."""
-    is_predicted = any(rung.peak or rung.step_time for rung in plan.rungs)
+    is_predicted = any(configuration.peak or configuration.step_time for configuration in plan.fallbacks)
     rows = tuple(
-        (_rung_name(index, plan), choices_text(rung.choices), *(_numbers(rung) if is_predicted else ()))
-        for index, rung in enumerate(plan.rungs)
+        (
+            _fallback_name(index, plan),
+            choices_text(configuration.choices),
+            *(_numbers(configuration) if is_predicted else ()),
+        )
+        for index, configuration in enumerate(plan.fallbacks)
     )
     columns = (Column("Order"), Column("Choices"), *(_BY_NUMBERS if is_predicted else ()))
     return Sheet("Plan and fallbacks", columns, rows)
 
 
-def _numbers(found: Rung | Rejected) -> tuple[str, str]:
+def _numbers(found: Configuration | Rejected) -> tuple[str, str]:
     """Peak and step time; nothing of what cannot be done at all."""
     peak, time = found.peak, found.step_time
     if isinstance(found, Rejected) and peak is None and time is None:
@@ -330,7 +338,7 @@ def _numbers(found: Rung | Rejected) -> tuple[str, str]:
     )
 
 
-def _rung_name(index: int, plan: Plan) -> str:
+def _fallback_name(index: int, plan: Plan) -> str:
     if index:
         return f"fallback {index}"
     return "plan" if plan.fits else "needs least"
@@ -338,8 +346,8 @@ def _rung_name(index: int, plan: Plan) -> str:
 
 def plan_in_force_sheet(record: RunRecord) -> Sheet:
     """List the plan of a run and its fallbacks, with the steps each was in force since the run was last resumed."""
-    sheet, steps = ladder_sheet(record.plan), steps_of_plan(record)
-    steps_at = Counter(line.rung for line in steps)
+    sheet, steps = fallback_sheet(record.plan), steps_of_plan(record)
+    steps_at = Counter(line.fallback for line in steps)
     rows = tuple((*row, f"{steps_at[index]:,}") for index, row in enumerate(sheet.rows))
     is_whole = len(steps) == len(finished_steps(record))
     title = "Steps in force" if is_whole else f"Of the last {len(steps):,} steps"
@@ -389,16 +397,16 @@ def _bytes_of(found: Rejected) -> float:
     return math.inf if found.peak is None else found.peak.high_bytes
 
 
-def opening_sheet(plan: Plan) -> Sheet:
+def alternative_sheet(plan: Plan) -> Sheet:
     """List what techniques that change the training would open, and what has to be allowed for each."""
     rows = tuple(
         (
-            ", ".join(_lossy_names(plan, opening.choices)),
-            choices_text(opening.choices),
-            *_numbers(opening),
-            opening.reason,
+            ", ".join(_lossy_names(plan, alternative.choices)),
+            choices_text(alternative.choices),
+            *_numbers(alternative),
+            alternative.reason,
         )
-        for opening in plan.openings
+        for alternative in plan.lossy_alternatives
     )
     columns = (Column("Allow"), Column("Choices"), *_BY_NUMBERS, Column("What it means"))
     return Sheet("If what changes the training were allowed", columns, rows)

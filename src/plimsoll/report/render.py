@@ -28,9 +28,17 @@ from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
 from plimsoll.records.run_comparison import RunComparison
 from plimsoll.records.shrink import ShrinkRecord
-from plimsoll.records.strategies import Ways
+from plimsoll.records.strategies import Strategies
 from plimsoll.records.watch import WatchRecord, is_recording
-from plimsoll.report import apply_sheets, as_html, as_text, cache_sheets, embedding_sheets, lint_formats, ways_sheets
+from plimsoll.report import (
+    apply_sheets,
+    as_html,
+    as_text,
+    cache_sheets,
+    embedding_sheets,
+    lint_formats,
+    strategy_sheets,
+)
 from plimsoll.report.sheets import Sheet
 
 Format = Literal["text", "json", "html"]
@@ -65,9 +73,9 @@ _SCREENS: dict[type[Record], Screen] = {
     VectorFile: _of_sheets(_VECTORS, embedding_sheets.vector_file_sheets),
     Conversion: _of_sheets(_VECTORS, embedding_sheets.conversion_sheets),
     CompressionFacts: _of_sheets(_VECTORS, embedding_sheets.compression_sheets),
-    Ways: (
-        as_text.ways_report,
-        lambda ways: as_html.sheets_page("Ways to train", ways_sheets.page_sheets(ways)),
+    Strategies: (
+        as_text.strategies_report,
+        lambda strategies: as_html.sheets_page("Ways to train", strategy_sheets.page_sheets(strategies)),
     ),
     InferencePlan: (as_text.placement_report, as_html.placement_page),
     ShrinkRecord: (as_text.shrink_report, as_html.shrink_page),

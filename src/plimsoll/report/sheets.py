@@ -156,15 +156,17 @@ def _loss_in_parts(record: RunRecord) -> tuple[tuple[str, str], ...]:
 
 
 def _predicted(record: RunRecord, steps: Sequence[StepLine]) -> tuple[tuple[str, str], ...]:
-    """What the plan said of the rung that the run began with, and the mean step of that rung after the first."""
-    rung = record.plan.rungs[0] if record.plan.rungs else None
-    if rung is None or rung.peak is None or rung.step_time is None:
+    """What the plan said of the configuration that the run began with, and the mean step of that configuration after
+    the first.
+    """
+    configuration = record.plan.fallbacks[0] if record.plan.fallbacks else None
+    if configuration is None or configuration.peak is None or configuration.step_time is None:
         return ()
-    seconds = [line.step_seconds for line in steps[1:] if line.rung == 0]
+    seconds = [line.step_seconds for line in steps[1:] if line.fallback == 0]
     measured = f", measured {format_seconds(sum(seconds) / len(seconds))}" if seconds else ""
     return (
-        ("Predicted peak", format_bytes(rung.peak.likely_bytes)),
-        ("Predicted step", f"{format_seconds(rung.step_time.likely_seconds)}{measured}"),
+        ("Predicted peak", format_bytes(configuration.peak.likely_bytes)),
+        ("Predicted step", f"{format_seconds(configuration.step_time.likely_seconds)}{measured}"),
     )
 
 

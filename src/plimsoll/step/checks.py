@@ -149,7 +149,7 @@ def refuse(
 ) -> None:
     """Refuse what a step cannot be made of.
 
-    ``kind`` is of the device that the step is for: a rehearsal's model is the CPU's whatever its target is.
+    ``kind`` is of the device that the step is for: a dry run's model is the CPU's whatever its target is.
 
     Raises:
         InputError: if the model is wrapped for several devices, the precision or the units are unknown, the model is

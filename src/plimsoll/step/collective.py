@@ -22,7 +22,7 @@ T = TypeVar("T")
 _PEER = PeerOutOfMemory.family
 
 
-def attempt_together(work: Callable[[], T], backend: Backend, position: Position, ranks: Ranks) -> T | OomEvent:
+def attempt_collectively(work: Callable[[], T], backend: Backend, position: Position, ranks: Ranks) -> T | OomEvent:
     """Run ``work`` on all ranks, and return its result, or an event if memory ran out on one of them."""
     return agreed(attempt(work, backend, position), position, ranks)
 

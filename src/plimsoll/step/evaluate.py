@@ -28,13 +28,13 @@ from plimsoll.errors import DataError, OutOfMemoryError
 from plimsoll.models.workload import Workload, move_batch
 from plimsoll.records.run import OomEvent
 from plimsoll.step.checks import refuse_recut
-from plimsoll.step.collective import attempt_together, told_by_all
+from plimsoll.step.collective import attempt_collectively, told_by_all
 from plimsoll.step.failpoints import failpoint
 from plimsoll.step.losses.additive import Additivity
-from plimsoll.step.micro_batches import Shape, Spare, autocast, no_way_out, parts_of_all, weighted_pieces
+from plimsoll.step.micro_batches import Filler, Shape, autocast, no_way_out, parts_of_all, weighted_micro_batches
 from plimsoll.step.oom_boundary import Position
 from plimsoll.step.rank_buffers import share_statistics
-from plimsoll.step.recovery import Ladder, action_of, micro_batch_sizes
+from plimsoll.step.recovery import FallbackSchedule, action_of, micro_batch_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +69,20 @@ class Evaluator:
         self._shape_of = shape_of
         self._grow_after, self._additivity = grow_after, additivity
         self._ranks = workload.ranks
-        self._ladder: Ladder | None = None
+        self._fallback_schedule: FallbackSchedule | None = None
         self._first_samples: int | None = None
 
     def begin_at(self, num_samples: int) -> None:
         """Begin with pieces of at most so many samples: what training began with, or what did not kill the process."""
-        self._ladder, self._first_samples = None, num_samples
+        self._fallback_schedule, self._first_samples = None, num_samples
 
     def at_once(self, num_samples: int) -> int:
         """Return how many samples of a first batch of so many are evaluated at once, where memory suffices."""
-        ladder = self._ladder_for(num_samples)
-        return min(ladder.sizes[ladder.in_force].samples, self._workload.evaluation_samples or num_samples)
+        fallback_schedule = self._fallback_schedule_for(num_samples)
+        return min(
+            fallback_schedule.sizes[fallback_schedule.in_force].samples,
+            self._workload.evaluation_samples or num_samples,
+        )
 
     def evaluate(self, batches: Iterable[Any], prepare: Callable[[], list[OomEvent]] = list) -> Evaluation:
         """Return the mean loss over ``batches`` without gradients; training flags and random numbers stay as they were.
@@ -116,8 +119,8 @@ class Evaluator:
             num_samples += num_samples_of_all
             if not shape.num_units:
                 continue  # nothing in it has a target
-            spare = Spare(self._workload, is_lent=some_have_none)
-            loss_sum += self._loss_of(batch, own, shape, events, spare) * shape.num_units
+            filler = Filler(self._workload, is_lent=some_have_none)
+            loss_sum += self._loss_of(batch, own, shape, events, filler) * shape.num_units
             num_units += shape.num_units
         if not num_units:
             raise DataError(
@@ -138,59 +141,59 @@ class Evaluator:
             return
         iterator = iter(batches)
         while True:
-            batch = attempt_together(partial(next, iterator, {}), self._backend, self._position, self._ranks)
+            batch = attempt_collectively(partial(next, iterator, {}), self._backend, self._position, self._ranks)
             if isinstance(batch, OomEvent):
                 told = told_by_all(batch, self._ranks)
                 what = f"memory ran out on rank {told.rank} while a batch was read: {told.raw_text}"
                 raise PeerOutOfMemory(told.rank, what)
             yield batch
 
-    def _loss_of(self, batch: Any, own: Shape, shape: Shape, events: list[OomEvent], spare: Spare) -> float:
+    def _loss_of(self, batch: Any, own: Shape, shape: Shape, events: list[OomEvent], filler: Filler) -> float:
         """This rank's part of the mean loss of one batch, in as large pieces as fit on all."""
-        if self._ladder is None or self._ladder.sizes[0].samples < shape.num_samples:
-            self._ladder = self._ladder_for(shape.num_samples)
-        ladder = self._ladder
-        rung = ladder.choose(shape.elements_per_sample)
+        if self._fallback_schedule is None or self._fallback_schedule.sizes[0].samples < shape.num_samples:
+            self._fallback_schedule = self._fallback_schedule_for(shape.num_samples)
+        fallback_schedule = self._fallback_schedule
+        fallback = fallback_schedule.choose(shape.elements_per_sample)
         most = min(shape.num_samples, self._workload.evaluation_samples or shape.num_samples)
         while True:
-            size, whole = min(ladder.sizes[rung].samples, most), None
+            size, whole = min(fallback_schedule.sizes[fallback].samples, most), None
             is_cut = size < shape.num_samples or not self._ranks.is_alone
             if is_cut and (whole := self._additivity.before_cut(batch)) is not None:
                 size = most = shape.num_samples
                 refuse_recut(whole, size, shape, self._ranks)
             self._position.micro_batch = size
-            loss = attempt_together(
-                partial(self._forward_only, batch, size, own, shape, spare), self._backend, self._position, self._ranks
+            loss = attempt_collectively(
+                partial(self._forward_only, batch, size, own, shape, filler), self._backend, self._position, self._ranks
             )
             num_elements = math.ceil(size * shape.elements_per_sample)
             if not isinstance(loss, OomEvent):
-                ladder.held(rung, num_elements)
+                fallback_schedule.held(fallback, num_elements)
                 return loss
             if self._workload.sharded is not None:
                 self._workload.sharded.reset()
             self._backend.release()
             loss = told_by_all(loss, self._ranks)
-            following = ladder.failed(rung, size, num_elements)
+            following = fallback_schedule.failed(fallback, size, num_elements)
             if following is None or whole is not None:
                 raise OutOfMemoryError(no_way_out(loss, size, shape, whole))
-            if ladder.is_last(following):
+            if fallback_schedule.is_last(following):
                 self._backend.release(last_resort=True)
-            next_size = min(ladder.sizes[following].samples, most)
-            action = action_of(size, next_size, None, is_same_rung=following == rung)
+            next_size = min(fallback_schedule.sizes[following].samples, most)
+            action = action_of(size, next_size, None, is_same_fallback=following == fallback)
             events.append(loss.model_copy(update={"next_micro_batch": next_size, "action": action}))
-            rung = following
+            fallback = following
 
-    def _ladder_for(self, num_samples: int) -> Ladder:
-        ladder = Ladder(micro_batch_sizes(num_samples), self._grow_after)
-        ladder.start_at(self._first_samples or num_samples)
-        return ladder
+    def _fallback_schedule_for(self, num_samples: int) -> FallbackSchedule:
+        fallback_schedule = FallbackSchedule(micro_batch_sizes(num_samples), self._grow_after)
+        fallback_schedule.start_at(self._first_samples or num_samples)
+        return fallback_schedule
 
-    def _forward_only(self, batch: Any, micro_batch: int, own: Shape, shape: Shape, spare: Spare) -> float:
+    def _forward_only(self, batch: Any, micro_batch: int, own: Shape, shape: Shape, filler: Filler) -> float:
         total = torch.zeros((), device=self._workload.device)
-        pieces = weighted_pieces(batch, micro_batch, own, self._workload, shape.num_units)
+        micro_batches = weighted_micro_batches(batch, micro_batch, own, self._workload, shape.num_units)
         if self._workload.sharded is not None:
-            pieces = spare.filled(pieces, -(-shape.num_samples // micro_batch))
-        for piece, share, numbers in pieces:
+            micro_batches = filler.filled(micro_batches, -(-shape.num_samples // micro_batch))
+        for piece, share, numbers in micro_batches:
             self._position.samples = numbers
             failpoint("evaluation")
             on_device = move_batch(piece, self._workload.device)

@@ -1,7 +1,7 @@
-"""The rungs of a plan on a live training: which techniques belong to which level, and those of one level at work.
+"""The fallbacks of a plan on a live training: which techniques belong to which level, and those of one level at work.
 
-Rungs that follow each other with the same techniques, and other micro-batches, are one level: going from one to the
-next exchanges nothing. Techniques that are for the whole run are installed once and must be the same in every rung.
+Fallbacks that follow each other with the same techniques, and other micro-batches, are one level: going from one to the
+next exchanges nothing. Techniques that are for the whole run are installed once and must be the same in every fallback.
 """
 
 from __future__ import annotations
@@ -18,82 +18,84 @@ from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning
 from plimsoll.models.workload import Reason, Workload
 from plimsoll.records.device import MemoryUse
-from plimsoll.records.plan import Choice, Rung
+from plimsoll.records.plan import Choice, Configuration
 from plimsoll.records.run import OomEvent
-from plimsoll.step.collective import attempt_together
+from plimsoll.step.collective import attempt_collectively
 from plimsoll.step.micro_batches import Shape
 from plimsoll.step.oom_boundary import Position
-from plimsoll.step.recovery import Ladder, Measured, RanOut, Size, action_of, micro_batch_sizes
+from plimsoll.step.recovery import FallbackSchedule, Measured, RanOut, Size, action_of, micro_batch_sizes
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, installed, technique_of
 from plimsoll.techniques.mechanisms.whole import WholeBatch
 
 
-class Rungs:
+class InstalledFallbacks:
     """What a plan says, put to work on one workload.
 
     Args:
         workload: what the techniques are installed on; those for the whole run at once.
-        rungs: the plan's and those of its fallbacks, or their choices alone, each with a micro-batch.
+        fallbacks: the plan's and those of its fallbacks, or their choices alone, each with a micro-batch.
 
     Raises:
-        InputError: if a rung has no micro-batch, or the techniques for the whole run differ between rungs.
+        InputError: if a fallback has no micro-batch, or the techniques for the whole run differ between fallbacks.
     """
 
-    def __init__(self, workload: Workload, rungs: Sequence[Rung | Sequence[Choice]]) -> None:
+    def __init__(self, workload: Workload, fallbacks: Sequence[Configuration | Sequence[Choice]]) -> None:
         self._workload = workload
-        self._set(rungs)
+        self._set(fallbacks)
         batch_size = max((size.samples for size in self.sizes), default=1)
-        for choices in map(choices_of, rungs):
+        for choices in map(choices_of, fallbacks):
             _refuse_impossible(choices, workload, batch_size)
         self._run_stack = ExitStack()
         self._run_stack.enter_context(installed(workload, self._for_the_run))
         self._at_work: list[tuple[Choice, ExitStack]] = []
         self._level: int | None = None
 
-    def _set(self, rungs: Sequence[Rung | Sequence[Choice]]) -> None:
+    def _set(self, fallbacks: Sequence[Configuration | Sequence[Choice]]) -> None:
         self.needs = tuple(
-            rung.peak.likely_bytes if isinstance(rung, Rung) and rung.peak is not None else None for rung in rungs
+            fallback.peak.likely_bytes if isinstance(fallback, Configuration) and fallback.peak is not None else None
+            for fallback in fallbacks
         )
-        choices_by_rung = [*map(choices_of, rungs)]
-        for_the_run = [_split(choices)[0] for choices in choices_by_rung] or [()]
+        choices_by_fallback = [*map(choices_of, fallbacks)]
+        for_the_run = [_split(choices)[0] for choices in choices_by_fallback] or [()]
         different = list(dict.fromkeys(" ".join(map(str, choices)) or "none" for choices in for_the_run))
         if len(different) > 1:
             raise InputError(
-                f"the rungs of a plan differ in what changes the training ({' | '.join(different)}): give the same to "
+                f"the fallbacks of a plan differ in what changes the training ({' | '.join(different)}): give the same to "
                 "each"
             )
         self._for_the_run = for_the_run[0]
         self._levels: list[Choices] = []
         sizes: list[Size] = []
-        for choices in choices_by_rung:
+        for choices in choices_by_fallback:
             others = _split(choices)[1]
             if not self._levels or others != self._levels[-1]:
                 self._levels.append(others)
             sizes.append(Size(samples_of(choices), len(self._levels) - 1))
         self.sizes = tuple(sizes)
 
-    def exchange(self, rungs: Sequence[Rung | Sequence[Choice]]) -> None:
-        """Go on with other rungs of the same plan; what is at work stays so, until `use` is asked for another level.
+    def exchange(self, fallbacks: Sequence[Configuration | Sequence[Choice]]) -> None:
+        """Go on with other fallbacks of the same plan; what is at work stays so, until `use` is asked for another
+        level.
 
         Raises:
             InputError: if they differ in what changes the training.
         """
-        self.refuse_others(rungs)
-        self._set(rungs)
+        self.refuse_others(fallbacks)
+        self._set(fallbacks)
         self._level = 0 if self._levels and self._levels[0] == tuple(choice for choice, _ in self._at_work) else None
 
-    def refuse_others(self, rungs: Sequence[Rung | Sequence[Choice]]) -> None:
-        """Refuse rungs that are not for this training, whose choices for the whole run stay.
+    def refuse_others(self, fallbacks: Sequence[Configuration | Sequence[Choice]]) -> None:
+        """Refuse fallbacks that are not for this training, whose choices for the whole run stay.
 
         Raises:
             InputError: if they differ in these.
         """
-        ours, theirs = self._for_the_run, next((_split(choices_of(one))[0] for one in rungs), ())
+        ours, theirs = self._for_the_run, next((_split(choices_of(one))[0] for one in fallbacks), ())
         if ours != theirs:
             asked, made = (" ".join(map(str, choices)) or "nothing" for choices in (theirs, ours))
             raise InputError(
                 f"the plan changes the training by {asked}, but the step was made with {made}: make the step with "
-                "rungs=plan.rungs"
+                "fallbacks=plan.fallbacks"
             )
 
     @property
@@ -103,7 +105,7 @@ class Rungs:
 
     @property
     def names(self) -> list[str]:
-        """What tells these rungs from others, for a checkpoint."""
+        """What tells these fallbacks from others, for a checkpoint."""
         return [f"{size.samples} {self.described(size.level)}" for size in self.sizes]
 
     def is_in_force(self, level: int) -> bool:
@@ -127,11 +129,13 @@ class Rungs:
             self._at_work.append((choice, stack))
         self._level = level
 
-    def keep_whole(self, ladder: Ladder, whole: WholeBatch, reason: Callable[[], Reason | None], shape: Shape) -> bool:
-        """Before a batch is cut: take no rung that does, from now on, if there is a reason against it.
+    def keep_whole(
+        self, fallback_schedule: FallbackSchedule, whole: WholeBatch, reason: Callable[[], Reason | None], shape: Shape
+    ) -> bool:
+        """Before a batch is cut: take no fallback that does, from now on, if there is a reason against it.
 
         Args:
-            ladder: of these rungs.
+            fallback schedule: of these fallbacks.
             whole: what is known already.
             reason: finds out, with the techniques that are in force.
             shape: of the batch.
@@ -145,7 +149,7 @@ class Rungs:
         if self._workload.ranks.agree(not self.has_one_in_force):
             return False
         if reason() is not None:
-            ladder.keep_whole(self.sizes[0].samples if self.sizes else shape.num_samples)
+            fallback_schedule.keep_whole(self.sizes[0].samples if self.sizes else shape.num_samples)
         return True
 
     def described(self, level: int) -> str:
@@ -169,14 +173,14 @@ class Rungs:
                 stack.push(one)
 
 
-def take_back(rungs: Rungs, workload: Workload, backend: Backend, position: Position) -> None:
+def take_back(fallbacks: InstalledFallbacks, workload: Workload, backend: Backend, position: Position) -> None:
     """Take the techniques back; where there is no room for what is off the device, it stays there, with a warning.
 
     Raises:
         OutOfMemoryError: if a model that is shared out over the ranks is not whole again on all of them.
     """
     is_shared = workload.sharded is not None  # then all ranks close, and none waits for one that fails in it
-    event = attempt_together(rungs.close, backend, position, workload.ranks if is_shared else Ranks())
+    event = attempt_collectively(fallbacks.close, backend, position, workload.ranks if is_shared else Ranks())
     if isinstance(event, OomEvent) and is_shared:
         raise OutOfMemoryError(
             f"memory ran out while the model was put together from the parts of {workload.ranks.world_size} ranks "
@@ -192,55 +196,66 @@ def take_back(rungs: Rungs, workload: Workload, backend: Backend, position: Posi
         )
 
 
-def ladder_of(
-    rungs: Rungs, before: Ladder | None, num_samples: int, *, first_micro_batch: int | None, grow_after: int,
+def fallback_schedule_of(
+    fallbacks: InstalledFallbacks, before: FallbackSchedule | None, num_samples: int, *, first_micro_batch: int | None, grow_after: int,
     is_whole: bool, learned: dict[str, Any] | None = None,
-) -> Ladder:  # fmt: skip
-    """Return the ladder of a batch: that of the rungs, or made from the first batch, and anew for a larger one.
+) -> FallbackSchedule:  # fmt: skip
+    """Return the fallback schedule of a batch: that of the fallbacks, or made from the first batch, and anew for a
+    larger one.
 
     Args:
-        rungs: those of a plan, or none.
-        before: the ladder so far; what it knows of limits is kept.
+        fallbacks: those of a plan, or none.
+        before: the fallback schedule so far; what it knows of limits is kept.
         num_samples: samples of the batch.
-        first_micro_batch: what to begin with where there are no rungs; ``None`` for the whole batch.
-        grow_after: see `plimsoll.step.recovery.Ladder`.
+        first_micro_batch: what to begin with where there are no fallbacks; ``None`` for the whole batch.
+        grow_after: see `plimsoll.step.recovery.FallbackSchedule`.
         is_whole: whether batches must not be cut.
-        learned: what a checkpoint knows, where there is no ladder yet.
+        learned: what a checkpoint knows, where there is no fallback schedule yet.
     """
     top = first_micro_batch or num_samples
-    is_fixed = bool(rungs.sizes) or first_micro_batch is not None
+    is_fixed = bool(fallbacks.sizes) or first_micro_batch is not None
     if before is not None and (is_fixed or top <= before.sizes[0].samples):
         return before
     known = before.state_dict() | {"size": top} if before else learned
-    sizes: Sequence[int | Size] = rungs.sizes or micro_batch_sizes(top)
-    whole = rungs.sizes[0].samples if rungs.sizes else top
-    ladder = Ladder(sizes, grow_after, least_samples=whole if is_whole else 1, needs=rungs.needs)
+    sizes: Sequence[int | Size] = fallbacks.sizes or micro_batch_sizes(top)
+    whole = fallbacks.sizes[0].samples if fallbacks.sizes else top
+    fallback_schedule = FallbackSchedule(
+        sizes, grow_after, least_samples=whole if is_whole else 1, needs=fallbacks.needs
+    )
     if known is not None:
-        ladder.load_state_dict(known)
-    return ladder
+        fallback_schedule.load_state_dict(known)
+    return fallback_schedule
 
 
 def after_oom(  # noqa: PLR0917 -- in the order of the sentence that it answers
-    event: OomEvent, rung: int, shape: Shape, ladder: Ladder, rungs: Rungs | None, backend: Backend
+    event: OomEvent,
+    fallback: int,
+    shape: Shape,
+    fallback_schedule: FallbackSchedule,
+    fallbacks: InstalledFallbacks | None,
+    backend: Backend,
 ) -> tuple[OomEvent, int | None]:
-    """Return what happened with what is done about it, and the rung to go on with: ``None`` where nothing is left."""
-    before, samples = ladder.sizes[rung], min(ladder.sizes[rung].samples, shape.num_samples)
+    """Return what happened with what is done about it, and the fallback to go on with: ``None`` where nothing is left."""
+    before, samples = (
+        fallback_schedule.sizes[fallback],
+        min(fallback_schedule.sizes[fallback].samples, shape.num_samples),
+    )
     # In the update the graph is gone, and before the techniques are at work there is none: a smaller micro-batch would
     # leave as much room.
-    needs_other_level = event.phase == "optimizer" or not (rungs is None or rungs.is_in_force(before.level))
+    needs_other_level = event.phase == "optimizer" or not (fallbacks is None or fallbacks.is_in_force(before.level))
     num_elements = math.ceil(samples * shape.elements_per_sample)
-    following = ladder.failed(rung, samples, num_elements, needs_other_level, ran_out_of(event))
+    following = fallback_schedule.failed(fallback, samples, num_elements, needs_other_level, ran_out_of(event))
     if following is None:
-        stopped = {"rung": rung, "survived": False, "action": "stopped: nothing is left to try"}
+        stopped = {"fallback": fallback, "survived": False, "action": "stopped: nothing is left to try"}
         return event.model_copy(update=stopped), None
-    after = ladder.sizes[following]
-    if needs_other_level or ladder.is_last(following) or event.is_fragmented:
+    after = fallback_schedule.sizes[following]
+    if needs_other_level or fallback_schedule.is_last(following) or event.is_fragmented:
         backend.release(last_resort=True)
     next_size = min(after.samples, shape.num_samples)
-    techniques = rungs.described(after.level) if rungs and after.level != before.level else None
-    action = action_of(samples, next_size, techniques, is_same_rung=following == rung)
+    techniques = fallbacks.described(after.level) if fallbacks and after.level != before.level else None
+    action = action_of(samples, next_size, techniques, is_same_fallback=following == fallback)
     backend.reset_peak()  # what the next tries need is to be seen, and not what failed
-    goes_on = {"next_micro_batch": next_size, "rung": rung, "next_rung": following, "action": action}
+    goes_on = {"next_micro_batch": next_size, "fallback": fallback, "next_fallback": following, "action": action}
     return event.model_copy(update=goes_on), following
 
 
@@ -260,9 +275,11 @@ class Uses(Protocol):
         """Read it."""
 
 
-def measured(ladder: Ladder, device: Uses, ranks: Ranks) -> Measured | None:
-    """What a step took that has just gone through, on the rank where it was most; only where a ladder asks for it."""
-    if not ladder.is_lowered:
+def measured(fallback_schedule: FallbackSchedule, device: Uses, ranks: Ranks) -> Measured | None:
+    """What a step took that has just gone through, on the rank where it was most; only where a fallback schedule asks
+    for it.
+    """
+    if not fallback_schedule.is_lowered:
         return None
     use = device.use()
     own = use.peak_bytes or use.used_bytes, use.used_bytes
@@ -271,10 +288,10 @@ def measured(ladder: Ladder, device: Uses, ranks: Ranks) -> Measured | None:
 
 
 def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size: int) -> None:
-    """Refuse choices that cannot be, or not together; who gives rungs allows what is lossy in them."""
+    """Refuse choices that cannot be, or not together; who gives fallbacks allows what is lossy in them."""
     allow = frozenset((*TECHNIQUES, "recut_batch_norm"))
     try:
-        # In a rehearsal, a model for CUDA is on the CPU: what is possible on either is let through.
+        # In a dry run, a model for CUDA is on the CPU: what is possible on either is let through.
         conflicts = [
             conflict_among(
                 tuple(choices),
@@ -285,11 +302,11 @@ def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size
         ]
     except KeyError as missing:
         raise InputError(
-            f"a rung has a choice without its option {missing} ({' '.join(map(str, choices))}): give it a value"
+            f"a fallback has a choice without its option {missing} ({' '.join(map(str, choices))}): give it a value"
         ) from None
     if all(conflicts):
         here = conflicts[workload.device.type == "cuda"]
-        raise InputError(f"a rung cannot be used: {here}; leave one of its choices out")
+        raise InputError(f"a fallback cannot be used: {here}; leave one of its choices out")
 
 
 def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:
@@ -301,18 +318,18 @@ def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:
     )
 
 
-def choices_of(rung: Rung | Sequence[Choice]) -> Sequence[Choice]:
-    """Return the choices of a rung, which may be given as they are."""
-    return rung.choices if isinstance(rung, Rung) else rung
+def choices_of(fallback: Configuration | Sequence[Choice]) -> Sequence[Choice]:
+    """Return the choices of a fallback, which may be given as they are."""
+    return fallback.choices if isinstance(fallback, Configuration) else fallback
 
 
 def samples_of(choices: Sequence[Choice]) -> int:
-    """Return the micro-batch of a rung.
+    """Return the micro-batch of a fallback.
 
     Raises:
         InputError: if it has none, or several.
     """
     sizes = [int(choice.options["samples"]) for choice in choices if choice.technique == "micro_batch"]
     if len(sizes) != 1:
-        raise InputError(f"a rung has {len(sizes)} micro-batches ({' '.join(map(str, choices))}): give one to each")
+        raise InputError(f"a fallback has {len(sizes)} micro-batches ({' '.join(map(str, choices))}): give one to each")
     return sizes[0]

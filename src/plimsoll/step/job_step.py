@@ -1,4 +1,4 @@
-"""The training step of a job: a run, its rehearsal and the benchmarks make the same one, so that none can drift."""
+"""The training step of a job: a run, its dry run and the benchmarks make the same one, so that none can drift."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plimsoll.models.build import loss_of
 from plimsoll.models.optimizers import build_schedule
 from plimsoll.models.workload import LossFunction
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Rung
+from plimsoll.records.plan import Choice, Configuration
 from plimsoll.step.oom_boundary import Position
 from plimsoll.step.train_step import TrainStep
 
@@ -23,7 +23,7 @@ def step_of(
     job: Job,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    rungs: Sequence[Rung | Sequence[Choice]],
+    fallbacks: Sequence[Configuration | Sequence[Choice]],
     *,
     loss: LossFunction | None = None,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
@@ -39,7 +39,7 @@ def step_of(
         job: its task, precision (``auto`` is fp32: a plan's choices change it), clipping and schedule are read.
         model: its model.
         optimizer: its optimizer.
-        rungs: see `TrainStep`.
+        fallbacks: see `TrainStep`.
         loss: with a teacher; by default the task's own.
         schedule: its schedule where there is one already; by default it is made.
         full_length: the tokens of the longest row there will be; by default those of the job's ``sequence_length``.
@@ -54,7 +54,7 @@ def step_of(
         optimizer,
         loss or own_loss,
         units=units,
-        rungs=rungs,
+        fallbacks=fallbacks,
         clip_norm=job.optimizer.clip_norm,
         schedule=schedule or build_schedule(job.optimizer, optimizer, job.steps),
         precision=job.own_precision,

@@ -44,7 +44,7 @@ NOTHING = Shape(num_samples=0, num_units=0, elements_per_sample=0.0)
 """The part of a rank that has no sample of a batch, because there are fewer than ranks."""
 
 
-class Piece(NamedTuple):
+class MicroBatch(NamedTuple):
     """A micro-batch, its share of what the loss averages over, and which samples of the batch it has, in its order."""
 
     batch: Any
@@ -93,9 +93,9 @@ def parts_of_all(shape: Shape, ranks: Ranks) -> Parts:
     return Parts(whole, int(sum(samples)), some_have_none=not all(units))
 
 
-def weighted_pieces(
+def weighted_micro_batches(
     batch: Any, micro_batch: int, shape: Shape, workload: Workload, total_units: float | None = None
-) -> Iterator[Piece]:
+) -> Iterator[MicroBatch]:
     """Yield the micro-batches; one without a target, which has no mean loss, is left out.
 
     Shares are of ``total_units``, by default those of this batch.
@@ -112,21 +112,21 @@ def weighted_pieces(
         yield from _weighted_groups(batch, groups, shape, units, num_units)
         return
     if micro_batch >= shape.num_samples:
-        yield Piece(batch, shape.num_units / num_units, range(shape.num_samples))
+        yield MicroBatch(batch, shape.num_units / num_units, range(shape.num_samples))
         return
     for start, piece in zip(range(0, shape.num_samples, micro_batch), split_batch(batch, micro_batch), strict=True):
         share = count_units(piece, units) / num_units
         if share:
-            yield Piece(piece, share, range(start, min(start + micro_batch, shape.num_samples)))
+            yield MicroBatch(piece, share, range(start, min(start + micro_batch, shape.num_samples)))
 
 
-def equal_pieces(batch: Any, micro_batch: int, num_samples: int) -> Iterator[Piece]:
+def equal_micro_batches(batch: Any, micro_batch: int, num_samples: int) -> Iterator[MicroBatch]:
     """Cut a batch without a target, of which each sample counts as much."""
     for piece in split_batch(batch, micro_batch):
-        yield Piece(piece, batch_size_of(piece) / num_samples, ())
+        yield MicroBatch(piece, batch_size_of(piece) / num_samples, ())
 
 
-class Spare:
+class Filler:
     """A sample to compute with where a rank has nothing left to do, and the others need it: it counts for nothing.
 
     Blocks that are shared out over the ranks are gathered by all of them, or by none. A rank that has no target in its
@@ -141,26 +141,27 @@ class Spare:
         self._ranks, self._units, self._is_lent = workload.ranks, workload.units, is_lent
         self._is_told = workload.cuts_by_length
 
-    def filled(self, pieces: Iterator[Piece], num_pieces: int) -> Iterator[Piece]:
+    def filled(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int) -> Iterator[MicroBatch]:
         """Yield the pieces, and then the spare sample until there were as many as on the rank that has most.
 
-        All ranks must ask for it. So many are ``num_pieces``, or, where samples of alike length are together, fewer.
+        All ranks must ask for it. So many are ``num_micro_batches``, or, where samples of alike length are together,
+        fewer.
 
         Raises:
             PeerOutOfMemory: if memory ran out on another rank before it could lend one.
         """
         if self._is_told:
-            pieces = iter(all_pieces := list(pieces))
+            micro_batches = iter(all_pieces := list(micro_batches))
             self._ranks.require_all()
-            num_pieces = int(max(number for (number,) in self._ranks.each([len(all_pieces)])))
-        first = next(pieces, None)
+            num_micro_batches = int(max(number for (number,) in self._ranks.each([len(all_pieces)])))
+        first = next(micro_batches, None)
         own = None if first is None else self._with_target(first.batch)
-        spare = self._lent(own) if self._is_lent else own
-        for piece in chain(() if first is None else (first,), pieces):
+        filler = self._lent(own) if self._is_lent else own
+        for piece in chain(() if first is None else (first,), micro_batches):
             yield piece
-            num_pieces -= 1
-        for _ in range(num_pieces):
-            yield Piece(spare, 0.0, ())
+            num_micro_batches -= 1
+        for _ in range(num_micro_batches):
+            yield MicroBatch(filler, 0.0, ())
 
     def _lent(self, own: Any) -> Any:
         """A sample of the first rank that has one, for those that have none."""
@@ -174,15 +175,17 @@ class Spare:
         return next((one for one in each if count_units(one, self._units)), piece)
 
 
-def _weighted_groups(batch: Any, groups: list[Group], shape: Shape, units: Units, num_units: float) -> Iterator[Piece]:
+def _weighted_groups(
+    batch: Any, groups: list[Group], shape: Shape, units: Units, num_units: float
+) -> Iterator[MicroBatch]:
     if len(groups) == 1:
-        yield Piece(trimmed(batch, groups[0][1]), shape.num_units / num_units, range(shape.num_samples))
+        yield MicroBatch(trimmed(batch, groups[0][1]), shape.num_units / num_units, range(shape.num_samples))
         return
     for numbers, num_columns in groups:
         piece = pick_samples(batch, numbers)
         share = count_units(piece, units) / num_units
         if share:
-            yield Piece(trimmed(piece, num_columns), share, numbers)
+            yield MicroBatch(trimmed(piece, num_columns), share, numbers)
 
 
 def autocast(workload: Workload) -> torch.autocast:

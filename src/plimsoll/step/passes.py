@@ -31,7 +31,7 @@ class Passes:
         backend: of the device.
         position: where the training is.
         parameters: iterates over what has gradients.
-        rehearses: whether the training is a dry run.
+        dry-runs: whether the training is a dry run.
 
     Attributes:
         graphs: watches what stays of the graphs of passes.
@@ -41,28 +41,28 @@ class Passes:
 
     def __init__(
         self, workload: Workload, retry: Retry, backend: Backend, position: Position,
-        parameters: Callable[[], Iterable[nn.Parameter]], *, rehearses: bool,
+        parameters: Callable[[], Iterable[nn.Parameter]], *, is_dry_run: bool,
     ) -> None:  # fmt: skip
         self.graphs = GraphWatch(workload, backend)
-        self.replays = Replays(workload, retry, backend, position, parameters, rehearses=rehearses)
+        self.replays = Replays(workload, retry, backend, position, parameters, is_dry_run=is_dry_run)
         self.folded: Folded | None = None
         self._workload, self._position = workload, position
 
-    def add(self, piece: Any, share: float, scaler: Scaler, *, is_early: bool = False) -> Tensor:
+    def add(self, piece: Any, share: float, scaler: Scaler, *, releases_gradients: bool = False) -> Tensor:
         """Add one micro-batch's part to the gradients; everything it allocated is free when this returns.
 
         Args:
             piece: the micro-batch, on any device.
             share: its share of the mean loss.
             scaler: of the loss, for fp16.
-            is_early: whether parameters are updated in backward, when it is too late to look at the loss.
+            releases_gradients: whether parameters are updated in backward, when it is too late to look at the loss.
 
         Returns:
             Its part of the loss.
         """
         self._position.phase = "copy"
         failpoint("copy")
-        eager = partial(self._eagerly, share=share, scaler=scaler, is_early=is_early)
+        eager = partial(self._eagerly, share=share, scaler=scaler, releases_gradients=releases_gradients)
         if self._workload.captured is not None:
             return self.replays.run(piece, share, scaler, eager)
         if self.folded is not None:
@@ -71,7 +71,7 @@ class Passes:
             return loss
         return eager(move_batch(piece, self._workload.device))
 
-    def _eagerly(self, piece: Any, *, share: float, scaler: Scaler, is_early: bool) -> Tensor:
+    def _eagerly(self, piece: Any, *, share: float, scaler: Scaler, releases_gradients: bool) -> Tensor:
         step = self._position.step + 1
         self._position.phase = "forward"
         failpoint("forward")
@@ -81,7 +81,7 @@ class Passes:
         failpoint("loss")
         if share != 1:
             loss = loss * share
-        if is_early:
+        if releases_gradients:
             refuse_non_finite("loss", loss.item(), self._workload, self._position)
         self._position.phase = "backward"
         self.graphs.backward(loss if scaler is None else scaler.scale(loss), step)

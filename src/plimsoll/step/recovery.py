@@ -1,20 +1,20 @@
-"""Which rung is in force: down the planned ladder when memory runs out, up again when it is safe.
+"""Which fallback is in force: down the planned fallback schedule when memory runs out, up again when it is safe.
 
-The rungs are planned before the run (a plan's, or `micro_batch_sizes`); nothing is searched in the crisis. A rung is a
-micro-batch and a *level*: the techniques that are in force with it. What did not fit at one level may fit at another.
-What is learned is kept in *elements* (samples times elements per sample), because memory follows the shape of a batch
-and not its number of samples: an outlier of long texts that did not fit says nothing against as many short ones, and a
-later outlier is cut before it fails.
+The fallbacks are planned before the run (a plan's, or `micro_batch_sizes`); nothing is searched in the crisis. A
+fallback is a micro-batch and a *level*: the techniques that are in force with it. What did not fit at one level may fit
+at another. What is learned is kept in *elements* (samples times elements per sample), because memory follows the shape
+of a batch and not its number of samples: an outlier of long texts that did not fit says nothing against as many short
+ones, and a later outlier is cut before it fails.
 
 - A size that held before and fails now gets one more try after a clean-up: something else took the memory for a moment.
-  So does the smallest rung, where there is nothing to lose.
+  So does the smallest fallback, where there is nothing to lose.
 - A size that fails otherwise, or twice, is the known limit: no step goes as high again, until one that had to holds.
-- Where a plan says what its rungs need, those are passed over that would need too much if they needed as much more than
-  predicted as what failed: the first that is left is the fastest.
-- A batch of other shape takes any rung with which as many elements have held.
-- After a few clean steps, the largest rung is taken for which there is room by their measured peak: what failed was
+- Where a plan says what its fallbacks need, those are passed over that would need too much if they needed as much more
+  than predicted as what failed: the first that is left is the fastest.
+- A batch of other shape takes any fallback with which as many elements have held.
+- After a few clean steps, the largest fallback is taken for which there is room by their measured peak: what failed was
   something else's doing then. If that fails, four times as many clean steps come before the next such try.
-- After ``grow_after`` clean steps the next larger rung is taken, if it stays below the known limit.
+- After ``grow_after`` clean steps the next larger fallback is taken, if it stays below the known limit.
 - A size at which the whole process was killed (`state_after_death`) is not counted in elements, which died with it:
   the first batch after the restart says how many they were.
 """
@@ -32,7 +32,7 @@ from plimsoll.records.job import Job
 
 
 def micro_batch_sizes(batch_size: int) -> tuple[int, ...]:
-    """The ladder for a batch: 1, 2, 4, 8, ... pieces of nearly equal size, down to single samples.
+    """The fallback schedule for a batch: 1, 2, 4, 8, ... pieces of nearly equal size, down to single samples.
 
     >>> micro_batch_sizes(12)
     (12, 6, 3, 2, 1)
@@ -50,7 +50,7 @@ def samples_of_rank(job: Job) -> int:
 
 
 class Size(NamedTuple):
-    """A rung: samples of one pass, and which techniques are in force with it, counted from 0."""
+    """A fallback: samples of one pass, and which techniques are in force with it, counted from 0."""
 
     samples: int
     level: int = 0
@@ -75,36 +75,38 @@ class Measured(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """The most that clean steps with a rung took, and the elements of its micro-batches."""
+    """The most that clean steps with a fallback took, and the elements of its micro-batches."""
 
-    rung: int
+    fallback: int
     memory: Measured
     num_elements: int
 
 
 _CLEAN_STEPS = 3  # before a measured peak is believed
-_PATIENCE = 4  # times as many after each larger rung that was tried in vain
+_PATIENCE = 4  # times as many after each larger fallback that was tried in vain
 _ROOM_SHARE = 0.95  # of the limit: a peak varies from step to step, and an allocator has holes
 
 
-def state_after_death(state: dict[str, Any] | None, size: Size, too_large_rung: int | None = None) -> dict[str, Any]:
-    """The state to load into a ladder whose process was killed for memory.
+def state_after_death(
+    state: dict[str, Any] | None, size: Size, too_large_fallback: int | None = None
+) -> dict[str, Any]:
+    """The state to load into a fallback schedule whose process was killed for memory.
 
     Args:
         state: what the checkpoint has; ``None`` without one.
-        size: the rung to begin with; earlier ones are taken again after clean steps ...
-        too_large_rung: ... if they are smaller than this one, which is known to kill.
+        size: the fallback to begin with; earlier ones are taken again after clean steps ...
+        too_large_fallback: ... if they are smaller than this one, which is known to kill.
     """
     before = {"held_elements": [], "failed_elements": []} if state is None else state
     return before | {
-        "size": size.samples, "level": size.level, "num_clean_steps": 0, "too_large_rung": too_large_rung
+        "size": size.samples, "level": size.level, "num_clean_steps": 0, "too_large_fallback": too_large_fallback
     }  # fmt: skip
 
 
-class Ladder:
-    """The rung in force. Rungs fall from one to the next; elements are those of all tensors of a batch.
+class FallbackSchedule:
+    """The fallback in force. Fallbacks fall from one to the next; elements are those of all tensors of a batch.
 
-    ``needs`` are the peaks in bytes that are predicted for the rungs, as far as they are.
+    ``needs`` are the peaks in bytes that are predicted for the fallbacks, as far as they are.
     """
 
     def __init__(
@@ -120,14 +122,15 @@ class Ladder:
                 f"micro-batches {list(sizes)} are not distinct sizes from large to small: give for example [32, 16, 8]"
             )
         num_levels = self.sizes[-1].level + 1
-        # Rungs of smaller passes are kept, so that a rung has the number that the plan gives it, and never taken.
-        self._usable = [rung for rung, size in enumerate(self.sizes) if size.samples >= least_samples] or [0]
+        # Fallbacks of smaller passes are kept, so that a fallback has the number that the plan gives it, and never
+        # taken.
+        self._usable = [fallback for fallback, size in enumerate(self.sizes) if size.samples >= least_samples] or [0]
         self._grow_after = grow_after
-        self._rung = self._usable[0]
+        self._fallback = self._usable[0]
         self._num_clean_steps = 0
         self._held_elements = [0] * num_levels
         self._failed_elements: list[int | None] = [None] * num_levels
-        self._too_large_rung: int | None = None
+        self._too_large_fallback: int | None = None
         self._retried: set[tuple[int, int, bool]] = set()
         self._needs = [*needs, *[None] * (len(self.sizes) - len(needs))]
         self._limit_bytes: int | None = None
@@ -138,119 +141,119 @@ class Ladder:
 
     @property
     def in_force(self) -> int:
-        """The rung in force."""
-        return self._rung
+        """The fallback in force."""
+        return self._fallback
 
     @property
     def is_lowered(self) -> bool:
-        """Whether memory has run out and larger rungs are left alone for it."""
-        is_bound = self._rung > self._usable[0] or any(limit is not None for limit in self._failed_elements)
+        """Whether memory has run out and larger fallbacks are left alone for it."""
+        is_bound = self._fallback > self._usable[0] or any(limit is not None for limit in self._failed_elements)
         return self._limit_bytes is not None and is_bound
 
     def keep_whole(self, num_samples: int) -> None:
-        """Take only rungs of at least so many samples from now on, where there are any."""
-        whole = [rung for rung in self._usable if self.sizes[rung].samples >= num_samples]
+        """Take only fallbacks of at least so many samples from now on, where there are any."""
+        whole = [fallback for fallback in self._usable if self.sizes[fallback].samples >= num_samples]
         self._usable = whole or self._usable[:1]
-        self._rung = next((rung for rung in self._usable if rung >= self._rung), self._usable[-1])
+        self._fallback = next((fallback for fallback in self._usable if fallback >= self._fallback), self._usable[-1])
 
-    def begin_again(self, state: dict[str, Any], rung: int) -> int:
-        """Go on at a rung with the limits that were known before a step, for what failed in it taught nothing."""
+    def begin_again(self, state: dict[str, Any], fallback: int) -> int:
+        """Go on at a fallback with the limits that were known before a step, for what failed in it taught nothing."""
         self.load_state_dict(state)
-        self._rung = rung
-        return rung
+        self._fallback = fallback
+        return fallback
 
-    def is_last(self, rung: int) -> bool:
-        """Whether no rung comes after this one."""
-        return rung == self._usable[-1]
+    def is_last(self, fallback: int) -> bool:
+        """Whether no fallback comes after this one."""
+        return fallback == self._usable[-1]
 
     def start_at(self, num_samples: int, level: int = 0) -> None:
-        """Begin at the first rung of at most ``num_samples`` of a level, or of a further level."""
-        sizes = ((rung, self.sizes[rung]) for rung in self._usable)
-        rungs = (rung for rung, size in sizes if (-size.level, size.samples) <= (-level, num_samples))
-        self._rung = next(rungs, self._usable[-1])
+        """Begin at the first fallback of at most ``num_samples`` of a level, or of a further level."""
+        sizes = ((fallback, self.sizes[fallback]) for fallback in self._usable)
+        fallbacks = (fallback for fallback, size in sizes if (-size.level, size.samples) <= (-level, num_samples))
+        self._fallback = next(fallbacks, self._usable[-1])
 
     def choose(self, elements_per_sample: float) -> int:
-        """The rung for a batch of this shape: the one in force, or a later one below the known limit."""
-        if self._too_large_rung is not None:
-            for samples, level in self.sizes[: self._too_large_rung + 1]:  # earlier rungs need more
+        """The fallback for a batch of this shape: the one in force, or a later one below the known limit."""
+        if self._too_large_fallback is not None:
+            for samples, level in self.sizes[: self._too_large_fallback + 1]:  # earlier fallbacks need more
                 self._note_limit(level, math.ceil(samples * elements_per_sample))
-            self._too_large_rung = None
-        larger = [rung for rung in self._usable if rung < self._rung][-1:]
+            self._too_large_fallback = None
+        larger = [fallback for fallback in self._usable if fallback < self._fallback][-1:]
         if larger and self._num_clean_steps >= self._grow_after and self._is_allowed(larger[0], elements_per_sample):
             self._take(larger[0])
         takes = partial(self._may_take, elements_per_sample)
-        rung = next(filter(takes, self._usable), self._usable[-1])
-        with_room = self._with_room(rung, elements_per_sample)
+        fallback = next(filter(takes, self._usable), self._usable[-1])
+        with_room = self._with_room(fallback, elements_per_sample)
         if with_room is None:
-            return rung
+            return fallback
         self._take(with_room)
         self._failed_elements[self.sizes[with_room].level] = None
         self._is_trying_larger = True
         return with_room
 
-    def _take(self, rung: int) -> None:
-        self._rung = rung
+    def _take(self, fallback: int) -> None:
+        self._fallback = fallback
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Forget what was seen with the rung in force: it is another, or something failed."""
+        """Forget what was seen with the fallback in force: it is another, or something failed."""
         self._num_clean_steps, self._held_here, self._seen = 0, 0, None
 
-    def _may_take(self, elements_per_sample: float, rung: int) -> bool:
-        """Whether a rung is for a batch of this shape: one in force or later, or one with which as much has held."""
-        samples, level = self.sizes[rung]
-        is_known = level == self.sizes[self._rung].level and samples * elements_per_sample <= self._held_here
-        return (rung >= self._rung or is_known) and self._is_allowed(rung, elements_per_sample)
+    def _may_take(self, elements_per_sample: float, fallback: int) -> bool:
+        """Whether a fallback is for a batch of this shape: one in force or later, or one with which as much has held."""
+        samples, level = self.sizes[fallback]
+        is_known = level == self.sizes[self._fallback].level and samples * elements_per_sample <= self._held_here
+        return (fallback >= self._fallback or is_known) and self._is_allowed(fallback, elements_per_sample)
 
-    def _with_room(self, rung: int, elements_per_sample: float) -> int | None:
-        """The largest rung before this one that the measured peak leaves room for, once that is known."""
+    def _with_room(self, fallback: int, elements_per_sample: float) -> int | None:
+        """The largest fallback before this one that the measured peak leaves room for, once that is known."""
         if self._limit_bytes is None or self._seen is None or self._num_clean_steps < self._clean_steps_wanted:
             return None
         most_bytes = _ROOM_SHARE * self._limit_bytes
-        larger = (one for one in self._usable if one < rung)
+        larger = (one for one in self._usable if one < fallback)
         return next((one for one in larger if self._needed_with(one, elements_per_sample) <= most_bytes), None)
 
-    def _needed_with(self, rung: int, elements_per_sample: float) -> float:
-        """What a rung should need, by what the one that was seen did."""
+    def _needed_with(self, fallback: int, elements_per_sample: float) -> float:
+        """What a fallback should need, by what the one that was seen did."""
         assert self._seen is not None
-        (samples, level), (peak_bytes, used_bytes) = self.sizes[rung], self._seen.memory
-        predicted, here = self._needs[rung], self._needs[self._seen.rung]
+        (samples, level), (peak_bytes, used_bytes) = self.sizes[fallback], self._seen.memory
+        predicted, here = self._needs[fallback], self._needs[self._seen.fallback]
         if predicted is not None and here is not None:
             return peak_bytes + (predicted - here) * max(1.0, peak_bytes / here)
-        if level != self.sizes[self._seen.rung].level:
+        if level != self.sizes[self._seen.fallback].level:
             return math.inf
         return used_bytes + (peak_bytes - used_bytes) * samples * elements_per_sample / self._seen.num_elements
 
-    def _is_allowed(self, rung: int, elements_per_sample: float) -> bool:
-        samples, level = self.sizes[rung]
+    def _is_allowed(self, fallback: int, elements_per_sample: float) -> bool:
+        samples, level = self.sizes[fallback]
         failed_elements = self._failed_elements[level]
         return failed_elements is None or samples * elements_per_sample < failed_elements
 
-    def held(self, rung: int, num_elements: int, memory: Measured | None = None) -> None:
+    def held(self, fallback: int, num_elements: int, memory: Measured | None = None) -> None:
         """A step with micro-batches of up to ``num_elements`` went through, in so much memory if that was measured."""
-        level = self.sizes[rung].level
+        level = self.sizes[fallback].level
         self._num_clean_steps += 1
         self._held_elements[level] = max(self._held_elements[level], num_elements)
         failed_elements = self._failed_elements[level]
         if failed_elements is not None and num_elements >= failed_elements:
             self._failed_elements[level] = None  # it was no limit: something else had the memory for a while
-        if level == self.sizes[self._rung].level:
+        if level == self.sizes[self._fallback].level:
             self._held_here = max(self._held_here, num_elements)
         if memory is not None:
-            seen = _Seen(rung, memory, num_elements)
-            self._seen = max(seen, self._seen) if self._seen is not None and self._seen.rung == rung else seen
+            seen = _Seen(fallback, memory, num_elements)
+            self._seen = max(seen, self._seen) if self._seen is not None and self._seen.fallback == fallback else seen
         self._is_trying_larger = False
         self._retried.clear()
 
     def failed(
-        self, rung: int, num_samples: int, num_elements: int, needs_other_level: bool = False,
+        self, fallback: int, num_samples: int, num_elements: int, needs_other_level: bool = False,
         ran_out: RanOut | None = None,
     ) -> int | None:  # fmt: skip
-        """Memory ran out: the rung to try next, which may be the same once more, or ``None`` if none is left.
+        """Memory ran out: the fallback to try next, which may be the same once more, or ``None`` if none is left.
 
         Args:
-            rung: what it ran out with.
-            num_samples: samples of a pass, which are fewer than the rung's in a small batch.
+            fallback: what it ran out with.
+            num_samples: samples of a pass, which are fewer than the fallback's in a small batch.
             num_elements: elements of a pass.
             needs_other_level: it ran out where the size of a pass changes nothing.
             ran_out: the memory that was wanted, where that is known.
@@ -261,19 +264,19 @@ class Ladder:
         if self._is_trying_larger:
             self._clean_steps_wanted *= _PATIENCE
             self._is_trying_larger = False
-        level = self.sizes[rung].level
+        level = self.sizes[fallback].level
         smaller = [
             later
             for later in self._usable
             if self.sizes[later].level > level
-            or (later > rung and self.sizes[later].samples < num_samples and not needs_other_level)
+            or (later > fallback and self.sizes[later].samples < num_samples and not needs_other_level)
         ]
         has_held = num_elements <= self._held_elements[level]
         is_outlier = 0 < self._held_elements[level] < num_elements
-        this = rung, num_elements, needs_other_level
+        this = fallback, num_elements, needs_other_level
         if (has_held or not smaller or needs_other_level) and this not in self._retried:
             self._retried.add(this)
-            return rung
+            return fallback
         if not needs_other_level:
             self._note_limit(level, num_elements)
         if not smaller:
@@ -281,16 +284,16 @@ class Ladder:
             return None
         if needs_other_level:
             self._note_limit(level, 1)  # no pass is small enough there
-        following = self._likely_to_fit(rung, smaller, ran_out)
-        # An outlier batch, for which the limit is known from now on, or which already runs below the rung in force,
-        # leaves that rung to the others; but techniques are not exchanged there and back.
-        if rung <= self._rung and not (is_outlier and self.sizes[following].level == level):
-            self._rung = following
+        following = self._likely_to_fit(fallback, smaller, ran_out)
+        # An outlier batch, for which the limit is known from now on, or which already runs below the fallback in force,
+        # leaves that fallback to the others; but techniques are not exchanged there and back.
+        if fallback <= self._fallback and not (is_outlier and self.sizes[following].level == level):
+            self._fallback = following
         return following
 
-    def _likely_to_fit(self, rung: int, smaller: Sequence[int], ran_out: RanOut | None) -> int:
-        """The first rung that fits if it needs as much more than predicted as what failed, or else the last."""
-        needs = self._needs[rung]
+    def _likely_to_fit(self, fallback: int, smaller: Sequence[int], ran_out: RanOut | None) -> int:
+        """The first fallback that fits if it needs as much more than predicted as what failed, or else the last."""
+        needs = self._needs[fallback]
         if ran_out is None or needs is None:
             return smaller[0]
         most_bytes = ran_out.most_bytes(needs)
@@ -302,14 +305,14 @@ class Ladder:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on with the same sizes."""
-        samples, level = self.sizes[self._rung]
+        samples, level = self.sizes[self._fallback]
         return {
             "size": samples,
             "level": level,
             "num_clean_steps": self._num_clean_steps,
             "held_elements": [*self._held_elements],
             "failed_elements": [*self._failed_elements],
-            "too_large_rung": self._too_large_rung,
+            "too_large_fallback": self._too_large_fallback,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -319,15 +322,15 @@ class Ladder:
         num_levels = len(self._held_elements)
         self._held_elements = ([*_by_level(state["held_elements"]), *self._held_elements])[:num_levels]
         self._failed_elements = ([*_by_level(state["failed_elements"]), *self._failed_elements])[:num_levels]
-        self._too_large_rung = state.get("too_large_rung")
+        self._too_large_fallback = state.get("too_large_fallback")
 
 
-def action_of(samples: int, next_samples: int, techniques: str | None, *, is_same_rung: bool) -> str:
+def action_of(samples: int, next_samples: int, techniques: str | None, *, is_same_fallback: bool) -> str:
     """Say what is done after memory ran out; ``techniques`` are those that are exchanged, if any are."""
     action = f"micro-batch {samples} -> {next_samples}" if next_samples != samples else "same micro-batch"
     if techniques is not None:
         return f"{action} with {techniques}"
-    return f"{action} once more" if is_same_rung else action
+    return f"{action} once more" if is_same_fallback else action
 
 
 def _by_level(limits: list[int | None] | int | None) -> list[Any]:

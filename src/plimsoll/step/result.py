@@ -25,7 +25,7 @@ class StepResult:
     num_samples: int
     num_units: int | float
     micro_batch: int
-    rung: int
+    fallback: int
     gradient_norm: float | None
     learning_rate: float
     step_seconds: float

@@ -8,7 +8,7 @@ _LONGEST_PAUSE_STEPS = 200
 
 
 @dataclass(slots=True)
-class Looks:
+class SampledSteps:
     """Counts steps: 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, ... are due, and from step 800 on every 200."""
 
     num_steps: int = 0

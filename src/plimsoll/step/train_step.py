@@ -41,34 +41,34 @@ from plimsoll.distributed.reduction import Reduction
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.models.workload import LossFunction, Precision, Units, Workload, model_loss, move_batch
 from plimsoll.records.device import MemoryUse
-from plimsoll.records.plan import Choice, Rung
+from plimsoll.records.plan import Choice, Configuration
 from plimsoll.records.run import OomEvent
 from plimsoll.step.checks import device_of, refuse, refuse_batch, refuse_no_target, refuse_non_finite, refuse_recut
-from plimsoll.step.collective import attempt_together, told_by_all
+from plimsoll.step.collective import attempt_collectively, told_by_all
 from plimsoll.step.evaluate import Evaluation, Evaluator
 from plimsoll.step.failpoints import failpoint
-from plimsoll.step.fallbacks import Rungs, after_oom, ladder_of, measured, take_back
+from plimsoll.step.fallbacks import InstalledFallbacks, after_oom, fallback_schedule_of, measured, take_back
 from plimsoll.step.losses.additive import Additivity
 from plimsoll.step.micro_batches import (
     NOTHING,
+    Filler,
     Shape,
-    Spare,
     mean_loss,
     no_way_out,
     parts_of_all,
     shape_of,
-    weighted_pieces,
+    weighted_micro_batches,
 )
 from plimsoll.step.missing_gradients import UnreachedWatch
 from plimsoll.step.oom_boundary import Position
 from plimsoll.step.passes import Passes
-from plimsoll.step.recovery import Ladder, Size, state_after_death
+from plimsoll.step.recovery import FallbackSchedule, Size, state_after_death
 from plimsoll.step.result import Outcome, StepResult, note
 from plimsoll.step.retry import Retry, first_samples, scaler_as_now
 from plimsoll.step.undo.saved import Stateful
 from plimsoll.step.update.after_update import AfterUpdate
 from plimsoll.step.update.commit import StepCommit
-from plimsoll.step.update.gradient_release import EarlyUpdate, early_update
+from plimsoll.step.update.gradient_release import GradientRelease, gradient_release
 from plimsoll.step.update.sparse import clip
 from plimsoll.techniques.mechanisms.whole import WholeBatch
 
@@ -87,8 +87,8 @@ class TrainStep:
             (the same, for a causal model that shifts the labels), or a function from a batch to a number. It may be
             left out where the model computes its own loss and each sample has one label.
         micro_batch: samples per forward and backward pass to begin with; ``None`` begins with the whole batch.
-        rungs: in place of ``micro_batch``, ``plan.rungs``: the techniques to begin with, and what to change to, in
-            order, when memory runs out; or the choices of each alone, of which then no peak is known.
+        fallbacks: in place of ``micro_batch``, ``plan.fallbacks``: the techniques to begin with, and what to change to,
+            in order, when memory runs out; or the choices of each alone, of which then no peak is known.
         clip_norm: the global gradient norm to clip to, after accumulation.
         schedule: a learning-rate schedule, stepped after every update.
         precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` by autocast (fp16 with a gradient scaler).
@@ -104,7 +104,7 @@ class TrainStep:
         full_length: the tokens of the longest sample there will be. With it, and where samples of alike length are put
             together, a micro-batch is so many samples of that length, and as many more of shorter ones as have no more
             elements; without it, of the longest of each batch.
-        backend: stands in for the device's, in a rehearsal; so does ``position`` for the step's own.
+        backend: stands in for the device's, in a dry run; so does ``position`` for the step's own.
         ranks: who trains the same model on the other parts of each batch; each has made the same step.
 
     Raises:
@@ -114,7 +114,7 @@ class TrainStep:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossFunction = model_loss, *,
         units: Units | None = None, micro_batch: int | None = None,
-        rungs: Sequence[Rung | Sequence[Choice]] | None = None,
+        fallbacks: Sequence[Configuration | Sequence[Choice]] | None = None,
         clip_norm: float | None = None, schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
         precision: Precision = "fp32",
         recut_batch_norm: bool = False, recut_loss: bool = False, never_cut: bool = False,
@@ -127,9 +127,9 @@ class TrainStep:
         device = device_of(model)
         kind = backend.kind if backend else device.type
         refuse(model, optimizer, precision, micro_batch, loss=loss, units=units, kind=kind)
-        if rungs and micro_batch is not None:
+        if fallbacks and micro_batch is not None:
             raise InputError(
-                f"micro_batch={micro_batch} was given with {len(rungs)} rungs, which have micro-batches of their own: "
+                f"micro_batch={micro_batch} was given with {len(fallbacks)} fallbacks, which have micro-batches of their own: "
                 "leave one of the two out"
             )
         self._units_are_assumed = units is None
@@ -138,10 +138,10 @@ class TrainStep:
         self.workload.full_length, self.workload.files, self.workload.ranks = full_length, files, self.ranks
         self.position = position or Position()
         self.backend: Backend = backend or backend_for(str(device))
-        self.ladder: Ladder | None = None
+        self.fallback_schedule: FallbackSchedule | None = None
         told = self.workload, self.backend, self.position
         self.additivity = Additivity(*told, recut_loss, never_cut, extra_state=extra_state)
-        self._rungs = Rungs(self.workload, rungs or ())
+        self._fallbacks = InstalledFallbacks(self.workload, fallbacks or ())
         model, optimizer, precision = self.workload.model, self.workload.optimizer, self.workload.precision
         self._learned: dict[str, Any] | None = None
         self._first_micro_batch, self._grow_after = micro_batch, grow_after
@@ -155,33 +155,42 @@ class TrainStep:
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
         self._following = AfterUpdate(optimizer, self.backend, self.position)
         self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
-        self._early: EarlyUpdate | None = None
-        self._spare = Spare(self.workload, is_lent=False)
+        self._gradient_release: GradientRelease | None = None
+        self._filler = Filler(self.workload, is_lent=False)
         self._passes = Passes(
-            self.workload, self._retry, self.backend, self.position, self._all_parameters, rehearses=backend is not None
+            self.workload,
+            self._retry,
+            self.backend,
+            self.position,
+            self._all_parameters,
+            is_dry_run=backend is not None,
         )
         self.graphs, self.replays = self._passes.graphs, self._passes.replays
-        self.unreached = UnreachedWatch(model, is_done=backend is not None)  # a rehearsal is not a training
+        self.unreached = UnreachedWatch(model, is_done=backend is not None)  # a dry run is not a training
         self._evaluator = Evaluator(*told, self._shape_of, grow_after, self.additivity)
-        if micro_batch is not None or rungs:
-            self._evaluator.begin_at(micro_batch or self._rungs.sizes[0].samples)
+        if micro_batch is not None or fallbacks:
+            self._evaluator.begin_at(micro_batch or self._fallbacks.sizes[0].samples)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
         self._is_asked = True  # whether the batch in hand may be cut, if it is
 
     @property
     def micro_batch(self) -> int | None:
         """The micro-batch in force, in samples; ``None`` before the first batch if none was given."""
-        if self.ladder is not None or self._rungs.sizes:
-            ladder = self._ladder_for(0)
-            return ladder.sizes[ladder.in_force].samples
+        if self.fallback_schedule is not None or self._fallbacks.sizes:
+            fallback_schedule = self._fallback_schedule_for(0)
+            return fallback_schedule.sizes[fallback_schedule.in_force].samples
         if self._learned is not None and self._whole.reason() is None:
             return int(self._learned["size"])
         return self._first_micro_batch
 
     @property
-    def rung(self) -> int:
-        """The rung in force; 0 before the first batch, unless a checkpoint or a death says otherwise."""
-        return 0 if self.ladder is None and not self._rungs.sizes else self._ladder_for(0).in_force
+    def fallback(self) -> int:
+        """The fallback in force; 0 before the first batch, unless a checkpoint or a death says otherwise."""
+        return (
+            0
+            if self.fallback_schedule is None and not self._fallbacks.sizes
+            else self._fallback_schedule_for(0).in_force
+        )
 
     @property
     def num_steps(self) -> int:
@@ -204,42 +213,46 @@ class TrainStep:
         started = time.perf_counter()
         own = self._shape_of(batch)
         shape, num_samples, lends = parts_of_all(own, self.ranks)
-        self._spare = Spare(self.workload, is_lent=lends)
+        self._filler = Filler(self.workload, is_lent=lends)
         refuse_no_target(shape, self.num_steps + 1)
-        ladder = self._ladder_for(shape.num_samples)
-        rung = self._allowed(batch, ladder, ladder.choose(shape.elements_per_sample), shape)
+        fallback_schedule = self._fallback_schedule_for(shape.num_samples)
+        fallback = self._allowed(batch, fallback_schedule, fallback_schedule.choose(shape.elements_per_sample), shape)
         events: list[OomEvent] = []
         self._drop_gradients()
-        known, second_rung = ladder.state_dict(), None
+        known, second_fallback = fallback_schedule.state_dict(), None
         outcome: Outcome | OomEvent | None = None
         try:
             while not isinstance(outcome, Outcome):
-                size = self.position.micro_batch = min(ladder.sizes[rung].samples, shape.num_samples)
-                outcome = self._run(batch, ladder.sizes[rung]._replace(samples=size), own, shape)
+                size = self.position.micro_batch = min(fallback_schedule.sizes[fallback].samples, shape.num_samples)
+                outcome = self._run(batch, fallback_schedule.sizes[fallback]._replace(samples=size), own, shape)
                 if isinstance(outcome, OomEvent):
                     self.replays.drop()
                     self._put_back()
                     outcome = told_by_all(outcome, self.ranks)
                     self._retry.refuse(outcome, self.ranks)
-                    self._is_asked = self._keep_whole(ladder, batch, shape)
-                    event, following = self._after_oom(outcome, rung, shape)
-                    second_rung = following if second_rung is None else second_rung
+                    self._is_asked = self._keep_whole(fallback_schedule, batch, shape)
+                    event, following = self._after_oom(outcome, fallback, shape)
+                    second_fallback = following if second_fallback is None else second_fallback
                     if following is None and self.ranks.is_alone and self._retry.undo.leave():
-                        following = ladder.begin_again(known, rung if second_rung is None else second_rung)
+                        following = fallback_schedule.begin_again(
+                            known, fallback if second_fallback is None else second_fallback
+                        )
                     note(event, events, on_oom)
                     if following is None:
                         raise OutOfMemoryError(no_way_out(event, size, shape, self._whole.reason()))
-                    rung = following
+                    fallback = following
         finally:
             if not isinstance(outcome, Outcome):
                 self._put_back()
                 self._retry.undo.settle(all_of_it=True)
-        ladder.held(rung, math.ceil(size * shape.elements_per_sample), measured(ladder, self, self.ranks))
+        fallback_schedule.held(
+            fallback, math.ceil(size * shape.elements_per_sample), measured(fallback_schedule, self, self.ranks)
+        )
         self._after_update(outcome.updated)
         for event in self._commit.recovered:
             note(event, events, on_oom)
         return StepResult(
-            step=self.num_steps, num_samples=num_samples, num_units=shape.num_units, micro_batch=size, rung=rung,
+            step=self.num_steps, num_samples=num_samples, num_units=shape.num_units, micro_batch=size, fallback=fallback,
             step_seconds=time.perf_counter() - started, oom_events=tuple(events), **outcome._asdict(),
         )  # fmt: skip
 
@@ -266,8 +279,8 @@ class TrainStep:
         schedule = self.workload.schedule
         return {
             "step": self.num_steps,
-            "ladder": self.ladder.state_dict() if self.ladder else None,
-            "rungs": self._rungs.names,
+            "fallback_schedule": self.fallback_schedule.state_dict() if self.fallback_schedule else None,
+            "fallbacks": self._fallbacks.names,
             "scaler": self._scaler.state_dict() if self._scaler else None,
             "schedule": schedule.state_dict() if schedule else None,
             "extra_state": [one.state_dict() for one in self._retry.extra_state],
@@ -276,23 +289,25 @@ class TrainStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.position.step = state["step"]
-        self.ladder = None
+        self.fallback_schedule = None
         self._retry.load(state.get("extra_state", ()))
-        self._learned = state["ladder"] if state.get("rungs", []) == self._rungs.names else None  # of another plan
+        self._learned = (
+            state["fallback_schedule"] if state.get("fallbacks", []) == self._fallbacks.names else None
+        )  # of another plan
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         if self.workload.schedule is not None and state["schedule"] is not None:
             self.workload.schedule.load_state_dict(state["schedule"])
 
     def install(self) -> None:
-        """Put the techniques of the rung in force to work, as the next step would."""
-        if self._rungs.sizes:
-            self._rungs.use(self._rungs.sizes[self.rung].level)
+        """Put the techniques of the fallback in force to work, as the next step would."""
+        if self._fallbacks.sizes:
+            self._fallbacks.use(self._fallbacks.sizes[self.fallback].level)
 
-    def begin_again_at(self, rung: int, too_large_rung: int | None = None) -> None:
-        """After the process was killed for memory: at a later one of the rungs given (see `state_after_death`)."""
-        size = self._rungs.sizes[rung]
-        self.ladder, self._learned = None, state_after_death(self._learned, size, too_large_rung)
+    def begin_again_at(self, fallback: int, too_large_fallback: int | None = None) -> None:
+        """After the process was killed for memory: at a later one of the fallbacks given (see `state_after_death`)."""
+        size = self._fallbacks.sizes[fallback]
+        self.fallback_schedule, self._learned = None, state_after_death(self._learned, size, too_large_fallback)
         self._evaluator.begin_at(size.samples)
         self.additivity.most_samples = size.samples
 
@@ -306,7 +321,7 @@ class TrainStep:
         """
         self._commit.forget()
         self.unreached.close()
-        take_back(self._rungs, self.workload, self.backend, self.position)
+        take_back(self._fallbacks, self.workload, self.backend, self.position)
 
     def drop_optimizer_states(self) -> None:
         """Give back the memory of the optimizer's states, when no step follows."""
@@ -323,20 +338,20 @@ class TrainStep:
         """
         if not self._is_asked:
             self.position.phase = "copy"
-            outcome = self._together(partial(self._use, size.level))
+            outcome = self._collectively(partial(self._use, size.level))
             if isinstance(outcome, OomEvent):
                 return outcome
             if not self.ranks.is_alone or size.samples < shape.num_samples:
                 refuse_recut(self.additivity.before_cut(batch), size.samples, shape, self.ranks)
-        loss = self._together(lambda: self._gradients_at(batch, size, own, shape))
+        loss = self._collectively(lambda: self._gradients_at(batch, size, own, shape))
         if self._reduction is not None and not isinstance(loss, OomEvent):
-            loss = self._reduction.add_up_all(loss, self._together)
+            loss = self._reduction.add_up_all(loss, self._collectively)
         return loss if isinstance(loss, OomEvent) else self._finish(loss)
 
     def _finish(self, loss: float) -> Outcome | OomEvent:
         """Clip the gradients, which are there, and update."""
         refuse_non_finite("loss", loss, self.workload, self.position)
-        gradient_norm = self._together(self._clip)
+        gradient_norm = self._collectively(self._clip)
         if isinstance(gradient_norm, OomEvent):
             return gradient_norm
         learning_rate = float(self.workload.optimizer.param_groups[0]["lr"])
@@ -351,15 +366,15 @@ class TrainStep:
         return Outcome(loss, gradient_norm, learning_rate, updated=self._commit.was_called)
 
     def _after_update(self, updated: bool) -> None:
-        self._early = None
+        self._gradient_release = None
         self._retry.undo.done()
         self.position.step += 1
         self._following.do(self._scaler, self.workload.schedule if updated else None, self.workload.after_step)
         self.graphs.look(self.num_steps)
         self.unreached.look(self.num_steps)
 
-    def _together(self, work: Callable[[], T]) -> T | OomEvent:
-        return attempt_together(work, self.backend, self.position, self.ranks)
+    def _collectively(self, work: Callable[[], T]) -> T | OomEvent:
+        return attempt_collectively(work, self.backend, self.position, self.ranks)
 
     def _all_parameters(self) -> Iterator[nn.Parameter]:
         """The model's, and the optimizer's, which may be others."""
@@ -386,9 +401,9 @@ class TrainStep:
         """Gradients from a state that is remembered."""
         loss_of = partial(self._loss_of, batch, micro_batch) if self.ranks.is_alone else None
         self._retry.remember(batch, loss_of, None if self.workload.copy_outside else [*self._all_parameters()])
-        is_early = early_update(self.workload, micro_batch, own.num_samples) is not None
-        self._retry.undo.is_updating = is_early
-        with nullcontext() if is_early else self._retry.observing():
+        releases_gradients = gradient_release(self.workload, micro_batch, own.num_samples) is not None
+        self._retry.undo.is_updating = releases_gradients
+        with nullcontext() if releases_gradients else self._retry.observing():
             loss = self._gradients(batch, micro_batch, own, shape)
             self._retry.undo.passed()
         self._retry.observed()
@@ -399,21 +414,23 @@ class TrainStep:
         return mean_loss(self.workload, move_batch(samples, self.workload.device))
 
     def _use(self, level: int) -> None:
-        if not self._rungs.is_in_force(level):
+        if not self._fallbacks.is_in_force(level):
             self._commit.forget()  # techniques may move what it has views of
             self._retry.undo.forget()
-            self._rungs.use(level)
+            self._fallbacks.use(level)
 
     def _put_to_work(self) -> list[OomEvent]:
-        """Put the techniques of the rung in force to work if none are, or those of the first rung where they can be."""
+        """Put the techniques of the fallback in force to work if none are, or those of the first fallback where they
+        can be.
+        """
         events: list[OomEvent] = []
-        while not self._rungs.has_one_in_force:
-            rung, (samples, level) = self.rung, self._rungs.sizes[self.rung]
-            event = self._together(partial(self._use, level))
+        while not self._fallbacks.has_one_in_force:
+            fallback, (samples, level) = self.fallback, self._fallbacks.sizes[self.fallback]
+            event = self._collectively(partial(self._use, level))
             if isinstance(event, OomEvent):
                 self.backend.release()
                 shape = Shape(samples, samples, elements_per_sample=0)  # no batch has a part in it
-                event, following = self._after_oom(told_by_all(event, self.ranks), rung, shape)
+                event, following = self._after_oom(told_by_all(event, self.ranks), fallback, shape)
                 events.append(event)
                 if following is None:
                     raise OutOfMemoryError(no_way_out(event, samples, shape, self._whole.reason()))
@@ -422,16 +439,18 @@ class TrainStep:
     def _gradients(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
         """Accumulate the gradients of the batch; returns its part of the mean loss."""
         total = torch.zeros((), device=self.workload.device)
-        pieces = weighted_pieces(batch, micro_batch, own, self.workload, shape.num_units)
+        micro_batches = weighted_micro_batches(batch, micro_batch, own, self.workload, shape.num_units)
         if self.workload.sharded:
-            pieces = self._spare.filled(pieces, -(-shape.num_samples // micro_batch))
+            micro_batches = self._filler.filled(micro_batches, -(-shape.num_samples // micro_batch))
         else:
             self.unreached.begin()
         self.replays.begin()
-        self._early = early_update(self.workload, micro_batch, own.num_samples)
-        with self._early.in_backward() if self._early else nullcontext():
-            for piece, share, _ in pieces:
-                total = total + self._passes.add(piece, share, self._scaler, is_early=self._early is not None)
+        self._gradient_release = gradient_release(self.workload, micro_batch, own.num_samples)
+        with self._gradient_release.in_backward() if self._gradient_release else nullcontext():
+            for piece, share, _ in micro_batches:
+                total = total + self._passes.add(
+                    piece, share, self._scaler, releases_gradients=self._gradient_release is not None
+                )
         return total.item()
 
     def _clip(self) -> float | None:
@@ -461,9 +480,9 @@ class TrainStep:
         self._drop_gradients()
         if self.workload.sharded is not None:
             self.workload.sharded.reset()
-        if self._early is not None:
-            self._early.undo()
-        self._early = None
+        if self._gradient_release is not None:
+            self._gradient_release.undo()
+        self._gradient_release = None
         self._commit.forget()
         if self._scaler is not None:
             self._scaler = scaler_as_now(self._scaler)
@@ -474,30 +493,34 @@ class TrainStep:
         refuse_batch(batch, has_own_loss=self._has_own_loss, units_are_assumed=self._units_are_assumed)
         return shape_of(batch, self.workload)
 
-    def _ladder_for(self, num_samples: int) -> Ladder:
-        """The ladder: of the rungs given, or made from the first batch, and anew for a larger one; limits are kept."""
-        self.ladder = ladder_of(
-            self._rungs, self.ladder, num_samples, first_micro_batch=self._first_micro_batch,
+    def _fallback_schedule_for(self, num_samples: int) -> FallbackSchedule:
+        """The fallback schedule: of the fallbacks given, or made from the first batch, and anew for a larger one;
+        limits are kept.
+        """
+        self.fallback_schedule = fallback_schedule_of(
+            self._fallbacks, self.fallback_schedule, num_samples, first_micro_batch=self._first_micro_batch,
             grow_after=self._grow_after, is_whole=self._whole.reason() is not None, learned=self._learned,
         )  # fmt: skip
-        return self.ladder
+        return self.fallback_schedule
 
-    def _allowed(self, batch: Any, ladder: Ladder, rung: int, shape: Shape) -> int:
-        """The rung to begin with, which cuts only where the loss allows it."""
+    def _allowed(self, batch: Any, fallback_schedule: FallbackSchedule, fallback: int, shape: Shape) -> int:
+        """The fallback to begin with, which cuts only where the loss allows it."""
         self._is_asked = True
-        if not self.ranks.is_alone or ladder.sizes[rung].samples < shape.num_samples:
-            self._together(partial(self._use, ladder.sizes[rung].level))  # for there to be room
-            self._is_asked = self._keep_whole(ladder, batch, shape)
-            rung = ladder.choose(shape.elements_per_sample)
-        refuse_recut(self._whole.reason(), ladder.sizes[rung].samples, shape, self.ranks)
-        return rung
+        if not self.ranks.is_alone or fallback_schedule.sizes[fallback].samples < shape.num_samples:
+            self._collectively(partial(self._use, fallback_schedule.sizes[fallback].level))  # for there to be room
+            self._is_asked = self._keep_whole(fallback_schedule, batch, shape)
+            fallback = fallback_schedule.choose(shape.elements_per_sample)
+        refuse_recut(self._whole.reason(), fallback_schedule.sizes[fallback].samples, shape, self.ranks)
+        return fallback
 
-    def _keep_whole(self, ladder: Ladder, batch: Any, shape: Shape) -> bool:
+    def _keep_whole(self, fallback_schedule: FallbackSchedule, batch: Any, shape: Shape) -> bool:
         """Use only fallbacks that keep batches whole if this one must not be cut; return whether that is known yet."""
         with self._retry.undo.as_failed():
-            return self._rungs.keep_whole(ladder, self._whole, partial(self.additivity.before_cut, batch), shape)
+            return self._fallbacks.keep_whole(
+                fallback_schedule, self._whole, partial(self.additivity.before_cut, batch), shape
+            )
 
-    def _after_oom(self, event: OomEvent, rung: int, shape: Shape) -> tuple[OomEvent, int | None]:
+    def _after_oom(self, event: OomEvent, fallback: int, shape: Shape) -> tuple[OomEvent, int | None]:
         """What is done next, and the event that says so; ``None`` where nothing is left to do."""
-        assert self.ladder is not None
-        return after_oom(event, rung, shape, self.ladder, self._rungs, self.backend)
+        assert self.fallback_schedule is not None
+        return after_oom(event, fallback, shape, self.fallback_schedule, self._fallbacks, self.backend)

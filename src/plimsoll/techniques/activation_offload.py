@@ -54,7 +54,7 @@ class ActivationOffload:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Everything to the one place there is for the device."""
         return (Choice(technique=self.name, options={"to": _PLACES[setting.device]}),)
 

@@ -39,7 +39,7 @@ class Adafactor:
     is_for_the_run: ClassVar[bool] = True
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The one choice, also where it is not allowed: a plan says what it would open."""
         return obstacle(workload) or (Choice(technique=self.name),)
 

@@ -53,7 +53,7 @@ class AdaptiveSoftmax:
     is_for_the_run: ClassVar[bool] = True
     may_be_faster: ClassVar[bool] = True
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """One choice, whose clusters follow from the vocabulary; others can be pinned."""
         options: dict[str, int | float | str | bool] = {"cutoffs": AUTO, "div_value": DIV_VALUE}
         return _impossible(workload) or (Choice(technique=self.name, options=options),)

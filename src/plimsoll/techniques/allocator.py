@@ -13,7 +13,7 @@ with what is known to clash: ``max_split_size_mb`` beside expandable segments le
 set in the environment stays: a choice that would change it is refused.
 
 Does NOT cover ``cudaMallocAsync``, and the fragmentation of batches whose lengths change from step to step, which a
-rehearsal of full batches does not see.
+dry run of full batches does not see.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Allocator:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Segments that grow, where nothing is against it."""
         if setting.device != "cuda":
             return "it is for CUDA; on a CPU `heap` sets up the C library's heap"

@@ -36,7 +36,7 @@ class Attention:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = True
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The fused kernels, if the model uses none."""
         reason = _why_not(workload.model)
         return reason if reason is not None else (Choice(technique=self.name, options={"backend": "sdpa"}),)

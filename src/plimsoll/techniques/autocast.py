@@ -40,7 +40,7 @@ class Autocast:
     is_for_the_run: ClassVar[bool] = True
     may_be_faster: ClassVar[bool] = True
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """What the device has kernels for, where the job leaves it open."""
         if setting.precision == "fp32":
             return "the job says precision: fp32; `precision: auto` leaves it to the plan"
@@ -96,7 +96,7 @@ def _runs_lstm(dtype: torch.dtype) -> bool:
     """Whether an LSTM of a CPU runs in autocast, found out by one."""
     if not _get_current_dispatch_mode_stack():
         return _ran_lstm(dtype)
-    with ThreadPoolExecutor(1) as beside:  # in a rehearsal: a thread has real tensors, and is no part of the trace
+    with ThreadPoolExecutor(1) as beside:  # in a dry run: a thread has real tensors, and is no part of the trace
         return beside.submit(_ran_lstm, dtype).result()
 
 

@@ -57,7 +57,7 @@ class ByLength:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """One choice, for a model that is known to give the same result with and without padding."""
         if not setting.lengths_vary:
             return "nothing says that the samples of a batch are of different lengths: only an attention_mask does"

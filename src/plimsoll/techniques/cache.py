@@ -31,7 +31,7 @@ class Cache:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """After every step; a pin gives the line. Which line others need is not known here."""
         if setting.device != "cuda":
             return "there is no such cache on a CPU; `heap` gives free pages back"
@@ -48,7 +48,7 @@ class Cache:
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Look at the cache after each step; on another device than CUDA, such as a rehearsal's, do nothing."""
+        """Look at the cache after each step; on another device than CUDA, such as a dry run's, do nothing."""
         before = workload.after_step
         line_bytes, device = int(choice.options["line_bytes"]), workload.device
 

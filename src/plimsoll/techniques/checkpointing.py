@@ -50,7 +50,7 @@ class Checkpointing:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Every fourth block, every second, all."""
         blocks = blocks_of(workload.model)
         reason = _why_not(blocks, workload, setting) or _too_little(blocks, setting.trace)

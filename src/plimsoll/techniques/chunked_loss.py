@@ -44,7 +44,7 @@ class ChunkedLoss:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = True
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Chunks of some tokens, where the output layer is large and its loss a cross entropy."""
         found = find_head(workload.model)
         if isinstance(found, str):

@@ -51,7 +51,7 @@ class CudaGraph:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = True
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The one way there is, where shapes are equal and the device has graphs."""
         return _obstacle(workload, setting) or (Choice(technique=self.name),)
 

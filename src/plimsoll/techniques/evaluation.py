@@ -29,7 +29,7 @@ class EvaluationPass:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """A half, a quarter, ... of the batch, if the training evaluates at all."""
         if setting.batch_size == 1:
             return "a batch of one sample cannot be cut"

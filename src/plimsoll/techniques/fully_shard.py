@@ -61,7 +61,7 @@ class FullyShard:
     is_for_the_run: ClassVar[bool] = True
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Gathered once, or twice; in the job's half precision where it has one; off the device as well."""
         reason = _why_not(workload, setting)
         if reason is not None:

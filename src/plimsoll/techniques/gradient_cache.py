@@ -57,7 +57,7 @@ class GradientCache:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Slices of a quarter of the batch, a sixteenth, and so on down to single samples."""
         if setting.batch_size == 1:
             return "a batch of one sample has no slices"
@@ -130,10 +130,10 @@ def gradient_cache_choice(samples: int) -> Choice:
     return Choice(technique=GradientCache.name, options={"samples": samples})
 
 
-def gradient_cache_rungs(batch_size: int, samples: int) -> tuple[Choices, ...]:
-    """Return the rungs of a training by hand: slices of so many samples and, when memory runs out, of half as many.
+def gradient_cache_fallbacks(batch_size: int, samples: int) -> tuple[Choices, ...]:
+    """Return the fallbacks of a training by hand: slices of so many samples and, when memory runs out, of half as many.
 
-        step = plimsoll.TrainStep(model, optimizer, loss, units="samples", rungs=gradient_cache_rungs(512, 32))
+        step = plimsoll.TrainStep(model, optimizer, loss, units="samples", fallbacks=gradient_cache_fallbacks(512, 32))
 
     Args:
         batch_size: samples of the largest batch, which stays whole.

@@ -41,7 +41,7 @@ class Heap:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = True
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """What keeps everything, and what keeps less than a budget's default does."""
         if setting.device != "cpu":
             return "the heap is the host's; on this device `cache` empties what the allocator keeps"

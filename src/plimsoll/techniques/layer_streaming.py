@@ -50,7 +50,7 @@ class LayerStreaming:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Every second block, or all."""
         blocks = blocks_of(workload.model)
         reason = _why_not(blocks, workload, setting)

@@ -49,7 +49,7 @@ class Lora:
     is_for_the_run: ClassVar[bool] = True
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """One size of adapters, beside the model as it is and in codes of 8 and 4 bits; other sizes can be pinned."""
         options: list[dict[str, Value]] = [{"rank": _RANK, "alpha": _ALPHA, "base": base} for base in _BASES]
         return _impossible(workload.model) or tuple(Choice(technique=self.name, options=one) for one in options)

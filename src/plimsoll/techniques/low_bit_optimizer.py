@@ -34,7 +34,7 @@ class LowBitOptimizer:
     is_for_the_run: ClassVar[bool] = True
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Both, also where they are not allowed: a plan says what they would open."""
         return _obstacle(workload) or tuple(Choice(technique=self.name, options={"bits": bits}) for bits in _BITS)
 

@@ -35,7 +35,7 @@ class OptimizerInBackward:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The one way there is, unless the training itself forbids it."""
         return _obstacle(workload, setting) or (Choice(technique=self.name),)
 

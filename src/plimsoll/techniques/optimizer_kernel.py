@@ -44,7 +44,7 @@ class OptimizerKernel:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = True
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """`fused`, which is faster and needs less than the others; where it cannot be had, what is not in force."""
         optimizer = workload.optimizer
         if not is_of_torch(optimizer) or "foreach" not in optimizer.defaults:

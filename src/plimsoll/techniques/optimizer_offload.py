@@ -67,7 +67,7 @@ class OptimizerOffload:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """All states to the one place there is for the device."""
         if resident_bytes(workload.model, workload.optimizer)["optimizer_states"] == 0:
             return f"{type(workload.optimizer).__name__} as it is set up keeps no states"

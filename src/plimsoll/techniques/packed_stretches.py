@@ -18,7 +18,7 @@ It is offered for a model that says that it packs, as the recurrent ones of `pli
 
 Numerics: the kernels add up in another order. Dropout between layers of one direction is drawn stretch by stretch:
 other masks than without, as with any other cut. Whatever is not packed, or of one length, is torch's own, and so is
-every rehearsal with full samples. Does NOT cover layers with a forward of their own, layers whose forward
+every dry run with full samples. Does NOT cover layers with a forward of their own, layers whose forward
 `time_segments` has replaced, and compiled models.
 
 Shapes: B samples, N rows of a packed batch.
@@ -56,7 +56,7 @@ class PackedStretches:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = True
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """One choice, on the CPU, for a model that says that it packs."""
         reason = _why_not(workload.model)
         if reason is not None:

@@ -48,7 +48,7 @@ class ParameterOffload:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = False
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The parameters; the parameters and their gradients."""
         if setting.device == "cuda":
             return _NOT_ON_CUDA

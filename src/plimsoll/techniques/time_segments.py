@@ -58,7 +58,7 @@ class TimeSegments:
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = True
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Segments of a quarter of the sequence, a sixteenth, and so on; then fewer states between the shortest."""
         reason = _why_not(workload.model)
         if reason is not None:

@@ -48,7 +48,7 @@ class TruncatedBptt:
     is_for_the_run: ClassVar[bool] = True
     may_be_faster: ClassVar[bool] = True
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """The same lengths as `time_segments` offers."""
         reason = _why_not(workload)
         if reason is not None:

@@ -2,8 +2,8 @@
 
     checkpoints/step-00000100/
         model.pt  optimizer.pt  random.pt   tensors (torch.save, read back with weights_only)
-        progress.json                       step, data cursor, ladder, schedule, scaler, fingerprint of the job
-        manifest.json                       bytes and CRC-32 of each of the others; written last
+        progress.json                       step, data cursor, fallback schedule, schedule, scaler, fingerprint of the
+        job manifest.json                       bytes and CRC-32 of each of the others; written last
 
 A checkpoint is written to a temporary folder, each file synced, and the folder renamed; only then are older ones
 removed. So a kill or a full disk at any moment leaves the previous checkpoint as it was. Where the step has one

@@ -19,12 +19,12 @@ from plimsoll.data.batches.loader import Batch, iterate_once
 from plimsoll.device.base import Backend
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import (
+    FragmentedHeapError,
     Interrupted,
     NonFiniteLossError,
     OutOfMemoryError,
     PlimsollError,
     TornStepError,
-    WornProcessError,
 )
 from plimsoll.files.orphans import parent_that_watches
 from plimsoll.files.signals import StopRequest, stop_on_signal
@@ -43,11 +43,11 @@ from plimsoll.records.run import (
     StepLine,
 )
 from plimsoll.records.units import format_bytes
-from plimsoll.step.collective import attempt_together, survived_elsewhere
+from plimsoll.step.collective import attempt_collectively, survived_elsewhere
 from plimsoll.step.evaluate import Evaluation
 from plimsoll.step.failpoints import failpoint
 from plimsoll.step.oom_boundary import attempt, fitting
-from plimsoll.step.rank_buffers import share_lanes
+from plimsoll.step.rank_buffers import share_slots
 from plimsoll.step.result import StepResult
 from plimsoll.step.train_step import TrainStep
 from plimsoll.training import checkpoint
@@ -89,19 +89,19 @@ class Training:
     asked_all: int | None = None
 
     @property
-    def is_worn(self) -> bool:
+    def is_fragmented(self) -> bool:
         """Whether a supervisor should start a new process: on a CPU what failed here has left holes in the heap."""
         return (self.has_fallen or self._has_stepped) and self._may_begin_anew
 
     @property
-    def has_worn(self) -> bool:
+    def has_fragmented(self) -> bool:
         """Whether the steps of this process may be why what follows them finds no room, and a new one is to be had."""
         return self._has_stepped and self._may_begin_anew
 
     @property
     def pause_seconds(self) -> float | None:
         """How long to wait before a step without room is tried again as it is; ``None``: that is of no use."""
-        return self.pauses.next_seconds(self.directory, self.step.rung or 0)
+        return self.pauses.next_seconds(self.directory, self.step.fallback or 0)
 
     @property
     def _has_stepped(self) -> bool:
@@ -174,7 +174,7 @@ def _record(training: Training) -> RunRecord | None:
 def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
     """Put the training where ``saved`` left it; the metrics and checkpoints of later steps are taken out.
 
-    The step has its state already, which says the rung it stands at.
+    The step has its state already, which says the fallback it stands at.
     """
     training.step.install()  # states that are to be in a file are read into one
     workload = training.step.workload
@@ -205,7 +205,7 @@ def _loop(training: Training) -> None:
     while step.num_steps < job.steps and training.asked_by is None:
         try:
             batch: Batch = _survive(training, "fetch", lambda: _fetch(training))
-        except WornProcessError:
+        except FragmentedHeapError:
             _save_if_there_is_room(training, saved_step)
             raise
         try:
@@ -213,12 +213,12 @@ def _loop(training: Training) -> None:
         except OutOfMemoryError as error:
             if isinstance(error, TornStepError):
                 raise
-            if not training.is_worn:
+            if not training.is_fragmented:
                 if not _has_waited(training):
                     raise
                 continue  # with the same batch, unless it was asked to stop meanwhile
             _save_if_there_is_room(training, saved_step)
-            raise WornProcessError(
+            raise FragmentedHeapError(
                 f"step {step.num_steps + 1} has no room in this process with any fallback; what those before have left "
                 "in its heap goes with it: start a new process (`plimsoll train` does it by itself)"
             ) from None
@@ -261,8 +261,8 @@ def _fetch(training: Training) -> Batch:
 
 def _step(training: Training, batch: Batch) -> StepResult:
     def note(event: OomEvent) -> None:
-        training.has_fallen |= event.next_rung not in {None, event.rung}
-        if not event.survived and training.is_worn:
+        training.has_fallen |= event.next_fallback not in {None, event.fallback}
+        if not event.survived and training.is_fragmented:
             anew = {"survived": True, "action": "a new process, without the holes in the heap of this one"}
             event = event.model_copy(update=anew)
         elif not event.survived and (seconds := training.pause_seconds) is not None:
@@ -296,7 +296,7 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
         learning_rate=result.learning_rate,
         step_seconds=result.step_seconds,
         micro_batch=result.micro_batch,
-        rung=result.rung,
+        fallback=result.fallback,
         peak_bytes=max(peak_bytes_of_ranks, default=use.peak_bytes),
         used_bytes=use.used_bytes,
         updated=result.updated,
@@ -346,12 +346,12 @@ def _evaluate(training: Training, *, is_saved: bool = False) -> None:
     try:
         _evaluate_here(training)
     except OutOfMemoryError:
-        if not training.has_worn:
+        if not training.has_fragmented:
             raise
         if not is_saved:
             with suppress(OutOfMemoryError):
                 _save(training)
-        raise WornProcessError(
+        raise FragmentedHeapError(
             f"the evaluation after step {training.step.num_steps} has no room in this process; what its steps have "
             "left in the heap goes with it: start a new process (`plimsoll train` does it by itself)"
         ) from None
@@ -402,7 +402,7 @@ def _save(training: Training) -> None:
     random_state = _survive(
         training, "checkpoint", lambda: random_states(training.backend, training.ranks), together=True
     )
-    _survive(training, "checkpoint", lambda: share_lanes(parts.model, training.ranks), together=True)
+    _survive(training, "checkpoint", lambda: share_slots(parts.model, training.ranks), together=True)
     if training.ranks.rank and step.workload.sharded is None:
         return
     progress: dict[str, Any] = {
@@ -459,17 +459,17 @@ def _survive(training: Training, phase: Phase, work: Callable[[], T], *, togethe
     training.step.position.phase = phase
     ranks = training.ranks if together else Ranks()
     for tries_left in reversed(range(_TRIES)):
-        outcome = attempt_together(work, training.backend, training.step.position, ranks)
+        outcome = attempt_collectively(work, training.backend, training.step.position, ranks)
         if not isinstance(outcome, OomEvent):
             return outcome
         training.backend.release(last_resort=True)
         what = "freed what could be freed, tried again" if tries_left else f"stopped after {_TRIES} tries"
-        survived = bool(tries_left) or (training.has_worn and phase != "evaluation")
+        survived = bool(tries_left) or (training.has_fragmented and phase != "evaluation")
         event = outcome.model_copy(update={"action": what, "micro_batch": None, "survived": survived})
         _note_oom(training, event)
     text = f"memory ran out {_TRIES} times in the {phase} phase after step {training.step.num_steps} ({event.shortage})"
-    if training.has_worn and phase != "evaluation":  # which saves before it asks for a new process
-        raise WornProcessError(f"{text}; start a new process (`plimsoll train` does it by itself)")
+    if training.has_fragmented and phase != "evaluation":  # which saves before it asks for a new process
+        raise FragmentedHeapError(f"{text}; start a new process (`plimsoll train` does it by itself)")
     raise OutOfMemoryError(f"{text}; give a larger budget")
 
 
@@ -493,7 +493,7 @@ def _start_line(training: Training, restarts: int) -> StartLine:
         time_seconds=training.sampler.seconds(),
         step=training.step.num_steps,
         micro_batch=training.step.micro_batch or training.job.batch_size,
-        rung=training.step.rung,
+        fallback=training.step.fallback,
         baseline_bytes=training.backend.use().used_bytes,
         restarts=restarts,
         wall_time=datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -23,11 +23,11 @@ class Pauses:
 
     num_taken: int = 0
 
-    def next_seconds(self, directory: RunDirectory, rung: int) -> float | None:
-        """Return how long the next pause of a step with this rung is; ``None``: it is of no use."""
+    def next_seconds(self, directory: RunDirectory, fallback: int) -> float | None:
+        """Return how long the next pause of a step with this fallback is; ``None``: it is of no use."""
         if self.num_taken == len(_SECONDS):
             return None
-        has_held = any(isinstance(line, StepLine) and line.rung <= rung for line in directory.each_line())
+        has_held = any(isinstance(line, StepLine) and line.fallback <= fallback for line in directory.each_line())
         return _SECONDS[self.num_taken] if has_held else None
 
     def take(self, seconds: float, is_asked_to_stop: Callable[[], bool]) -> None:

@@ -21,14 +21,14 @@ from types import FrameType
 from typing import NamedTuple, Protocol
 
 from plimsoll.device.aborts import SUPERVISORS_FILE
-from plimsoll.errors import RankLostError, TornStepError, WornProcessError
+from plimsoll.errors import FragmentedHeapError, RankLostError, TornStepError
 from plimsoll.files.fork_server import ForkServer
 from plimsoll.files.orphans import SUPERVISOR
 from plimsoll.files.temporary import own_prefix, remove_leftovers
 from plimsoll.report.progress import spinner
 from plimsoll.training.run_directory import RunDirectory
 
-UNFINISHED = {128 + signal.SIGTERM, TornStepError.exit_code, WornProcessError.exit_code, RankLostError.exit_code}
+UNFINISHED = {128 + signal.SIGTERM, TornStepError.exit_code, FragmentedHeapError.exit_code, RankLostError.exit_code}
 """Codes of a process that was ended before it was done."""
 
 _SERVERS: list[ForkServer] = []  # of the block that is running, see `loading_once`

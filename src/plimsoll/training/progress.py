@@ -55,7 +55,7 @@ class Follower:
         self._inode, self._offset, self._start_step = 0, 0, 0
         self._steps: deque[StepLine] = deque(maxlen=_STEPS_OF_A_RATE)
         self._last: Line | None = None
-        self._num_ooms = self._num_deaths = self._rung = 0
+        self._num_ooms = self._num_deaths = self._fallback = 0
 
     def progress(self) -> RunProgress:
         """Read what is new, and say how far the run is.
@@ -112,14 +112,14 @@ class Follower:
         return lines
 
     def _predicted_bytes(self, plan: Plan) -> int | None:
-        """The peak of the rung in force."""
-        peak = plan.rungs[self._rung].peak if self._rung < len(plan.rungs) else None
+        """The peak of the fallback in force."""
+        peak = plan.fallbacks[self._fallback].peak if self._fallback < len(plan.fallbacks) else None
         return None if peak is None else peak.likely_bytes
 
     def _note(self, line: Line) -> None:
         self._last = line
         if isinstance(line, StepLine | StartLine):
-            self._rung = line.rung
+            self._fallback = line.fallback
         if isinstance(line, StepLine):
             self._steps.append(line)
         elif isinstance(line, StartLine):

@@ -32,7 +32,7 @@ from plimsoll.device.cpu.cgroup import oom_kill_count
 from plimsoll.device.ending import start_ticks
 from plimsoll.device.probe import versions
 from plimsoll.distributed.ranks import Ranks
-from plimsoll.errors import DeviceError, InputError, OutOfMemoryError, WornProcessError
+from plimsoll.errors import DeviceError, FragmentedHeapError, InputError, OutOfMemoryError
 from plimsoll.files.orphans import SUPERVISOR, is_rank
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
@@ -185,7 +185,7 @@ def outside_of_steps(work: Callable[[], T], backend: Backend) -> T:
     """Do what cannot be done again in this process, where its checkpoints are the way back.
 
     Raises:
-        WornProcessError: if memory ran out, and somebody starts a new process for one that asks for it.
+        FragmentedHeapError: if memory ran out, and somebody starts a new process for one that asks for it.
         OutOfMemoryError: if nobody does.
     """
     outcome = attempt(work, backend, Position())
@@ -193,7 +193,7 @@ def outside_of_steps(work: Callable[[], T], backend: Backend) -> T:
         return outcome
     text = f"memory ran out outside of a step ({outcome.raw_text})"
     if may_begin_anew():
-        raise WornProcessError(f"{text}: start a new process (`plimsoll train` does it by itself)")
+        raise FragmentedHeapError(f"{text}: start a new process (`plimsoll train` does it by itself)")
     raise OutOfMemoryError(f"{text}: give a larger budget, or go on with --resume when there is more memory")
 
 
@@ -213,22 +213,22 @@ def begun_again(ranks: Ranks, directory: RunDirectory) -> tuple[int | None, int 
     """Note that torchrun has started all ranks again.
 
     Returns:
-        the rung to begin with, and the one that is known to kill, where the kernel has killed a rank for memory since
-        the last start; else ``None`` twice: as the checkpoint says.
+        the fallback to begin with, and the one that is known to kill, where the kernel has killed a rank for memory
+        since the last start; else ``None`` twice: as the checkpoint says.
     """
     kills = oom_kills_by_machine(ranks)
-    rung = _note_restart(directory, kills) if ranks.rank == 0 else None
-    rung = ranks.gather(rung)[0]
-    return rung, None if rung is None else max(rung - 1, 0)
+    fallback = _note_restart(directory, kills) if ranks.rank == 0 else None
+    fallback = ranks.gather(fallback)[0]
+    return fallback, None if fallback is None else max(fallback - 1, 0)
 
 
 def _note_restart(directory: RunDirectory, kills: dict[str, int]) -> int | None:
-    """Write down that the ranks were started again; returns the next rung if it was for want of memory."""
-    lines, rungs = directory.lines(), Plan.load(directory.plan).rungs
+    """Write down that the ranks were started again; returns the next fallback if it was for want of memory."""
+    lines, fallbacks = directory.lines(), Plan.load(directory.plan).fallbacks
     before = next((line.oom_kills for line in reversed(lines) if isinstance(line, StartLine)), {})
     grown = {name: kills.get(name, 0) - number for name, number in before.items() if kills.get(name, 0) > number}
-    in_force = min(directory.rung_in_force() or 0, len(rungs) - 1)
-    following = min(in_force + 1, len(rungs) - 1) if grown else in_force
+    in_force = min(directory.fallback_in_force() or 0, len(fallbacks) - 1)
+    following = min(in_force + 1, len(fallbacks) - 1) if grown else in_force
     where = ", ".join(f"{number} on {name}" for name, number in grown.items())
     directory.append(
         DeathLine(
@@ -238,8 +238,8 @@ def _note_restart(directory: RunDirectory, kills: dict[str, int]) -> int | None:
             if grown
             else "torchrun has started all ranks again; no machine counts a kill for memory",
             restarted_from_step=directory.last_saved_step(),
-            next_rung=following,
-            next_micro_batch=rungs[following].micro_batch,
+            next_fallback=following,
+            next_micro_batch=fallbacks[following].micro_batch,
         )
     )
     return following if grown else None

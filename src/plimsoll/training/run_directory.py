@@ -248,15 +248,15 @@ class RunDirectory:
         """The newest step that was done, 0 without one."""
         return max((line.step for line in self.each_line() if isinstance(line, StepLine)), default=0)
 
-    def rung_in_force(self) -> int | None:
-        """The rung that the last training process had in force, as far as its steps show it."""
-        rung = None
+    def fallback_in_force(self) -> int | None:
+        """The fallback that the last training process had in force, as far as its steps show it."""
+        fallback = None
         for line in self.each_line():
             if isinstance(line, StepLine | StartLine):
-                rung = line.rung
-            elif isinstance(line, OomEvent | DeathLine) and line.next_rung is not None:
-                rung = line.next_rung
-        return rung
+                fallback = line.fallback
+            elif isinstance(line, OomEvent | DeathLine) and line.next_fallback is not None:
+                fallback = line.next_fallback
+        return fallback
 
     def write_record(self) -> RunRecord:
         """Write ``record.json``, the record of all that has happened, and return it."""

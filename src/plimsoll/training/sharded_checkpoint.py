@@ -38,7 +38,7 @@ from plimsoll.models.optimizers import settings_of
 from plimsoll.models.workload import Workload
 from plimsoll.records.base import sync, write_atomically
 from plimsoll.records.run import OomEvent
-from plimsoll.step.collective import attempt_together, told_by_all
+from plimsoll.step.collective import attempt_collectively, told_by_all
 from plimsoll.step.failpoints import failpoint
 from plimsoll.step.oom_boundary import Position, attempt
 from plimsoll.techniques.mechanisms.sharded import ShardedTraining
@@ -208,7 +208,7 @@ def _write(workload: Workload, backend: Backend, folder: Path) -> _Problem | Non
         failpoint("checkpoint")
         return _rows_of(workload)
 
-    tensors = attempt_together(read, backend, position, workload.ranks)
+    tensors = attempt_collectively(read, backend, position, workload.ranks)
     if isinstance(tensors, OomEvent):
         return _of_memory(told_by_all(tensors, workload.ranks), workload.ranks)
     try:

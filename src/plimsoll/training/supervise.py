@@ -7,8 +7,8 @@ it is. (SIGINT would be a traceback from whatever library is being loaded.) What
 - SIGKILL that the machine's counters ascribe to the kernel's OOM killer, or an update that memory ran out in: started
   again from the last good checkpoint with the next smaller micro-batch, which may grow again
   (`plimsoll.step.recovery`).
-- A process in which memory ran out with every rung after others had failed there, which leaves holes in its heap:
-  started again with the last rung, from a checkpoint that it wrote before it ended, if it had room to.
+- A process in which memory ran out with every fallback after others had failed there, which leaves holes in its heap:
+  started again with the last fallback, from a checkpoint that it wrote before it ended, if it had room to.
 - SIGKILL that nobody counts, SIGBUS (a full /dev/shm), and SIGSEGV or SIGABRT inside an enforced budget (libraries that
   do not check an allocation): perhaps memory, so the same, and it is called a guess.
 - SIGKILL that was not for memory: started again with the same micro-batch.
@@ -37,6 +37,7 @@ from typing import NamedTuple
 from plimsoll.device.aborts import called_by
 from plimsoll.device.cpu.cgroup import OomKills, oom_kill_count
 from plimsoll.errors import (
+    FragmentedHeapError,
     Interrupted,
     KilledError,
     OutOfMemoryError,
@@ -44,11 +45,10 @@ from plimsoll.errors import (
     PlimsollError,
     RankLostError,
     TornStepError,
-    WornProcessError,
 )
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Plan, Rung
+from plimsoll.records.plan import Configuration, Plan
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, StepLine
 from plimsoll.records.units import format_bytes
 from plimsoll.training.processes import UNFINISHED, End, end_server, run_worker
@@ -94,18 +94,21 @@ class _Death(NamedTuple):
 class _Retries:
     """What the next training process is given, and when to stop giving it."""
 
-    num_rungs: int
+    num_fallbacks: int
     beginning: tuple[str, ...]
     num_deaths: int = 0
     num_fruitless: int = 0
-    rung: int | None = None
-    too_large_rung: int | None = None
+    fallback: int | None = None
+    too_large_fallback: int | None = None
     deaths_at: Counter[int] = field(default_factory=Counter)
 
     def arguments(self) -> list[str]:
         """Further arguments for ``plimsoll train-worker``."""
-        rungs = {"--rung": self.rung, "--too-large-rung": self.too_large_rung if self.rung is not None else None}
-        given = (word for name, rung in rungs.items() if rung is not None for word in (name, str(rung)))
+        fallbacks = {
+            "--rung": self.fallback,
+            "--too-large-rung": self.too_large_fallback if self.fallback is not None else None,
+        }
+        given = (word for name, fallback in fallbacks.items() if fallback is not None for word in (name, str(fallback)))
         return [*self.beginning, *given, "--restarts", str(self.num_deaths)]
 
     def note_begun(self) -> None:
@@ -113,23 +116,23 @@ class _Retries:
         self.beginning = ("--resume-newest",)
 
     def note_saved(self) -> None:
-        """A process wrote a checkpoint, in which its rung is kept, too."""
-        self.num_fruitless, self.rung = -1, None
+        """A process wrote a checkpoint, in which its fallback is kept, too."""
+        self.num_fruitless, self.fallback = -1, None
 
     def note_death(self, cause: _Cause, in_force: int, has_held: bool) -> int:
-        """Count a death; returns the rung that is in force next."""
+        """Count a death; returns the fallback that is in force next."""
         self.num_deaths += 1
         self.num_fruitless += 1
         if not cause.may_be_memory:
-            return in_force if self.rung is None else self.rung
+            return in_force if self.fallback is None else self.fallback
         self.deaths_at[in_force] += 1
         # As in a step: what held before may have died of what another program took, and gets one more try later on.
         if not has_held or self.deaths_at[in_force] > 1:
-            self.too_large_rung = max(in_force, self.too_large_rung or 0)
-        following = min(in_force + 1, self.num_rungs - 1)
-        if following > max(in_force, self.rung or 0):
+            self.too_large_fallback = max(in_force, self.too_large_fallback or 0)
+        following = min(in_force + 1, self.num_fallbacks - 1)
+        if following > max(in_force, self.fallback or 0):
             self.num_fruitless = 0
-        self.rung = following
+        self.fallback = following
         return following
 
 
@@ -151,7 +154,7 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         Interrupted: after a second signal, or a kill while it stops, which end a step in its middle.
     """
     plan, num_ranks = Plan.load(directory.plan), Job.from_yaml(directory.job).ranks
-    retries = _Retries(len(plan.rungs), worker_arguments)
+    retries = _Retries(len(plan.fallbacks), worker_arguments)
     launched = ["launch-worker", str(num_ranks), "--"] if num_ranks > 1 else []
     shown = ["--quiet"] if quiet else []
     while True:
@@ -166,8 +169,8 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
             _complete_record(directory)
             _require_saved(directory, end)
             return end.exit_code
-        rungs = Plan.load(directory.plan).rungs  # others after a trial
-        retries.num_rungs = len(rungs)
+        fallbacks = Plan.load(directory.plan).fallbacks  # others after a trial
+        retries.num_fallbacks = len(fallbacks)
         if death.cause in {_Cause.KERNEL, _Cause.GUESS}:  # the machine needs what it takes
             end_server()
         has_begun = len(_starts(directory)) > num_starts
@@ -175,16 +178,16 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
             retries.note_begun()
             if _has_saved(directory):
                 retries.note_saved()
-        in_force = directory.rung_in_force() or 0
-        # A process that died while it was loading says nothing against a rung.
+        in_force = directory.fallback_in_force() or 0
+        # A process that died while it was loading says nothing against a fallback.
         has_held = not has_begun or _has_held(directory, in_force)
         following = retries.note_death(death.cause, in_force, has_held)
         saved_step = directory.last_saved_step()
         gives_up = death.cause is _Cause.CRASH or retries.num_fruitless >= _MOST_DEATHS_WITHOUT_PROGRESS
-        _note(directory, death, None if gives_up else saved_step, following, rungs[following])
+        _note(directory, death, None if gives_up else saved_step, following, fallbacks[following])
         if gives_up:
             _complete_record(directory)
-            what_happened = _what_happened(death, retries.num_fruitless, saved_step, rungs[in_force])
+            what_happened = _what_happened(death, retries.num_fruitless, saved_step, fallbacks[in_force])
             raise death.error(what_happened, death.cause.value, " with --resume" if saved_step else " with --force")
 
 
@@ -202,7 +205,7 @@ def _require_saved(directory: RunDirectory, end: End) -> None:
     if end.asked_by is None:
         return
     done, saved = directory.last_step(), directory.last_saved_step()
-    if end.return_code in {WornProcessError.exit_code, TornStepError.exit_code}:
+    if end.return_code in {FragmentedHeapError.exit_code, TornStepError.exit_code}:
         if done > saved:
             raise OutOfMemoryError(
                 f"stopped after step {done}, but there was no memory to save it: step {saved} is the last one saved; "
@@ -224,22 +227,24 @@ def _signalled(exit_code: int) -> int:
     return -number if number in {signal.SIGKILL, signal.SIGBUS, *_CRASHES} else exit_code
 
 
-def _what_happened(death: _Death, num_deaths: int, saved_step: int, rung: Rung) -> str:
+def _what_happened(death: _Death, num_deaths: int, saved_step: int, configuration: Configuration) -> str:
     if death.cause is _Cause.CRASH:
         return f"the training process crashed with {death.signal_name} after step {saved_step}, the last one saved"
     return (
         f"the training process was killed ({death.signal_name}) {num_deaths} times without getting past step "
-        f"{saved_step}, {_described(rung)}"
+        f"{saved_step}, {_described(configuration)}"
     )
 
 
-def _described(rung: Rung) -> str:
-    """How a rung runs a step, for a person."""
-    return " ".join(["with micro-batch", str(rung.micro_batch), *(f"and {choice}" for choice in rung.others)])
+def _described(configuration: Configuration) -> str:
+    """How a fallback runs a step, for a person."""
+    return " ".join(
+        ["with micro-batch", str(configuration.micro_batch), *(f"and {choice}" for choice in configuration.others)]
+    )
 
 
 def prepare_data(
-    directory: RunDirectory, cache: Path, quiet: bool, again: bool = False, wishes: tuple[str, ...] = ()
+    directory: RunDirectory, cache: Path, quiet: bool, again: bool = False, constraints: tuple[str, ...] = ()
 ) -> int:
     """Index, train the tokenizer and tokenize in a process of its own, whose memory is given back whole.
 
@@ -248,7 +253,7 @@ def prepare_data(
         cache: where the tokens go.
         quiet: show no progress.
         again: it was prepared before, and what comes out must be the same.
-        wishes: ``--pin`` and ``--forbid`` with what is asked for, refused before the work if they cannot be.
+        constraints: ``--pin`` and ``--forbid`` with what is asked for, refused before the work if they cannot be.
 
     Returns:
         its exit code.
@@ -260,7 +265,7 @@ def prepare_data(
     """
     shown = [*(["--quiet"] if quiet else []), *(["--again"] if again else [])]
     return _done_in_a_process(
-        ["prepare-worker", str(directory.path), str(cache), *wishes, *shown],
+        ["prepare-worker", str(directory.path), str(cache), *constraints, *shown],
         f"prepares the data in {cache}",
         "give the path of an existing tokenizer",
     )
@@ -315,11 +320,11 @@ def _death(end: End, kills_before: OomKills | None, host_budget_bytes: int | Non
     if end.return_code == TornStepError.exit_code:
         evidence = "memory ran out inside optimizer.step() and only a checkpoint can undo that"
         return _Death("torn step", 0, evidence, _Cause.TOLD)
-    if end.return_code == WornProcessError.exit_code:
+    if end.return_code == FragmentedHeapError.exit_code:
         evidence = (
             "memory ran out where no fallback helps; what is in the way of this process only a new one gives back"
         )
-        return _Death("worn heap", 0, evidence, _Cause.TOLD)
+        return _Death("fragmented heap", 0, evidence, _Cause.TOLD)
     if end.return_code == RankLostError.exit_code:
         return _Death("rank lost", 0, "a rank ended, or did not answer in time", _Cause.OUTSIDE)
     number = -end.return_code
@@ -385,7 +390,13 @@ def _host_budget_bytes(directory: RunDirectory, budget: Budget) -> int | None:
     return budget.host_bytes if budget.host_bytes is not None or not is_on_cpu else budget.device_bytes
 
 
-def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | None, following: int, rung: Rung) -> None:
+def _note(
+    directory: RunDirectory,
+    death: _Death,
+    restarted_from_step: int | None,
+    following: int,
+    configuration: Configuration,
+) -> None:
     lines = directory.lines()
     last = lines[-1].time_seconds if lines else 0.0
     directory.append(
@@ -394,12 +405,14 @@ def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | Non
             signal=death.signal_name,
             evidence=death.evidence,
             restarted_from_step=restarted_from_step,
-            next_rung=following,
-            next_micro_batch=rung.micro_batch,
+            next_fallback=following,
+            next_micro_batch=configuration.micro_batch,
         )
     )
     then = (
-        "giving up" if restarted_from_step is None else f"going on from step {restarted_from_step} {_described(rung)}"
+        "giving up"
+        if restarted_from_step is None
+        else f"going on from step {restarted_from_step} {_described(configuration)}"
     )
     ended = "killed" if death.signal_number else "ended"
     print(f"training process {ended} ({death.signal_name}): {death.evidence}; {then}", file=sys.stderr)
@@ -417,5 +430,5 @@ def _has_saved(directory: RunDirectory) -> bool:
     return False
 
 
-def _has_held(directory: RunDirectory, rung: int) -> bool:
-    return any(isinstance(line, StepLine) and line.rung <= rung for line in directory.each_line())
+def _has_held(directory: RunDirectory, fallback: int) -> bool:
+    return any(isinstance(line, StepLine) and line.fallback <= fallback for line in directory.each_line())

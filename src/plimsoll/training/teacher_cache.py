@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from plimsoll.data.prepare import Prepared, open_datasets
-from plimsoll.data.samples.teacher_cache import TaughtFiles, ends_of
+from plimsoll.data.samples.teacher_cache import TeacherCacheFiles, ends_of
 from plimsoll.device.base import Backend
 from plimsoll.errors import OutOfMemoryError
 from plimsoll.files.store import Facts, Progress, silent, stored
-from plimsoll.models.assemble import taught_folder
+from plimsoll.models.assemble import teacher_cache_folder
 from plimsoll.models.distillation.chunked import CHUNK_NUMBERS, softened
 from plimsoll.models.head_apart import head_apart
 from plimsoll.models.workload import move_batch
@@ -39,7 +39,7 @@ _SAMPLES_KEPT_AT_ONCE = 4096
 _STAGE = "what the teacher says"
 
 
-def prepare_taught(
+def prepare_teacher_cache(
     job: Job, prepared: Prepared, load: Callable[[], nn.Module], backend: Backend, progress: Progress = silent
 ) -> None:
     """Have in the cache what the teacher of a job says of its training samples; what is there is not made again.
@@ -64,12 +64,12 @@ def prepare_taught(
     def write(folder: Path) -> Facts:
         samples, _ = open_datasets(prepared, job)
         ends = ends_of(samples, is_by_token=job.task != "classification")
-        with TaughtFiles(folder, ends, num_kept, num_words) as files:
+        with TeacherCacheFiles(folder, ends, num_kept, num_words) as files:
             if files.num_done < len(samples):
                 _Pass(job, load(), backend, num_kept, num_words).run(samples, files, progress)
             return files.facts()
 
-    stored(taught_folder(job, prepared), write, goes_on=True)
+    stored(teacher_cache_folder(job, prepared), write, goes_on=True)
     backend.release()  # the teacher is gone: the training finds the memory as if it had never been
     backend.reset_peak()
 
@@ -83,7 +83,7 @@ class _Pass:
         self._temperature, self._batch_size = job.distill.temperature, job.batch_size
         self._device = next(teacher.parameters()).device
 
-    def run(self, samples: Any, files: TaughtFiles, progress: Progress) -> None:
+    def run(self, samples: Any, files: TeacherCacheFiles, progress: Progress) -> None:
         """Ask the teacher about all samples that are not done."""
         num_kept = files.num_done
         while files.num_done < len(samples):

@@ -50,7 +50,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     before torch is loaded.
 
     Raises:
-        TokenizerRoomError: if the budget has no room to train the tokenizer.
+        TokenizerMemoryError: if the budget has no room to train the tokenizer.
     """
     from plimsoll.data.job_options import corpus_and_tokenizer
     from plimsoll.data.prepare import Prepared, open_datasets, prepare, prepare_again
@@ -227,7 +227,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
     for pin, reason in plan.left_out.items():
         print(f"what is pinned is left out: {pin}: {reason}", file=sys.stderr)
     if not quiet:
-        print(f"plan: {' + '.join(map(str, plan.rungs[0].choices))}. {headline(plan)}", file=sys.stderr)
+        print(f"plan: {' + '.join(map(str, plan.fallbacks[0].choices))}. {headline(plan)}", file=sys.stderr)
 
 
 def _made(
@@ -301,8 +301,8 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
     resume: bool,
     from_step: int | None,
     resume_newest: bool,
-    rung: int | None,
-    too_large_rung: int | None,
+    fallback: int | None,
+    too_large_fallback: int | None,
     restarts: int,
     quiet: bool,
     trial: bool = True,
@@ -315,8 +315,8 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
         resume: go on from a checkpoint, which must exist.
         from_step: the step of that checkpoint; ``None`` for the newest.
         resume_newest: go on from the newest good checkpoint if there is one (after a death).
-        rung: of the plan, to begin with after a death; ``None`` for the first, or the checkpoint's.
-        too_large_rung: with ``rung``, one that is known to kill and not to be taken again.
+        fallback: of the plan, to begin with after a death; ``None`` for the first, or the checkpoint's.
+        too_large_fallback: with ``fallback``, one that is known to kill and not to be taken again.
         restarts: how often the training process was killed before.
         quiet: show nothing on standard error.
         trial: run the plan's candidates for a few passes first, where that is worth it (`plimsoll.planning.trial`).
@@ -333,7 +333,7 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
     from plimsoll.device.busy import OtherPrograms
     from plimsoll.device.probe import versions
     from plimsoll.distributed.ranks import Ranks
-    from plimsoll.models.assemble import assemble, choose_device, fingerprint, require_room
+    from plimsoll.models.assemble import assemble, choose_device, fingerprint, require_memory
     from plimsoll.models.build import build_model
     from plimsoll.planning.calibration import learn
     from plimsoll.planning.teacher_loss import loss_for, sketched_loss, teacher_of
@@ -353,7 +353,7 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
     from plimsoll.training.loop import resume as go_on
     from plimsoll.training.monitor import MemorySampler, View
     from plimsoll.training.ranks import chosen, device_of_rank, require_same, seed_rank
-    from plimsoll.training.teacher_cache import prepare_taught
+    from plimsoll.training.teacher_cache import prepare_teacher_cache
 
     begin_worker()
     others = OtherPrograms(parent_that_watches())
@@ -381,7 +381,7 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
             preparation_bytes=prepared.peak_bytes,
         )  # fmt: skip
         if job.budget.device_bytes is not None and plan.limit_bytes is None:  # a plan knows better what there will be
-            require_room(job, prepared, backend.baseline_bytes, job.budget.device_bytes)
+            require_memory(job, prepared, backend.baseline_bytes, job.budget.device_bytes)
         if is_first:
             head.save(directory.head)  # before the limit: the supervisor judges a death by it
         host = backend_for("cpu") if device != "cpu" else None
@@ -393,14 +393,16 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
         (host or backend).baseline_bytes()
         _limit(stack, backend, job.budget.device_bytes)
         _limit(stack, host, job.budget.host_bytes)
-        last_rung = directory.rung_in_force() if saved is not None and rung is None else rung
-        first = plan.rungs[min(last_rung or 0, len(plan.rungs) - 1)].choices
+        last_fallback = directory.fallback_in_force() if saved is not None and fallback is None else fallback
+        first = plan.fallbacks[min(last_fallback or 0, len(plan.fallbacks) - 1)].choices
         set_up = set_up_heap_as_with if device == "cpu" else set_up_allocator_as_with
         set_up(first)
         with stages(quiet) as progress:
             ranks.on_first(
                 "taught",
-                lambda: prepare_taught(job, prepared, lambda: teacher_of(job, prepared, device), backend, progress),
+                lambda: prepare_teacher_cache(
+                    job, prepared, lambda: teacher_of(job, prepared, device), backend, progress
+                ),
             )
         view = View(path.name, job.steps, "samples" if job.task == "classification" else "tokens", quiet)
         with spinner(quiet, "building the model"):
@@ -418,7 +420,7 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
         if is_first and (said := others.sentence(torch.get_num_threads())):
             view.say(said)
         step = step_of(
-            job, parts.model, parts.optimizer, plan.rungs, loss=loss, schedule=parts.schedule,
+            job, parts.model, parts.optimizer, plan.fallbacks, loss=loss, schedule=parts.schedule,
             full_length=prepared.longest_row, files=parts.files, ranks=ranks,
         )  # fmt: skip
         if device == "cpu":
@@ -430,8 +432,8 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
         training = Training(job, parts, step, directory, marks, MemorySampler(step.backend, offset_seconds), view, host)
         if saved is not None:
             step.load_state_dict(saved.progress["training_step"])
-        if rung is not None:
-            step.begin_again_at(rung, too_large_rung)
+        if fallback is not None:
+            step.begin_again_at(fallback, too_large_fallback)
         if saved is not None:
             fitting(lambda: go_on(training, saved), backend, "reading the checkpoint")
         else:
@@ -454,7 +456,7 @@ def _gradient_reach(job: Job, prepared: Prepared, plan: Plan) -> GradientReach |
     from plimsoll.techniques.mechanisms.recurrent_layers import Cut
 
     num_read = job.sequence_length - 1
-    for choice in plan.rungs[0].choices:
+    for choice in plan.fallbacks[0].choices:
         if choice.technique == "truncated_bptt":
             _, segment_steps = Cut(int(choice.options["steps"])).spans(num_read)[0]
             if prepared.gradient_reach is not None:

@@ -17,7 +17,7 @@ from plimsoll.errors import DeviceError
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Pin, Plan
-from way_records import none_fits, ways
+from strategy_records import none_fits, strategies
 
 
 @pytest.fixture
@@ -58,24 +58,24 @@ def test_without_options_the_job_is_planned_as_it_is(call, job, planning):
 
 
 def test_the_ways_to_train_are_compared(call, job, standing_in):
-    asked = standing_in("plimsoll.planning.strategies", "compare_ways", ways())
+    asked = standing_in("plimsoll.planning.strategies", "compare_strategies", strategies())
     done = call("plan", job, "--budget", "8GiB", "--compare")
     assert (done.code, done.err) == (0, "")
     assert "weights streamed" in done.out
     assert asked[0]["limit_bytes"] == 8 << 30
-    standing_in("plimsoll.planning.strategies", "compare_ways", none_fits())
+    standing_in("plimsoll.planning.strategies", "compare_strategies", none_fits())
     assert call("plan", job, "--compare").code == 1
 
 
 def test_each_way_is_told_on_standard_error_when_it_is_done_but_not_with_json(call, job, monkeypatch):
-    def compare(job, *, on_way, **options):
-        found = ways()
-        for way in found.ways:
-            on_way(way)
+    def compare(job, *, on_strategy, **options):
+        found = strategies()
+        for strategy in found.strategies:
+            on_strategy(strategy)
         return found
 
     module = ModuleType("plimsoll.planning.strategies")
-    module.compare_ways = compare
+    module.compare_strategies = compare
     monkeypatch.setitem(sys.modules, "plimsoll.planning.strategies", module)
     told = call("plan", job, "--compare").err.splitlines()
     assert told[1:] == ["full, weights streamed: fits, 1.5 GiB, 12.0 s a step", "LoRA: impossible"]

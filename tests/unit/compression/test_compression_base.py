@@ -34,10 +34,10 @@ class Milder(Halves):
 
 def test_the_menu_has_what_is_not_refused_and_else_the_reason_of_the_easiest():
     quarter, half = (Choice(technique="low_rank", options={"share": share}) for share in (0.25, 0.5))
-    assert Halves().menu(Bundle(0.5)) == (quarter, half)
-    assert Halves().menu(Bundle(0.3)) == (quarter,)
-    assert Halves().menu(Bundle(0.1)) == "0.5 is too much"
-    assert Milder().menu(Bundle(0.1)) == "0.25 is too much"
+    assert Halves().choices(Bundle(0.5)) == (quarter, half)
+    assert Halves().choices(Bundle(0.3)) == (quarter,)
+    assert Halves().choices(Bundle(0.1)) == "0.5 is too much"
+    assert Milder().choices(Bundle(0.1)) == "0.25 is too much"
 
 
 def test_options_say_what_is_needed_and_are_checked_before_the_model_is():

@@ -426,7 +426,7 @@ def test_streams_hold_out_the_end_of_the_text_and_begin_where_texts_do(texts: Pa
     training, validation = open_datasets(prepared, job)
     store = open_tokens(Path(prepared.train.tokens_folder))
     begin = int(store.ends[14]) + 1  # of the last 5 of 20 texts
-    assert (training.lanes.num_tokens, validation.lanes.num_tokens) == (begin, len(store.tokens) - begin)
+    assert (training.slots.num_tokens, validation.slots.num_tokens) == (begin, len(store.tokens) - begin)
     assert first_tokens(validation, 0) == store.tokens[begin:][:16].tolist()
     in_lanes = training.batch(np.arange(len(training)))
     assert prepared.train.num_samples >= len(training)
@@ -443,7 +443,7 @@ def test_streams_of_a_text_of_its_own_are_evaluated_on(texts: Path, tmp_path: Pa
     job = job_of(texts, model="lstm", batch_size=4, data=data)
     prepared = prepare(job, tmp_path / "cache")
     training, validation = open_datasets(prepared, job)
-    assert (training.lanes.num_tokens, validation.lanes.num_tokens) == (
+    assert (training.slots.num_tokens, validation.slots.num_tokens) == (
         prepared.train.num_tokens,
         prepared.validation.num_tokens,
     )
@@ -453,7 +453,7 @@ def test_streams_of_a_text_of_its_own_are_evaluated_on(texts: Path, tmp_path: Pa
 def test_a_text_too_short_for_its_lanes_is_refused_as_it_is_prepared(texts: Path, tmp_path: Path):
     short = job_of(texts, model="lstm", batch_size=4000, data={"order": "streams"})
     with pytest.raises(
-        DataError, match=r"the training text has \d+ tokens, but batch_size = 4000 lanes .*--set batch_size="
+        DataError, match=r"the training text has \d+ tokens, but batch_size = 4000 stream slots .*--set batch_size="
     ):
         prepare(short, tmp_path / "cache")
 

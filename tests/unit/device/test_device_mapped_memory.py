@@ -10,7 +10,7 @@ import torch
 from plimsoll.device.mapped_memory import MappedPool, _file_system_of, scratch_folder
 from plimsoll.errors import OutputError
 from plimsoll.memory.lowering.cpu import CpuLowering
-from plimsoll.memory.trace import rehearsal
+from plimsoll.memory.trace import dry_run
 from processes import run_program
 
 
@@ -157,7 +157,7 @@ def test_a_folder_that_is_memory_is_refused(monkeypatch):
 
 def test_in_a_rehearsal_they_are_fake_and_outside():
     pool = MappedPool(Path("nowhere"))
-    with rehearsal(CpuLowering(), lambda: "forward") as stage:
+    with dry_run(CpuLowering(), lambda: "forward") as stage:
         inside = torch.empty(100, 10)
         copy = pool.copy_of(inside.t())
     storages = stage.trace().storages

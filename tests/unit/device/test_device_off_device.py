@@ -17,7 +17,7 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
-from plimsoll.memory.trace import rehearsal
+from plimsoll.memory.trace import dry_run
 
 
 def make():
@@ -48,7 +48,7 @@ def test_a_real_recording_counts_what_is_outside_apart():
 
 def test_so_do_rehearsals():
     for lowering in (CpuLowering(), CudaLowering((8, 6))):
-        with rehearsal(lowering, lambda: "forward") as stage:
+        with dry_run(lowering, lambda: "forward") as stage:
             kept = make()
         assert bytes_in(stage.trace()) == {False: 4000, True: 8000}
         del kept

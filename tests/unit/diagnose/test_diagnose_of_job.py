@@ -38,7 +38,7 @@ def too_large(folder):
 
 def ended(**changes):
     """A run of the whole batch that ended in its second step."""
-    event = OomEvent(step=2, phase="backward", family="cuda", micro_batch=16, rung=0, survived=False)
+    event = OomEvent(step=2, phase="backward", family="cuda", micro_batch=16, fallback=0, survived=False)
     fields = {
         "status": "failed", "message": "memory ran out in the backward phase", "oom_events": (event,),
         "plan": micro_batch_plan(Budget(), (16,)),

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from plimsoll.errors import InputError, JobError
-from plimsoll.inference.dry_run import Applied, rehearse_inference
+from plimsoll.inference.dry_run import Applied, dry_run_inference
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
@@ -59,7 +59,7 @@ def skeleton(config, auto_class=AutoModelForCausalLM) -> nn.Module:
 
 def traced(model: nn.Module, task=Score(), lowering=None, **options) -> Trace:
     options = {"rows": 4, "longest_tokens": 24} | options
-    return rehearse_inference(model, task.compute, lowering or CpuLowering(), **options)
+    return dry_run_inference(model, task.compute, lowering or CpuLowering(), **options)
 
 
 def peak_bytes(trace: Trace) -> int:
@@ -166,7 +166,7 @@ def test_the_model_stays_as_it_is():
 def test_a_model_that_fails_says_where():
     model = skeleton(CONFIGS["gpt2"])
     with pytest.raises(InputError, match=r"the model GPT2LMHeadModel fails in the \w+ phase"):
-        rehearse_inference(model, lambda model, batch: model(batch), CpuLowering(), rows=1, longest_tokens=4)
+        dry_run_inference(model, lambda model, batch: model(batch), CpuLowering(), rows=1, longest_tokens=4)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_the_type_is_that_of_most_bytes_and_not_of_most_weights(folder, num_of_6
 
 def test_a_pass_is_the_tasks_own(folder):
     applied = Applied.open(folder, "score", None, 0)
-    trace = applied.rehearse(CpuLowering(), rows=2, longest_tokens=16, outside=())
+    trace = applied.dry_run(CpuLowering(), rows=2, longest_tokens=16, outside=())
     assert not any(weight.requires_grad for weight in applied.model.parameters())
     assert not applied.model.training
     assert set(trace.ops.phase) <= {"setup", "forward"}

@@ -123,9 +123,9 @@ def test_an_output_layer_that_is_streamed_is_read_after_the_last_block(folders, 
     folder, plan = folders["llama", torch.float32], plans["llama", torch.float32]
     blocks = [part for part in plan.parts if part.name[-1].isdigit()]
     # Of what is streamed the page cache has room for the blocks, and not for the output layer.
-    room_bytes = sum(part.num_bytes for part in blocks) if is_streamed else 0
+    free_bytes = sum(part.num_bytes for part in blocks) if is_streamed else 0
     resident = () if is_streamed else [part.name for part in blocks]
-    placement = with_resident(plan, *resident, read_bytes=1, cached_bytes=room_bytes)
+    placement = with_resident(plan, *resident, read_bytes=1, cached_bytes=free_bytes)
     with placed_model(folder, placement) as model:
         *before, last = _streamed(parts_of(model), placement)
         assert last.module is model.model.layers[-1]
@@ -148,8 +148,8 @@ def test_what_the_page_cache_keeps_are_the_first_parts_that_it_has_room_for(
     folders, plans, read_bytes, missing_bytes, dropped
 ):
     folder, plan = folders["llama", torch.float32], plans["llama", torch.float32]
-    room_bytes = max(2 * plan.parts[0].num_bytes - missing_bytes, 0)
-    placement = with_resident(plan, read_bytes=read_bytes, cached_bytes=room_bytes)
+    free_bytes = max(2 * plan.parts[0].num_bytes - missing_bytes, 0)
+    placement = with_resident(plan, read_bytes=read_bytes, cached_bytes=free_bytes)
     with placed_model(folder, placement) as model:
         streamed = _streamed(parts_of(model), placement)
     assert [number for number, part in enumerate(streamed) if part.is_dropped] == dropped

@@ -12,7 +12,7 @@ from embedders import NUM_SAMPLES, Encoder, batches, tied
 from plimsoll.errors import BudgetError, InputError
 from plimsoll.integrations import accelerate as oom_proof
 from plimsoll.step.failpoints import armed
-from plimsoll.techniques.gradient_cache import gradient_cache_rungs
+from plimsoll.techniques.gradient_cache import gradient_cache_fallbacks
 
 
 def mean_square(model, batch):
@@ -194,16 +194,16 @@ def _fresh_state():
 def test_a_contrastive_batch_embedded_in_slices():
     """Two windows of three whole batches, with Accelerate's own autocast; memory runs out once."""
     found = []
-    for rungs in (None, gradient_cache_rungs(NUM_SAMPLES, 4)):
+    for fallbacks in (None, gradient_cache_fallbacks(NUM_SAMPLES, 4)):
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, mixed_precision="bf16")
         model = accelerator.prepare(Encoder())
         optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-        step = oom_proof.step(accelerator, model, optimizer, tied, units="samples", rungs=rungs)
-        with armed("backward", *([2] if rungs else [])):
+        step = oom_proof.step(accelerator, model, optimizer, tied, units="samples", fallbacks=fallbacks)
+        with armed("backward", *([2] if fallbacks else [])):
             results = [step(batch) for batch in batches(6)]
         assert [result.micro_batch for result in results] == [NUM_SAMPLES] * 6
-        assert sum(len(result.oom_events) for result in results) == bool(rungs)
+        assert sum(len(result.oom_events) for result in results) == bool(fallbacks)
         step.close()
         found.append(([result.loss.item() for result in results], weights_of(model)))
     (losses, weights), (losses_in_slices, weights_in_slices) = found

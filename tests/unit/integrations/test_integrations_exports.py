@@ -6,7 +6,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from plan_records import fitting_plan, rung
+from plan_records import fallback, fitting_plan
 from plimsoll.errors import InputError
 from plimsoll.integrations.exports import export, to_accelerate, to_deepspeed
 from plimsoll.records.plan import Choice, micro_batch_choice
@@ -14,8 +14,8 @@ from plimsoll.records.plan import Choice, micro_batch_choice
 
 def plan_of(*choices, samples=16, batch=64):
     return fitting_plan(
-        rungs=(rung(*choices, micro_batch_choice(samples), mib=1000, seconds=1.0),),
-        plain=rung(micro_batch_choice(batch), mib=5120, seconds=1.0),
+        fallbacks=(fallback(*choices, micro_batch_choice(samples), mib=1000, seconds=1.0),),
+        plain=fallback(micro_batch_choice(batch), mib=5120, seconds=1.0),
         prediction=None,
     )
 

@@ -193,7 +193,7 @@ def test_a_training_goes_on_from_lightnings_checkpoint(tmp_path):
 
 
 def test_where_nothing_fits_the_error_says_so_and_lightning_is_given_back(tmp_path):
-    callback = OomProof(units="samples", rungs=[[micro_batch_choice(4)], [micro_batch_choice(2)]])
+    callback = OomProof(units="samples", fallbacks=[[micro_batch_choice(4)], [micro_batch_choice(2)]])
     made = []
     with armed("forward", *range(1, 30)), pytest.raises(OutOfMemoryError, match="the step was undone"):
         fitted(tmp_path, callback, make=lambda: made.append(Module()) or made[0])

@@ -13,7 +13,7 @@ from plimsoll.records.plan import Choice, micro_batch_plan
 def plan_of(*choices: tuple[str, dict]):
     plan = micro_batch_plan(Budget(), (64,))
     made = tuple(Choice(technique=name, options=options) for name, options in choices)
-    return plan.model_copy(update={"rungs": (plan.rungs[0].model_copy(update={"choices": made}),)})
+    return plan.model_copy(update={"fallbacks": (plan.fallbacks[0].model_copy(update={"choices": made}),)})
 
 
 def test_what_maps_is_accepted_by_training_arguments(tmp_path):

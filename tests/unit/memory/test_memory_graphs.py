@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from plimsoll.memory.lowering.cpu import CpuLowering
-from plimsoll.memory.trace import Rehearsal, trace_training
+from plimsoll.memory.trace import DryRun, trace_training
 from plimsoll.records.trace import Trace
 
 
@@ -24,7 +24,7 @@ def phases_of(trace: Trace) -> list[tuple[str, str, int]]:
 
 
 def training(model: nn.Module, shape: tuple[int, ...], num_steps: int = 1):
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         fake = place.fake_model(model)
         optimizer = torch.optim.SGD(fake.parameters(), lr=0.1)
         for _ in range(num_steps):
@@ -53,7 +53,7 @@ def test_an_unrolled_net_makes_some_ten_for_every_step():
 
 
 def test_without_gradients_there_are_none():
-    def evaluate(place: Rehearsal) -> None:
+    def evaluate(place: DryRun) -> None:
         with torch.no_grad():
             place.fake_model(nn.GRU(2, 2))(torch.ones(5, 1, 2))
 

@@ -11,7 +11,7 @@ from plimsoll.memory.allocator.heap_calls import TENSOR_OBJECTS_BYTES
 from plimsoll.memory.heaps import Heaps, steps_of
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
-from plimsoll.memory.trace import Rehearsal, trace_training
+from plimsoll.memory.trace import DryRun, trace_training
 from plimsoll.records.allocator import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, TIGHT_HEAP
 from plimsoll.records.trace import Trace
 
@@ -22,7 +22,7 @@ BUILT_APART = FAST_HEAP.model_copy(update={"build_threshold_bytes": TIGHT_HEAP.m
 RULES = [DEFAULT_HEAP, FAST_HEAP, TIGHT_HEAP, KEPT_HEAP, FROM_32_MIB, TRIMMED, BUILT_APART]
 
 
-def training(place: Rehearsal) -> None:
+def training(place: DryRun) -> None:
     """Two steps and the passes of a third; blocks from a few bytes to 6 MiB."""
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.LayerNorm(512), nn.Linear(512, 3000))
     optimizer = torch.optim.Adam(model.parameters())

@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from plimsoll.memory.layouts import Layouts
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.memory.trace import rehearsal
+from plimsoll.memory.trace import dry_run
 from plimsoll.models.workload import model_loss
-from plimsoll.planning.dry_run.step import rehearse_step
+from plimsoll.planning.dry_run.step import dry_run_step
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.techniques.time_segments import time_segments_choice
 from workloads import CASES
@@ -27,7 +27,7 @@ def test_a_training_is_the_same_where_torch_is_asked_each_time(case, lowering, m
     def traced(*choices):
         model, optimizer = case.fresh()
         shape = {"units": case.units, "choices": choices, "clip_norm": 1.0, "precision": "fp32"}
-        return rehearse_step(model, optimizer, case.batches()[0], model_loss, lowering, **shape)
+        return dry_run_step(model, optimizer, case.batches()[0], model_loss, lowering, **shape)
 
     mixes = [(micro_batch_choice(2),)]
     if case.name == "lstm":
@@ -45,7 +45,7 @@ def num_asked() -> int:
 
 
 def test_what_was_asked_once_is_not_asked_again():
-    with rehearsal(CpuLowering()):
+    with dry_run(CpuLowering()):
         first, second, other = torch.empty(3, 2), torch.empty(3, 2), torch.empty(3, 5)
         assert first.mul_(second) is first
         product = first @ second.t()
@@ -64,7 +64,7 @@ def test_what_was_asked_once_is_not_asked_again():
 def test_what_is_made_without_tensors_is_asked_once_and_has_memory_of_its_own():
     makers = (torch.empty, torch.zeros, torch.ones, torch.rand)
     before = torch.get_default_dtype()
-    with rehearsal(CpuLowering()):
+    with dry_run(CpuLowering()):
         made = [make(3, 2) for make in makers]
         num_before = num_asked()
         made += [make(3, 2) for make in makers]
@@ -81,7 +81,7 @@ def test_what_is_made_without_tensors_is_asked_once_and_has_memory_of_its_own():
 
 
 def test_numbers_that_are_made_a_tensor_are_not_asked_of_torch_and_stay_known():
-    with rehearsal(CpuLowering()):
+    with dry_run(CpuLowering()):
         num_before = num_asked()
         first, second = torch.tensor(3.0), torch.tensor([3, 4])
         assert first.add_(1) is first
@@ -107,16 +107,16 @@ def test_an_op_on_lists_that_an_optimizer_does_is_asked_once_also_of_a_later_reh
 
     counts = []
     for _ in range(2):
-        with rehearsal(CpuLowering()):
+        with dry_run(CpuLowering()):
             counts.append(update())
     assert counts[0] > counts[1] == 0
-    with rehearsal(CpuLowering()), pytest.raises(RuntimeError):
+    with dry_run(CpuLowering()), pytest.raises(RuntimeError):
         aten._foreach_addcdiv_.Scalar([torch.empty(2)], [torch.empty(3)], [torch.empty(2)])
 
 
 def test_the_type_of_a_number_follows_the_default_of_its_time():
     before = torch.get_default_dtype()
-    with rehearsal(CpuLowering()):
+    with dry_run(CpuLowering()):
         whole = torch.empty(3, dtype=torch.int32)
         try:
             types = []
@@ -129,14 +129,14 @@ def test_the_type_of_a_number_follows_the_default_of_its_time():
 
 
 def test_numbers_that_are_equal_and_of_other_types_are_told_apart():
-    with rehearsal(CpuLowering()):
+    with dry_run(CpuLowering()):
         numbers = torch.empty(3, dtype=torch.int32)
         types = [(numbers * factor).dtype for factor in (1, 1.0, True, 1)]
         assert types == [torch.int32, torch.float32, torch.int32, torch.int32]
 
 
 def test_what_shares_memory_shares_it_each_time():
-    with rehearsal(CpuLowering()):
+    with dry_run(CpuLowering()):
         whole, aten = torch.empty(4, 6), torch.ops.aten
         for _ in range(2):
             views = aten.alias(whole), aten._reshape_alias(whole, [24], [1]), whole[1:, None]
@@ -146,7 +146,7 @@ def test_what_shares_memory_shares_it_each_time():
 
 
 def test_a_tensor_that_changes_its_shape_or_memory_does_so_each_time():
-    with rehearsal(CpuLowering()):
+    with dry_run(CpuLowering()):
         for _ in range(2):
             square = torch.empty_strided((3, 3), (3, 1))
             assert square.t_().stride() == (1, 3)
@@ -160,7 +160,7 @@ def test_a_tensor_that_changes_its_shape_or_memory_does_so_each_time():
 
 def test_of_a_result_with_one_tensor_twice_there_is_one_each_time():
     gates, hidden = 8, 2
-    with rehearsal(CpuLowering()):
+    with dry_run(CpuLowering()):
         layer = torch.nn.LSTM(hidden, hidden)
         for _ in range(2):
             layer(torch.empty(3, 1, hidden))[0].sum().backward()

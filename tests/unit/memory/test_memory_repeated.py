@@ -9,7 +9,7 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.repeated import Stretch, place_of, row_of, stands_for
-from plimsoll.memory.trace import rehearsal
+from plimsoll.memory.trace import dry_run
 
 SIDE = 128  # more values than a dry run computes with
 
@@ -41,7 +41,7 @@ def test_without_a_recorder_it_does_nothing():
 
 def trained(work, num_times, is_noted_again):
     """The record of so many times the same work on one weight, which is run each time or once."""
-    with rehearsal(CpuLowering(), lambda: "forward", keeps_all=True) as stage:
+    with dry_run(CpuLowering(), lambda: "forward", keeps_all=True) as stage:
         stage.recorder.step = 1
         weight = torch.ones(SIDE, SIDE, requires_grad=True)
         stage.recorder.know([("weight", weight)], "parameters")
@@ -96,7 +96,7 @@ def test_older_storages_that_end_have_others_in_their_place():
     """And what is noted of a tensor, such as its value, is noted of the one in its place."""
 
     def consumed(is_noted_again):
-        with rehearsal(CpuLowering(), lambda: "forward", keeps_all=True) as stage:
+        with dry_run(CpuLowering(), lambda: "forward", keeps_all=True) as stage:
             stage.recorder.step = 1
             given = [torch.zeros(SIDE, SIDE) for _ in range(3)]
             counts, stretch = [], None

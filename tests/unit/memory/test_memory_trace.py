@@ -17,7 +17,7 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.memory.trace import Rehearsal, rehearsal, trace_training
+from plimsoll.memory.trace import DryRun, dry_run, trace_training
 from plimsoll.records.trace import Trace
 from workloads import bert, gpt2
 
@@ -39,7 +39,7 @@ def few_steps(
     """Train as a user would, with what they have: a real model, a real optimizer and a real batch."""
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         fake, its_optimizer = place.fake_training(model.train(), optimizer)
         place.recorder.know_model(fake)
         fake.to(lowering.device)
@@ -79,7 +79,7 @@ def test_a_batch_on_its_way_to_the_device_is_an_input_in_every_step():
 
 
 def test_what_is_made_in_the_function_is_known_by_its_module():
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         model(torch.randn(2, 8)).sum().backward()
@@ -107,7 +107,7 @@ def test_the_real_training_is_as_it_was_and_its_states_go_on(make: type[torch.op
     before = [tensor.clone() for tensor in (*model.state_dict().values(), *states_of(optimizer), *batch.values())]
     num_states = len(states_of(optimizer))
 
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         fake, its_optimizer = place.fake_training(model, optimizer)
         assert len(states_of(its_optimizer)) == num_states
         assert all(isinstance(state, FakeTensor) for state in states_of(its_optimizer))
@@ -167,7 +167,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("lowering", [cuda(), CpuLowering()], ids=lambda lowering: lowering.name)
 def test_tied_weights_stay_tied(lowering: Lowering):
-    with rehearsal(lowering) as place:
+    with dry_run(lowering) as place:
         fake = place.fake_model(Tied()).to(lowering.device).half()
         assert fake.head.weight is fake.embedding.weight
         assert isinstance(fake.head.weight, nn.Parameter)
@@ -198,7 +198,7 @@ def test_tensors_that_are_plain_attributes_are_faked_too(lowering: Lowering):
 def test_the_optimizer_belongs_to_the_fake_model():
     model = nn.Linear(2, 3)
     optimizer = torch.optim.AdamW([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}])
-    with rehearsal(cuda()) as place:
+    with dry_run(cuda()) as place:
         fake, its_optimizer = place.fake_training(model, optimizer)
         assert its_optimizer.param_groups[0]["params"][0] is fake.weight
         assert its_optimizer.param_groups[1]["params"][0] is fake.bias
@@ -209,7 +209,7 @@ def test_the_optimizer_belongs_to_the_fake_model():
 
 
 def test_what_is_one_tensor_in_a_batch_is_one_in_the_fake_and_what_is_no_tensor_stays():
-    with rehearsal(CpuLowering()) as place:
+    with dry_run(CpuLowering()) as place:
         fake = place.fake_batch({"input_ids": IDS, "labels": [IDS, "text", None]})
     assert fake["labels"][0] is fake["input_ids"]
     assert fake["labels"][1:] == ["text", None]
@@ -279,7 +279,7 @@ class Square(torch.autograd.Function):
 
 
 def test_a_custom_autograd_function():
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         weight = nn.Parameter(torch.zeros(100, 100, device="cuda"))
         Square.apply(weight).sum().backward()
         assert weight.grad is not None
@@ -289,8 +289,8 @@ def test_a_custom_autograd_function():
     assert max(live_bytes(trace).total) >= 2 * 40_000
 
 
-def stack(use: Callable) -> Callable[[Rehearsal], None]:
-    def train(place: Rehearsal) -> None:
+def stack(use: Callable) -> Callable[[DryRun], None]:
+    def train(place: DryRun) -> None:
         layers = [nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 16)) for _ in range(4)]
         model = nn.Sequential(*layers).to("cuda")
         hidden = torch.randn(64, 16, device="cuda", requires_grad=True)
@@ -318,7 +318,7 @@ def test_checkpointing_holds_the_hidden_states_of_one_layer_only(is_reentrant: b
 
 
 def test_code_written_for_cuda_runs_as_it_is():
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         device = torch.device("cuda", 0)
         model = nn.Linear(4, 4).to("cuda").to(device).cuda()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -334,7 +334,7 @@ def test_code_written_for_cuda_runs_as_it_is():
 
 
 def test_a_training_in_half_precision_with_a_scaler():
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         model = nn.Linear(4, 4).to("cuda")
         optimizer = torch.optim.AdamW(model.parameters())
         scaler = torch.amp.GradScaler("cuda")
@@ -366,7 +366,7 @@ def op_without_fake() -> Iterator[str]:
 
 
 def test_an_op_without_a_fake_version_is_named_with_the_line(op_without_fake: str):
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         torch.ops.plimsoll_tests.no_fake(torch.zeros(3))
 
     line = train.__code__.co_firstlineno + 1
@@ -375,7 +375,7 @@ def test_an_op_without_a_fake_version_is_named_with_the_line(op_without_fake: st
 
 
 def test_what_depends_on_unknown_values_is_named_with_the_line():
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         torch.unique_consecutive(torch.randn(10_000))
 
     line = train.__code__.co_firstlineno + 1
@@ -386,7 +386,7 @@ def test_what_depends_on_unknown_values_is_named_with_the_line():
 def test_as_many_elements_as_there_can_be_are_assumed_of_nonzero():
     shapes = []
 
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         shapes.append((torch.randn(5000, 4, device="cuda") > 0).nonzero().shape)
 
     line = train.__code__.co_firstlineno + 1
@@ -400,7 +400,7 @@ def test_as_many_elements_as_there_can_be_are_assumed_of_nonzero():
 
 
 def test_nonzero_of_a_mask_in_the_batch_is_known():
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         mask = place.fake_batch({"mask": torch.tensor([[1, 0, 1], [1, 1, 0]])})["mask"]
         assert mask.nonzero().shape == (4, 2)
 
@@ -434,7 +434,7 @@ def patched_things() -> list:
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("lowering", [cuda(), CpuLowering()], ids=lambda lowering: lowering.name)
 def test_everything_in_torch_is_as_it_was_also_after_an_error(lowering: Lowering, fails: bool):
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         fake = place.fake_model(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))).to(lowering.device)
         fake[0](torch.randn(2, 2)).sum().backward()
         if fails:

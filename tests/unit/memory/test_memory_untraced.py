@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import import_utils
 
 from plimsoll.memory.lowering.cpu import CpuLowering
-from plimsoll.memory.trace import Rehearsal, trace_training
+from plimsoll.memory.trace import DryRun, trace_training
 from plimsoll.memory.untraced import untraced
 
 
@@ -24,7 +24,7 @@ def test_a_model_without_padding_builds_no_mask_although_its_tensors_are_fake():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=4, n_head=2, n_layer=1, n_positions=8))
     model.config.use_cache = False
 
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         ids = place.fake_batch(torch.zeros(2, 8, dtype=torch.int64))
         place.fake_model(model)(input_ids=ids, position_ids=place.fake_batch(torch.arange(8)[None]), labels=ids)
 

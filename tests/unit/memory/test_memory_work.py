@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plimsoll.device.off_device import outside_the_device
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
-from plimsoll.memory.trace import rehearsal
+from plimsoll.memory.trace import dry_run
 from plimsoll.memory.work import NO_WORK, Work, WorkCounter, add_work, hearing
 from plimsoll.planning.predict_step import predict
 
@@ -152,7 +152,7 @@ def test_what_is_said_outside_of_a_record_is_in_none():
 
 
 def test_cudnns_layer_has_the_products_of_all_its_weights_three_times():
-    with rehearsal(CudaLowering((8, 6))) as place:
+    with dry_run(CudaLowering((8, 6))) as place:
         place.recorder.step = 1
         lstm = nn.LSTM(5, 7).to("cuda")
         lstm(torch.zeros(6, 2, 5, device="cuda", requires_grad=True))[0].sum().backward()

@@ -11,7 +11,7 @@ from plimsoll.models import adaptive
 from plimsoll.models.adaptive import adaptive_head, adaptive_loss, cutoffs_fault, default_cutoffs, log_probabilities
 from plimsoll.models.recurrent.model import build_recurrent
 from plimsoll.models.workload import model_loss
-from plimsoll.planning.dry_run.step import rehearse_step
+from plimsoll.planning.dry_run.step import dry_run_step
 from plimsoll.records.plan import micro_batch_choice
 from workloads import largest_relative_difference
 
@@ -123,7 +123,7 @@ def peaks(labels_BT):
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     shape = {"units": "next-tokens", "choices": (micro_batch_choice(len(labels_BT)),), "clip_norm": None}
-    trace = rehearse_step(model, optimizer(), batch, model_loss, CpuLowering(), precision="fp32", **shape)
+    trace = dry_run_step(model, optimizer(), batch, model_loss, CpuLowering(), precision="fp32", **shape)
     recorder = Recorder()
     with recorder:
         recorder.know_model(model)

@@ -14,7 +14,7 @@ from made_tokenizers import KINDS, TEMPLATES, saved, with_template
 from plimsoll.data.prepare import Prepared, PreparedText, prepare
 from plimsoll.data.tokens.tokenizer import export_tokenizer
 from plimsoll.errors import BudgetError, DataError, JobError
-from plimsoll.models.assemble import assemble, choose_device, fingerprint, loader_of, require_buildable, require_room
+from plimsoll.models.assemble import assemble, choose_device, fingerprint, loader_of, require_buildable, require_memory
 from plimsoll.models.build import save_model
 from plimsoll.models.recurrent.model import build_recurrent
 from plimsoll.records.job import Job
@@ -111,9 +111,9 @@ def test_workers_take_what_the_host_has_left(host, are_there):
 def test_what_is_there_before_the_first_activation_must_fit(prepared, optimizer, copies):
     """Parameters, gradients and the optimizer's states, besides what the process uses already."""
     need_bytes = 1000 + copies * PARAMETER_BYTES
-    require_room(job(optimizer=optimizer), prepared, lambda: 1000, need_bytes)
+    require_memory(job(optimizer=optimizer), prepared, lambda: 1000, need_bytes)
     with pytest.raises(BudgetError):
-        require_room(job(optimizer=optimizer), prepared, lambda: 1000, need_bytes - 1)
+        require_memory(job(optimizer=optimizer), prepared, lambda: 1000, need_bytes - 1)
 
 
 def test_the_refusal_lists_what_is_needed(prepared):
@@ -122,7 +122,7 @@ def test_the_refusal_lists_what_is_needed(prepared):
         r"\(process and libraries 10\.0 KiB, parameters 22\.2 KiB, gradients 22\.2 KiB, optimizer states 44\.3 KiB"
     )
     with pytest.raises(BudgetError, match=listed):
-        require_room(job(), prepared, lambda: 10 * 1024, 64 * 1024)
+        require_memory(job(), prepared, lambda: 10 * 1024, 64 * 1024)
 
 
 SAME = [
@@ -294,7 +294,7 @@ def test_streams_come_in_their_order_to_a_model_that_keeps_the_state_of_each_lan
     source, prepared = real
     streams = {"data": source["data"] | {"order": "streams"}}
     parts = assemble(job(**streams), prepared, "cpu")
-    assert parts.model.carried.num_lanes == 4
+    assert parts.model.carried.num_slots == 4
     seen = []
     for _ in range(3):
         seen.append(parts.loader.peek().fields["windows"].tolist())

@@ -8,7 +8,7 @@ from torch import nn
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
-from plimsoll.memory.trace import rehearsal
+from plimsoll.memory.trace import dry_run
 from plimsoll.models.hugging_face import TextShape, load_hugging_face
 from plimsoll.models.in_files import LEAST_BYTES, made_in
 from plimsoll.models.recurrent.model import build_recurrent
@@ -87,7 +87,7 @@ def test_what_is_for_another_device_or_made_after_the_block_is_left_alone():
 
 
 def test_a_rehearsal_counts_them_outside():
-    with rehearsal(CpuLowering()) as stage:
+    with dry_run(CpuLowering()) as stage:
         pool = MappedPool()
         with made_in(pool):
             layer = nn.Linear(SIDE, SIDE, bias=False)
@@ -144,7 +144,7 @@ def test_a_checkpoint_is_read_into_files_and_can_be_trained(tmp_path):
 def test_a_rehearsal_reads_no_checkpoint(tmp_path):
     gpt2().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with rehearsal(CpuLowering()) as stage:
+    with dry_run(CpuLowering()) as stage:
         pool = MappedPool()
         with made_in(pool):
             load_hugging_face(tmp_path, TextShape(1000, None, 0, 32), "cpu", pool)

@@ -6,7 +6,7 @@ from plimsoll.planning.calibration import calibration_file, known_calibration, l
 from plimsoll.planning.search.cost import learned_peak, learned_ratio
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.device import Budget
-from plimsoll.records.plan import Choice, Duration, Plan, Rung, micro_batch_choice
+from plimsoll.records.plan import Choice, Configuration, Duration, Plan, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.run import StepLine
 
@@ -17,24 +17,26 @@ SLOWER = {"likely_seconds": 4.0, "high_seconds": 4.0}
 
 
 def plan(time_factor=1.0):
-    rung = Rung(
+    configuration = Configuration(
         choices=CHOICES,
         peak=Estimate(likely_bytes=100 * MIB, low_bytes=90 * MIB, high_bytes=110 * MIB),
         step_time=Duration(likely_seconds=2.0, low_seconds=1.0, high_seconds=3.0),
     )
-    behind = rung.model_copy(update={"choices": CHOICES[:1], "step_time": rung.step_time.model_copy(update=SLOWER)})
-    return Plan(budget=Budget(), rungs=(rung, behind), made_for={"target": "cpu"}, time_factor=time_factor)
+    behind = configuration.model_copy(
+        update={"choices": CHOICES[:1], "step_time": configuration.step_time.model_copy(update=SLOWER)}
+    )
+    return Plan(budget=Budget(), fallbacks=(configuration, behind), made_for={"target": "cpu"}, time_factor=time_factor)
 
 
-def step(number, seconds=3.0, peak_mib=105, rung=0):
+def step(number, seconds=3.0, peak_mib=105, fallback=0):
     return StepLine(
         time_seconds=number, step=number, epoch=0, first_sample=0, num_samples=8, num_units=8, loss=1.0,
-        learning_rate=0.1, step_seconds=seconds, micro_batch=4, rung=rung,
+        learning_rate=0.1, step_seconds=seconds, micro_batch=4, fallback=configuration,
         peak_bytes=None if peak_mib is None else peak_mib * MIB,
     )  # fmt: skip
 
 
-STEPS = [step(1, 99), step(2, 50), step(3, 2.8, 101), step(4, 3.4), step(5, 3.0, 99), step(6, 9.0, 200, rung=1)]
+STEPS = [step(1, 99), step(2, 50), step(3, 2.8, 101), step(4, 3.4), step(5, 3.0, 99), step(6, 9.0, 200, fallback=1)]
 
 
 def test_steps_of_the_plan_count_from_the_third_on():
@@ -50,7 +52,7 @@ def test_what_was_known_of_the_time_is_not_counted_twice():
     assert learned_ratio(learned, "cpu", ["checkpointing"]).mean == pytest.approx(3.0 / (2.0 / 1.5))
 
 
-@pytest.mark.parametrize("steps", [[], STEPS[:2], [step(3, 7.0, 400)], [step(3, rung=1)]])
+@pytest.mark.parametrize("steps", [[], STEPS[:2], [step(3, 7.0, 400)], [step(3, fallback=1)]])
 def test_what_says_nothing_teaches_nothing(steps):
     assert learned_from(Calibration(), plan(), steps) == Calibration()
 
@@ -80,8 +82,8 @@ def test_a_plan_that_was_made_for_no_target_teaches_nothing():
 @pytest.mark.parametrize("unknown", ["peak", "step_time"])
 def test_a_plan_that_predicts_only_one_of_the_two_teaches_nothing(unknown):
     made = plan()
-    rung = made.rungs[0].model_copy(update={unknown: None})
-    assert learned_from(Calibration(), made.model_copy(update={"rungs": (rung,)}), STEPS) == Calibration()
+    configuration = made.fallbacks[0].model_copy(update={unknown: None})
+    assert learned_from(Calibration(), made.model_copy(update={"fallbacks": (configuration,)}), STEPS) == Calibration()
 
 
 def test_a_run_that_went_on_teaches_what_its_last_process_did():

@@ -3,8 +3,8 @@
 import pytest
 
 from plimsoll.errors import InputError
-from plimsoll.planning.constraints import pinned_choices, require_possible, setting_of, wished
-from plimsoll.planning.inputs import JobSubject
+from plimsoll.planning.constraints import pinned_choices, require_possible, setting_of, with_pins_of
+from plimsoll.planning.inputs import JobInput
 from plimsoll.records.job import Job
 from plimsoll.records.plan import parse_pin
 
@@ -17,9 +17,9 @@ def job(**changes):
 def test_the_pins_of_a_job_are_wishes_that_the_command_line_overrides():
     wanted = job(pin=["micro_batch=4", "heap=never"])
     given = (parse_pin("micro_batch=2"),)
-    assert list(map(str, wished(wanted, given, ()))) == ["micro_batch=2", "heap=never"]
-    assert list(map(str, wished(wanted, (), ("heap",)))) == ["micro_batch=4"]
-    assert wished(job(), given, ()) == given
+    assert list(map(str, with_pins_of(wanted, given, ()))) == ["micro_batch=2", "heap=never"]
+    assert list(map(str, with_pins_of(wanted, (), ("heap",)))) == ["micro_batch=4"]
+    assert with_pins_of(job(), given, ()) == given
 
 
 def test_a_job_whose_pin_cannot_be_is_refused_before_its_data_are_prepared():
@@ -37,6 +37,6 @@ def test_what_pins_decide_wholly_is_known_without_a_plan():
 
 @pytest.mark.parametrize(("device", "kind"), [("cpu", "cpu"), ("cuda", "cuda"), ("cuda:1", "cuda"), ("a100", "cuda")])
 def test_techniques_are_told_what_the_job_is(device, kind):
-    told = setting_of(JobSubject(job(ranks=2, allow=["adafactor"], precision="auto")), device)
+    told = setting_of(JobInput(job(ranks=2, allow=["adafactor"], precision="auto")), device)
     assert (told.device, told.batch_size, told.num_ranks, told.sequence_length) == (kind, 2, 2, 8)
     assert (told.precision, told.allow, told.lengths_vary) == ("auto", {"adafactor"}, False)

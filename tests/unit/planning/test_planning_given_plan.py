@@ -7,7 +7,7 @@ from plan_records import tried_plan, untried_plan
 from plimsoll.data.sketch import TextSketch
 from plimsoll.errors import BudgetError
 from plimsoll.planning.given_plan import reasons_against, require_same, require_that_fits, without_trial
-from plimsoll.planning.inputs import JobSubject
+from plimsoll.planning.inputs import JobInput
 from plimsoll.planning.plan import plan_job
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
@@ -26,7 +26,7 @@ def job(**changes):
 def made():
     """A plan of this job for 1 GiB, as if made for this processor."""
     plan = plan_job(job(pin=["micro_batch=16"]), device="rtx3060", limit_bytes=1024 * MIB)
-    facts = JobSubject(job()).facts("cpu")
+    facts = JobInput(job()).facts("cpu")
     return plan.model_copy(update={"made_for": facts})
 
 
@@ -70,6 +70,6 @@ def test_a_plan_that_fits_is_let_through_and_one_that_does_not_is_refused(made):
 def test_what_another_run_measured_is_not_said_of_one_that_has_its_plan():
     told = "it is the plan of another run, taken as it is"
     plan = without_trial(tried_plan())
-    assert (plan.trial, plan.candidates, plan.rungs) == (Trial(left_out=told), (), tried_plan().rungs)
+    assert (plan.trial, plan.candidates, plan.fallbacks) == (Trial(left_out=told), (), tried_plan().fallbacks)
     assert without_trial(plan) == plan
     assert without_trial(untried_plan()) == untried_plan()

@@ -21,7 +21,7 @@ from plimsoll.models.assemble import Assembled, assemble
 from plimsoll.models.workload import Workload, resident_bytes
 from plimsoll.planning.constraints import setting_of
 from plimsoll.planning.dry_run.step import _batch
-from plimsoll.planning.inputs import JobSubject, StepSubject
+from plimsoll.planning.inputs import JobInput, StepInput
 from plimsoll.planning.plan import plan_step
 from plimsoll.records.job import Job
 from plimsoll.step.train_step import TrainStep
@@ -41,16 +41,16 @@ def planned(budget, **options):
 def test_where_memory_is_plenty_nothing_is_changed_that_costs_time():
     plan = planned("4GiB")
     assert plan.fits
-    assert plan.prediction.subject == "GPT2LMHeadModel, 8 samples a step, fp32"
-    assert plan.rungs[0].micro_batch == 8
-    assert plan.rungs[-1].micro_batch == 1
+    assert plan.prediction.planning_input == "GPT2LMHeadModel, 8 samples a step, fp32"
+    assert plan.fallbacks[0].micro_batch == 8
+    assert plan.fallbacks[-1].micro_batch == 1
 
 
 def test_the_step_runs_what_was_planned():
     plan = planned("4GiB", pins=["checkpointing=all", "micro_batch=4"])
     model, optimizer = CASE.fresh()
     plain = copy.deepcopy(model)
-    step = TrainStep(model, optimizer, units=CASE.units, rungs=plan.choices_by_rung)
+    step = TrainStep(model, optimizer, units=CASE.units, fallbacks=plan.choices_by_fallback)
     result = step(CASE.batches()[0])
     assert result.micro_batch == 4
     step.close()
@@ -85,7 +85,7 @@ def test_bad_wishes_are_refused_before_anything_is_traced():
 def subject_of_batch(batch, precision="fp32", units=None):
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters())
-    return StepSubject(model, optimizer, batch, lambda model, batch: None, units, None, precision, frozenset())
+    return StepInput(model, optimizer, batch, lambda model, batch: None, units, None, precision, frozenset())
 
 
 TOKENS = {"input_ids": torch.zeros(3, 7, dtype=torch.long), "labels": torch.zeros(3, dtype=torch.long)}
@@ -102,9 +102,13 @@ TOKENS = {"input_ids": torch.zeros(3, 7, dtype=torch.long), "labels": torch.zero
     ],
 )
 def test_a_batch_says_how_long_its_samples_are_and_whether_all_are(batch, length, varies):
-    subject = subject_of_batch(batch)
-    assert (subject.batch_size, subject.sequence_length, subject.lengths_vary) == (3, length, varies)
-    assert (subject.num_ranks, subject.evaluates_between_steps) == (1, False)
+    planning_input = subject_of_batch(batch)
+    assert (planning_input.batch_size, planning_input.sequence_length, planning_input.lengths_vary) == (
+        3,
+        length,
+        varies,
+    )
+    assert (planning_input.num_ranks, planning_input.evaluates_between_steps) == (1, False)
 
 
 @pytest.mark.parametrize(("precision", "own"), [("fp32", "fp32"), ("auto", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")])
@@ -120,9 +124,9 @@ def test_a_precision_that_is_left_to_the_plan_is_full_where_none_is_chosen(preci
 def test_a_job_evaluates_between_its_steps_where_it_has_what_to_evaluate_and_says_when(validation, every, evaluates):
     fields = {"model": "lstm", "sequence_length": 8, "batch_size": 4, "ranks": 2}
     data = {"train": "nowhere.txt", "validation": validation}
-    subject = JobSubject(Job.from_fields(fields | {"data": data, "evaluate_every": every}))
-    assert subject.evaluates_between_steps == evaluates
-    assert (subject.batch_size, subject.num_ranks, subject.lengths_vary) == (2, 2, False)
+    planning_input = JobInput(Job.from_fields(fields | {"data": data, "evaluate_every": every}))
+    assert planning_input.evaluates_between_steps == evaluates
+    assert (planning_input.batch_size, planning_input.num_ranks, planning_input.lengths_vary) == (2, 2, False)
 
 
 # -- what is planned is what is built ----------------------------------------------------------------------------------
@@ -210,7 +214,7 @@ def widest(batches: Iterable[dict[str, torch.Tensor]]) -> dict[str, Any]:
 
 def verdicts(workload: Workload, setting: Any) -> dict[str, Any]:
     """What each technique offers for a workload, or why it does not, and whether each offer can be installed."""
-    offered = {name: technique.menu(workload, setting) for name, technique in TECHNIQUES.items()}
+    offered = {name: technique.choices(workload, setting) for name, technique in TECHNIQUES.items()}
     return {
         name: choices
         if isinstance(choices, str)
@@ -229,9 +233,9 @@ def built(job: Job, parts: Assembled) -> Workload:
 def assert_planned_is_built(job: Job, cache: Path) -> TextSketch:
     prepared = with_rows(prepare(job, cache), job)
     texts = texts_of(prepared)
-    subject, parts = JobSubject(job, texts=texts), assemble(job, prepared, "cpu")
-    assert shapes_of(subject.workload.model) == shapes_of(parts.model)
-    assert resident_bytes(subject.workload.model, subject.workload.optimizer) == resident_bytes(
+    planning_input, parts = JobInput(job, texts=texts), assemble(job, prepared, "cpu")
+    assert shapes_of(planning_input.workload.model) == shapes_of(parts.model)
+    assert resident_bytes(planning_input.workload.model, planning_input.workload.optimizer) == resident_bytes(
         parts.model, parts.optimizer
     )
     batches = [fields for _, fields in zip(range(len(parts.loader)), parts.loader, strict=False)]
@@ -247,8 +251,8 @@ def assert_planned_is_built(job: Job, cache: Path) -> TextSketch:
     if parts.validation is not None:
         held_out = (batch.fields for batch in iterate_once(parts.validation, job.batch_size))
         assert widest([_batch(job, texts, *texts.held_out)]) == widest(held_out)
-    setting = setting_of(subject, "cpu")
-    assert verdicts(subject.workload, setting) == verdicts(built(job, parts), setting)
+    setting = setting_of(planning_input, "cpu")
+    assert verdicts(planning_input.workload, setting) == verdicts(built(job, parts), setting)
     return texts
 
 

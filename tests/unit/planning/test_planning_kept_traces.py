@@ -36,13 +36,13 @@ def traced(of, *choices, capability=(8, 6), **options):
 def test_a_kept_trace_is_the_same_event_by_event(monkeypatch):
     first, is_kept = traced(job())
     assert not is_kept
-    monkeypatch.setattr(step, "rehearse_job", None)
+    monkeypatch.setattr(step, "dry_run_job", None)
     assert traced(job()) == (first, True)
 
 
 def test_a_trace_depends_on_the_training_and_not_on_its_limit_or_its_length(monkeypatch):
     trace = traced(job())[0]
-    monkeypatch.setattr(step, "rehearse_job", lambda *arguments, **options: trace)
+    monkeypatch.setattr(step, "dry_run_job", lambda *arguments, **options: trace)
     alike = [job(budget="1GiB"), job(pin=["heap=never"]), job(seed=5), job(steps=7), job(checkpoint={"every": 3})]
     assert [traced(one)[1] for one in alike] == [True] * len(alike)
     options = Choice(technique="checkpointing", options={"blocks": "all"})

@@ -69,8 +69,10 @@ def test_where_the_plain_training_fits_it_is_the_plan_and_smaller_ones_are_behin
     plan = planned(AMPLE_MIB, forbids=["optimizer_kernel", "chunked_loss", "attention"])
     assert plan.choices == (micro_batch_choice(16),)
     assert plan.fits
-    assert plan.plain == plan.rungs[0].model_copy(update={"peak": plan.plain.peak, "step_time": plan.plain.step_time})
-    assert plan.rungs[-1].micro_batch < 16
+    assert plan.plain == plan.fallbacks[0].model_copy(
+        update={"peak": plan.plain.peak, "step_time": plan.plain.step_time}
+    )
+    assert plan.fallbacks[-1].micro_batch < 16
     assert plan.limit_bytes == plan.budget.device_bytes == AMPLE_MIB * MIB
 
 
@@ -78,15 +80,15 @@ def test_a_tight_budget_is_kept_by_techniques(tight):
     assert tight.fits
     assert tight.plain.peak.likely_bytes > TIGHT_MIB * MIB
     assert len(tight.choices) > 1
-    assert tight.rungs[0].peak.high_bytes <= TIGHT_MIB * MIB
-    assert tight.rungs[0].peak == tight.prediction.peak
+    assert tight.fallbacks[0].peak.high_bytes <= TIGHT_MIB * MIB
+    assert tight.fallbacks[0].peak == tight.prediction.peak
     assert tight.prediction.limit_bytes == TIGHT_MIB * MIB
-    assert tight.rungs[0].step_time.low_seconds <= tight.rungs[0].step_time.likely_seconds
+    assert tight.fallbacks[0].step_time.low_seconds <= tight.fallbacks[0].step_time.likely_seconds
 
 
 def test_the_fallbacks_of_a_plan_need_less_and_less():
     plan = planned(AMPLE_MIB)
-    needs = [rung.peak.high_bytes for rung in plan.rungs]
+    needs = [configuration.peak.high_bytes for configuration in plan.fallbacks]
     assert len(needs) >= 2
     assert needs == sorted(set(needs), reverse=True)
     assert needs[-1] < needs[0] * 3 // 4
@@ -109,18 +111,18 @@ def test_where_nothing_fits_the_smallest_budget_is_said_and_holds(impossible):
     assert not impossible.fits
     smallest_mib = -(-impossible.smallest_budget_bytes // MIB)
     assert IMPOSSIBLE_MIB < smallest_mib < TIGHT_MIB
-    assert impossible.smallest_budget_bytes <= 1.02 * impossible.rungs[0].peak.high_bytes
+    assert impossible.smallest_budget_bytes <= 1.02 * impossible.fallbacks[0].peak.high_bytes
     again = planned(smallest_mib, forbids=NOT_THE_UPDATE)
     assert again.fits
-    assert again.rungs[0].peak.high_bytes <= smallest_mib * MIB
+    assert again.fallbacks[0].peak.high_bytes <= smallest_mib * MIB
 
 
 @pytest.mark.parametrize("name", [OPENINGS[0], *(pytest.param(name, marks=pytest.mark.long) for name in OPENINGS[1:])])
 def test_where_nothing_fits_what_changes_the_training_is_offered_and_does_what_it_says(name, impossible):
-    assert len(impossible.openings) == len(OPENINGS)
-    (opening,) = (one for one in impossible.openings if name in names(one.choices))
+    assert len(impossible.lossy_alternatives) == len(OPENINGS)
+    (alternative,) = (one for one in impossible.lossy_alternatives if name in names(one.choices))
     assert name not in names(impossible.choices)
-    limit_mib = -(-opening.peak.high_bytes * 102 // 100 // MIB)
+    limit_mib = -(-alternative.peak.high_bytes * 102 // 100 // MIB)
     assert limit_mib * MIB < impossible.smallest_budget_bytes
     opened = planned(limit_mib, forbids=NOT_THE_UPDATE, allow=[name])
     assert opened.fits
@@ -131,7 +133,7 @@ def test_what_none_of_its_parts_could_do_alone_is_found():
     """Neither the logits nor the states may be on the device whole: each alone leaves 320 MiB or more."""
     plan = planned(250)
     assert plan.fits
-    assert plan.rungs[0].peak.high_bytes <= 250 * MIB
+    assert plan.fallbacks[0].peak.high_bytes <= 250 * MIB
     assert {"optimizer_offload", "chunked_loss"} <= set(names(plan.choices))
 
 
@@ -142,14 +144,14 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_budget_that_would(impossib
     message = str(caught.value)
     assert message.startswith("a budget of 150.0 MiB cannot hold this training: what needs least, micro_batch=")
     assert f"give --budget {smallest_mib}MiB or more" in message
-    for opening in impossible.openings:
-        opened_mib = -(-opening.peak.high_bytes // MIB)
-        mix, lossy = (
-            " ".join(map(str, opening.choices)),
-            next(choice.technique for choice in opening.choices if choice.technique in OPENINGS),
+    for alternative in impossible.lossy_alternatives:
+        opened_mib = -(-alternative.peak.high_bytes // MIB)
+        combination, lossy = (
+            " ".join(map(str, alternative.choices)),
+            next(choice.technique for choice in alternative.choices if choice.technique in OPENINGS),
         )
-        assert f"; {mix} would do with {opened_mib}MiB if the job had `allow: [{lossy}]`" in message
-        assert f"the only mix with {lossy} that was looked at" in message
+        assert f"; {combination} would do with {opened_mib}MiB if the job had `allow: [{lossy}]`" in message
+        assert f"the only combination with {lossy} that was looked at" in message
         assert opened_mib < smallest_mib
     assert message.count("allow: [") == len(OPENINGS)
 
@@ -159,9 +161,9 @@ def test_what_is_pinned_is_in_every_rung_and_what_is_forbidden_in_none():
     assert plan.choices == (micro_batch_choice(5), *plan.pinned[1:])
     assert [str(choice) for choice in plan.pinned] == ["micro_batch=5", "optimizer_offload=host"]
     assert plan.forbidden == ("chunked_loss", "optimizer_kernel")
-    for rung in plan.rungs:
-        assert "optimizer_offload" in names(rung.choices)
-        assert not {"chunked_loss", "optimizer_kernel"} & set(names(rung.choices))
+    for configuration in plan.fallbacks:
+        assert "optimizer_offload" in names(configuration.choices)
+        assert not {"chunked_loss", "optimizer_kernel"} & set(names(configuration.choices))
     forbidden = {names(one.choices)[0]: one.reason for one in plan.rejected if len(one.choices) == 1}
     assert forbidden["chunked_loss"] == "forbidden by the user"
 
@@ -186,7 +188,7 @@ def test_the_same_job_has_the_same_plan(tight):
 @pytest.mark.long
 def test_more_room_is_never_slower(tight):
     ample = planned(AMPLE_MIB)
-    assert ample.rungs[0].step_time.likely_seconds <= tight.rungs[0].step_time.likely_seconds
+    assert ample.fallbacks[0].step_time.likely_seconds <= tight.fallbacks[0].step_time.likely_seconds
 
 
 WISHES = {
@@ -333,4 +335,4 @@ def test_a_plan_for_this_process_counts_what_planning_leaves_in_it(monkeypatch):
     )  # fmt: skip
     assert len(read) == 2
     assert plan.prediction.peak.likely_bytes >= read[-1]
-    assert all(rung.peak.likely_bytes >= read[-1] for rung in plan.rungs)
+    assert all(configuration.peak.likely_bytes >= read[-1] for configuration in plan.fallbacks)

@@ -1,4 +1,4 @@
-"""What a planner says of one mix, and how it comes to its choice: of small real jobs for a GPU by its name.
+"""What a planner says of one combination, and how it comes to its choice: of small real jobs for a GPU by its name.
 
 On the CPU it looks at a model of a program of one's own, whose baseline is this process's.
 """
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.planning.inputs import StepSubject
+from plimsoll.planning.inputs import StepInput
 from plimsoll.planning.plan import Planner, plan_job, planner_of
 from plimsoll.planning.search.cost import learn_peak, learn_time
 from plimsoll.records.comparison import Calibration
@@ -57,17 +57,17 @@ def on_cpu(limit_bytes=4096 * MIB, pins=()):
         model = Net()
     batch = torch.zeros(8, 16, dtype=torch.long)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-    subject = StepSubject(
+    planning_input = StepInput(
         model, optimizer, batch, lambda model, ids: model(ids).mean(), "samples", None, "fp32", frozenset()
     )
     pinned = [parse_pin(pin) for pin in pins]
-    return Planner(subject, "cpu", Budget(device_bytes=limit_bytes), pinned, (), None, lambda text: None)
+    return Planner(planning_input, "cpu", Budget(device_bytes=limit_bytes), pinned, (), None, lambda text: None)
 
 
 def test_a_plan_for_a_gpu_that_is_not_here_starts_no_process(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with planner() as looking:
-        assert looking.look(WHOLE, is_short=True).fits
+        assert looking.evaluate(WHOLE, is_short=True).fits
 
 
 def test_what_a_search_leaves_below_the_limit_is_its_margin():
@@ -78,7 +78,7 @@ def test_what_a_search_leaves_below_the_limit_is_its_margin():
 def test_a_mix_that_would_need_all_of_the_limit_to_the_last_half_percent_is_not_chosen():
     pinned = job(**MANY_WORDS, pin=["micro_batch=16"])
     with planner(pinned) as looking:
-        need_bytes = looking.look(WHOLE, is_short=True).need_bytes
+        need_bytes = looking.evaluate(WHOLE, is_short=True).need_bytes
     reasons = [
         next(one.reason for one in planned(pinned, int(need_bytes / share)).rejected if one.choices == WHOLE)
         for share in (0.994, 0.996)
@@ -95,31 +95,31 @@ def test_what_an_evaluation_needs_more_is_seen_and_another_mix_chosen():
     )  # fmt: skip
     alone = (micro_batch_choice(1),)
     with planner(evaluating) as looking:
-        short_bytes, whole_bytes = (looking.look(alone, is_short).need_bytes for is_short in (True, False))
-        assert looking.look_at_length(alone).need_bytes == whole_bytes
+        short_bytes, whole_bytes = (looking.evaluate(alone, is_short).need_bytes for is_short in (True, False))
+        assert looking.evaluate_at_length(alone).need_bytes == whole_bytes
     limit_bytes = (int(short_bytes / 0.995) + whole_bytes) // 2
     assert short_bytes < 0.995 * limit_bytes < limit_bytes < whole_bytes
     plan = planned(evaluating, limit_bytes)
     assert plan.fits
     assert plan.choices != alone
-    assert plan.rungs[0].peak.high_bytes <= limit_bytes
+    assert plan.fallbacks[0].peak.high_bytes <= limit_bytes
 
 
 def test_where_what_is_found_never_holds_at_length_a_fallback_that_does_is_taken(monkeypatch):
     with planner(job(**MANY_WORDS)) as looking:
-        at_length, looks = looking.look_at_length, []
+        at_length, evaluations = looking.evaluate_at_length, []
 
         def needs_more(choices):
-            looks.append(at_length(choices))
-            more = looks[-1].peak.model_copy(update={"high_bytes": looking.limit_bytes + 1})
-            return looks[-1] if looks[-1].micro_batch < 16 else replace(looks[-1], peak=more)
+            evaluations.append(at_length(choices))
+            more = evaluations[-1].peak.model_copy(update={"high_bytes": looking.limit_bytes + 1})
+            return evaluations[-1] if evaluations[-1].micro_batch < 16 else replace(evaluations[-1], peak=more)
 
-        monkeypatch.setattr(looking, "look_at_length", needs_more)
+        monkeypatch.setattr(looking, "evaluate_at_length", needs_more)
         plan = looking.plan()
-    assert looks[0].micro_batch == 16
+    assert evaluations[0].micro_batch == 16
     assert plan.fits
-    assert samples_of(plan.choices) == looks[-1].micro_batch < 16
-    sizes = [samples_of(rung.choices) for rung in plan.rungs]
+    assert samples_of(plan.choices) == evaluations[-1].micro_batch < 16
+    sizes = [samples_of(configuration.choices) for configuration in plan.fallbacks]
     assert sizes == sorted(sizes, reverse=True)
 
 
@@ -127,7 +127,7 @@ def test_where_what_is_found_never_holds_at_length_a_fallback_that_does_is_taken
 def test_what_ranks_exchange_takes_time(ranks):
     def seconds(ranks):
         with planner(job(ranks=ranks, batch_size=4 * ranks)) as looking:
-            return looking.look((micro_batch_choice(4),), is_short=True).seconds
+            return looking.evaluate((micro_batch_choice(4),), is_short=True).seconds
 
     assert seconds(ranks) > 1.05 * seconds(1)
 
@@ -137,7 +137,7 @@ def test_what_runs_have_taught_of_a_mix_is_in_its_time_and_its_range():
     calibration = learn_time(Calibration(), "cuda 8.6", names, predicted_seconds=1.0, measured_seconds=1.25)
     calibration = learn_peak(calibration, "cuda 8.6", names, predicted_bytes=100, measured_bytes=150)
     with planner() as plain, planner(calibration=calibration) as taught:
-        before, after = plain.look(WHOLE, is_short=True), taught.look(WHOLE, is_short=True)
+        before, after = plain.evaluate(WHOLE, is_short=True), taught.evaluate(WHOLE, is_short=True)
     assert after.seconds > 1.1 * before.seconds
     assert (after.peak.likely_bytes, after.peak.low_bytes) == (before.peak.likely_bytes, before.peak.low_bytes)
     assert after.need_bytes > before.need_bytes
@@ -170,7 +170,7 @@ def test_a_long_run_on_the_processor_may_need_more_and_most_in_a_heap_that_keeps
     """A block of the table's size, 40 MiB, is mapped by itself in the usual heap and leaves no hole there."""
     looking = on_cpu()
     usual, kept = (
-        looking.look((micro_batch_choice(8), *heap), is_short=True).peak
+        looking.evaluate((micro_batch_choice(8), *heap), is_short=True).peak
         for heap in ((), (Choice(technique="heap", options={"mapped_from": "never"}),))
     )
     beside_bytes = usual.high_bytes - int(1.15 * (usual.likely_bytes - usual.measured_bytes))
@@ -184,11 +184,11 @@ def test_a_plan_for_the_processor_says_what_of_its_budget_is_kept_back():
     plan = looking.plan()
     assert not plan.fits
     needed_bytes = plan.smallest_budget_bytes - 16 * MIB
-    assert plan.rungs[0].peak.high_bytes <= needed_bytes <= 1.02 * plan.rungs[0].peak.high_bytes
-    assert plan.openings
-    for opening in plan.openings:
-        opened_mib = -(-(opening.peak.high_bytes + 16 * MIB) // MIB)
-        assert opening.reason.startswith(f"would do with {opened_mib}MiB if the job had `allow: [")
+    assert plan.fallbacks[0].peak.high_bytes <= needed_bytes <= 1.02 * plan.fallbacks[0].peak.high_bytes
+    assert plan.lossy_alternatives
+    for alternative in plan.lossy_alternatives:
+        opened_mib = -(-(alternative.peak.high_bytes + 16 * MIB) // MIB)
+        assert alternative.reason.startswith(f"would do with {opened_mib}MiB if the job had `allow: [")
 
 
 def test_half_precision_that_is_chosen_is_what_the_prediction_is_of():

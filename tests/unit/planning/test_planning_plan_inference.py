@@ -10,7 +10,7 @@ import torch
 from plimsoll.device.cuda.gpus import find_gpu
 from plimsoll.device.speed import speed_of
 from plimsoll.errors import BudgetError, DeviceError, InputError
-from plimsoll.planning.plan_inference import _here, _host_room_bytes, plan_inference
+from plimsoll.planning.plan_inference import _here, _host_free_bytes, plan_inference
 from plimsoll.records.units import format_bytes
 from small_checkpoints import saved
 
@@ -82,17 +82,17 @@ def test_what_the_host_of_a_card_by_name_needs_is_said_as_not_checked(folders, l
     said = f"needs {format_bytes(plan.bytes_in('host'))} of the host's memory, which was not checked"
     assert plan.bytes_in("host")
     assert said in [one.text for one in plan.assumptions]
-    assert plan.host_room_bytes is None
+    assert plan.host_free_bytes is None
     assert not any("not checked" in one.text for one in planned(folders["wide"]).assumptions)
 
 
 def test_a_host_that_is_too_small_does_not_fit_and_what_would_does(folders, least, monkeypatch):
     # A machine with so little memory cannot be had here: what it has for weights is set, one block of four.
     block_bytes = next(part.num_bytes for part in planned(folders["wide"]).parts if part.name == "model.layers.0")
-    monkeypatch.setattr("plimsoll.planning.plan_inference._host_room_bytes", lambda device: block_bytes)
+    monkeypatch.setattr("plimsoll.planning.plan_inference._host_free_bytes", lambda device: block_bytes)
     below = planned(folders["wide"], least)
     assert not below.fits
-    assert below.host_room_bytes == below.bytes_in("host") == block_bytes
+    assert below.host_free_bytes == below.bytes_in("host") == block_bytes
     assert below.smallest_budget_bytes > least
     above = planned(folders["wide"], below.smallest_budget_bytes)
     assert above.fits
@@ -153,13 +153,13 @@ def test_weights_may_be_planned_in_another_type(folders):
 
 
 @pytest.mark.parametrize(
-    ("device", "room_bytes"), [("cuda", 2131 * MIB), ("cuda:1", 2131 * MIB), ("rtx3060", None), ("cudapod", None)]
+    ("device", "free_bytes"), [("cuda", 2131 * MIB), ("cuda:1", 2131 * MIB), ("rtx3060", None), ("cudapod", None)]
 )
-def test_the_host_of_a_gpu_that_is_here_has_what_the_process_leaves_of_it(device, room_bytes, monkeypatch):
+def test_the_host_of_a_gpu_that_is_here_has_what_the_process_leaves_of_it(device, free_bytes, monkeypatch):
     monkeypatch.setattr("plimsoll.planning.plan_inference._free_bytes", lambda: 4 << 30)
-    assert _host_room_bytes(device) == room_bytes
+    assert _host_free_bytes(device) == free_bytes
     monkeypatch.setattr("plimsoll.planning.plan_inference._free_bytes", lambda: 1 << 30)
-    assert _host_room_bytes(device) == (None if room_bytes is None else 0)
+    assert _host_free_bytes(device) == (None if free_bytes is None else 0)
 
 
 def test_on_the_processor_what_does_not_fit_is_on_disk_and_read_once_for_each_new_token(folders, monkeypatch):

@@ -210,10 +210,10 @@ TWICE = """
 import sys
 from plimsoll.records.job import Job
 from plimsoll.planning import predict_job as forecast
-from plimsoll.planning.dry_run import step as rehearse
+from plimsoll.planning.dry_run import step as dry_run
 
-traces, rehearse_job = [], rehearse.rehearse_job
-forecast.trace_of = lambda *given, **named: (traces.append(rehearse_job(*given, **named)) or traces[-1], False)
+traces, dry_run_job = [], dry_run.dry_run_job
+forecast.trace_of = lambda *given, **named: (traces.append(dry_run_job(*given, **named)) or traces[-1], False)
 fields = {"model": {"architecture": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}, "data": sys.argv[1]}
 job = forecast.Job.from_fields(fields | {"tokenizer": {"vocab_size": 300}, "sequence_length": 16, "batch_size": 4})
 for _ in range(2):
@@ -226,7 +226,7 @@ print(first.ops.name == second.ops.name, first.storages.num_bytes == second.stor
 @pytest.mark.cold
 @pytest.mark.long
 def test_the_first_prediction_of_a_process_is_that_of_the_second(tmp_path):
-    """What is imported in a rehearsal would not be told that it is none, and GPT-2 would build a mask."""
+    """What is imported in a dry run would not be told that it is none, and GPT-2 would build a mask."""
     text = tmp_path / "text.txt"
     text.write_text("a ship sails on the sea " * 200)
     done = run_program(TWICE, text)

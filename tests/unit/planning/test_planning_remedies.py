@@ -41,12 +41,12 @@ def test_a_job_that_fits_is_only_predicted():
     assert found.vocab_size == 8000
 
 
-@pytest.mark.parametrize("room_bytes", [0, -1])
-def test_a_job_fits_where_the_most_that_it_may_need_does(room_bytes):
+@pytest.mark.parametrize("free_bytes", [0, -1])
+def test_a_job_fits_where_the_most_that_it_may_need_does(free_bytes):
     """Its likely peak is far below both limits."""
     need_bytes = find_remedies(job(), device="rtx3060", limit_bytes=1000 * MIB).prediction.peak.high_bytes
-    found = find_remedies(job(), device="rtx3060", limit_bytes=need_bytes + room_bytes, most_seconds=-1.0)
-    assert bool(found.notes) == (room_bytes < 0)
+    found = find_remedies(job(), device="rtx3060", limit_bytes=need_bytes + free_bytes, most_seconds=-1.0)
+    assert bool(found.notes) == (free_bytes < 0)
 
 
 def test_the_vocabulary_is_the_model_s_own_where_that_is_larger_than_the_tokenizer_s(tmp_path):
@@ -75,14 +75,18 @@ def test_every_saving_is_predicted_and_lies_in_its_range(found):
 
 def test_the_mix_of_the_plan_is_offered_with_what_it_saves_and_what_it_costs(found):
     plan = plan_job(job(), device="rtx3060", limit_bytes=TIGHT_BYTES)
-    (mix,) = [one for one in found.remedies if one.choices == plan.choices]
-    before, after = plan.plain, plan.rungs[0]
+    (combination,) = [one for one in found.remedies if one.choices == plan.choices]
+    before, after = plan.plain, plan.fallbacks[0]
     savings = [
         getattr(before.peak, name) - getattr(after.peak, name) for name in ("likely_bytes", "low_bytes", "high_bytes")
     ]
-    assert (mix.saving_bytes, mix.saving_low_bytes, mix.saving_high_bytes) == (savings[0], min(savings), max(savings))
-    assert mix.step_time_factor == after.step_time.likely_seconds / before.step_time.likely_seconds
-    assert mix.text.startswith("the fastest mix")
+    assert (combination.saving_bytes, combination.saving_low_bytes, combination.saving_high_bytes) == (
+        savings[0],
+        min(savings),
+        max(savings),
+    )
+    assert combination.step_time_factor == after.step_time.likely_seconds / before.step_time.likely_seconds
+    assert combination.text.startswith("the fastest combination")
     assert found.notes == ()
 
 
@@ -135,18 +139,18 @@ def test_what_cannot_fit_names_the_smallest_budget_of_a_plan():
         f"{smallest_mib}.0 MiB (`--budget {smallest_mib}MiB`)."
     )
     assert [(one.fits, one.text) for one in found.remedies] == [
-        (False, "what needs least of all mixes that were looked at")
+        (False, "what needs least of all combinations that were looked at")
     ]
 
 
 @pytest.fixture
 def searching():
-    """Return a function that makes the search for remedies of a mix that is in force, inside a limit."""
+    """Return a function that makes the search for remedies of a combination that is in force, inside a limit."""
     with ExitStack() as stack:
 
         def begin(of, limit_bytes, *in_force):
             told = stack.enter_context(planner_of(of, "rtx3060", limit_bytes, ((), ()), None, None))
-            return _Search(told, of, limit_bytes, told.look_at_length(in_force or told.plain_choices))
+            return _Search(told, of, limit_bytes, told.evaluate_at_length(in_force or told.plain_choices))
 
         yield begin
 
@@ -158,8 +162,8 @@ def test_of_the_options_of_a_technique_the_weakest_that_fits_is_found(samples, s
     search = searching(of, need_bytes)
     offered = next(iter(search._offered()))
     assert offered == tuple(map(micro_batch_choice, (8, 6, 4, 3, 2, 1)))
-    look, choice = search._weakest_that_fits(offered)
-    assert (choice, look.need_bytes) == (micro_batch_choice(samples), need_bytes)
+    evaluation, choice = search._weakest_that_fits(offered)
+    assert (choice, evaluation.need_bytes) == (micro_batch_choice(samples), need_bytes)
 
 
 def test_what_is_in_force_or_goes_not_with_it_is_not_offered(searching):
@@ -254,8 +258,8 @@ def test_what_was_in_force():
     assert choices_in_force(plan, 1, 1) == (micro_batch_choice(1),)
     assert choices_in_force(plan, 7, 16) == (micro_batch_choice(4),)
     assert choices_in_force(plan, None, None) == (micro_batch_choice(8),)
-    rung = plan.rungs[0].model_copy(update={"choices": (micro_batch_choice(8), Choice(technique="heap"))})
-    mixed = plan.model_copy(update={"rungs": (rung,)})
+    fallback = plan.fallbacks[0].model_copy(update={"choices": (micro_batch_choice(8), Choice(technique="heap"))})
+    mixed = plan.model_copy(update={"fallbacks": (fallback,)})
     assert choices_in_force(mixed, 0, 2) == (micro_batch_choice(2), Choice(technique="heap"))
 
 

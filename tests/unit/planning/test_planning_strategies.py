@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from plimsoll.errors import InputError, JobError
-from plimsoll.planning.strategies import compare_ways
+from plimsoll.planning.strategies import compare_strategies
 from plimsoll.records.job import Job
 
 MIB = 1 << 20
@@ -13,31 +13,41 @@ BLOCKS = {"architecture": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}
 LSTM = {"architecture": "lstm", "embedding_size": 32, "hidden_size": 32}
 
 
-def ways_of(model, limit_mib=1000, **changes):
+def strategies_of(model, limit_mib=1000, **changes):
     fields = {"model": model, "data": "nowhere.txt", "tokenizer": {"vocab_size": 1000}}
     job = Job.from_fields(fields | {"sequence_length": 32, "batch_size": 4} | changes)
-    return {way.name: way for way in compare_ways(job, device="rtx3060", limit_bytes=limit_mib * MIB).ways}
+    return {
+        strategy.name: strategy
+        for strategy in compare_strategies(job, device="rtx3060", limit_bytes=limit_mib * MIB).strategies
+    }
 
 
 @pytest.fixture(scope="module")
 def of_blocks():
     pytest.importorskip("peft", reason="adapters are peft's")
-    return ways_of(BLOCKS)
+    return strategies_of(BLOCKS)
 
 
 @pytest.mark.slow
 def test_every_way_is_planned_with_what_it_is_called_for(of_blocks):
     bases = [
-        choice.options["base"] for way in of_blocks.values() for choice in way.choices if choice.technique == "lora"
+        choice.options["base"]
+        for strategy in of_blocks.values()
+        for choice in strategy.choices
+        if choice.technique == "lora"
     ]
     assert bases == ["kept", "int8", "nf4"]
     assert not any(choice.technique == "lora" for choice in of_blocks["full"].choices)
-    assert all(way.fits and way.peak.likely_bytes <= 1000 * MIB for way in of_blocks.values() if not way.impossible)
+    assert all(
+        strategy.fits and strategy.peak.likely_bytes <= 1000 * MIB
+        for strategy in of_blocks.values()
+        if not strategy.impossible
+    )
     assert of_blocks["LoRA, base of 4 bits"].how == "--set 'allow=[lora]' --pin 'lora(base=nf4)'"
 
 
 def test_without_blocks_adapters_are_impossible_and_the_reason_is_said():
-    found = ways_of(LSTM)
+    found = strategies_of(LSTM)
     assert found["full"].fits
     assert "is not a model of transformers" in found["LoRA"].impossible
     assert not found["LoRA"].fits
@@ -46,11 +56,11 @@ def test_without_blocks_adapters_are_impossible_and_the_reason_is_said():
 
 def test_what_is_wrong_with_the_job_is_an_error_and_no_way():
     with pytest.raises(JobError, match="embed_dim"):
-        ways_of(BLOCKS | {"n_embd": 65})
+        strategies_of(BLOCKS | {"n_embd": 65})
 
 
 def test_a_way_says_what_it_changes_and_how_to_ask_for_it():
-    found = ways_of(LSTM, allow=["adafactor"])
+    found = strategies_of(LSTM, allow=["adafactor"])
     assert list(found) == [
         "full", "full, weights streamed", "LoRA", "LoRA, base of 8 bits", "LoRA, base of 4 bits"
     ]  # fmt: skip
@@ -66,9 +76,11 @@ def test_each_way_is_told_of_when_it_is_done_and_what_is_done_for_it_by_its_name
     told, progress = [], []
     fields = {"model": LSTM, "data": "nowhere.txt", "tokenizer": {"vocab_size": 1000}, "sequence_length": 32}
     job = Job.from_fields(fields | {"batch_size": 4, "allow": ["lora"]})
-    ways = compare_ways(job, device="rtx3060", limit_bytes=1000 * MIB, on_way=told.append, progress=progress.append)
-    assert tuple(told) == ways.ways
-    assert ways.limit_bytes == 1000 * MIB
+    strategies = compare_strategies(
+        job, device="rtx3060", limit_bytes=1000 * MIB, on_strategy=told.append, progress=progress.append
+    )
+    assert tuple(told) == strategies.strategies
+    assert strategies.limit_bytes == 1000 * MIB
     assert progress[0].startswith("full: tracing: ")
 
 
@@ -78,4 +90,4 @@ def test_a_model_that_fails_is_an_error_and_no_way(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "without_a_loss", raising=False)
     with pytest.raises(InputError, match="the model of this job fails in the"):
-        ways_of("without_a_loss:model")
+        strategies_of("without_a_loss:model")

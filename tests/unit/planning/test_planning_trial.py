@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from plans_to_try import MIB, plan_of, rung
+from plans_to_try import MIB, configuration, plan_of
 from plimsoll.planning import calibration, trial
 from plimsoll.planning.calibration import known_calibration
 from plimsoll.planning.search.reasons import told_of
 from plimsoll.planning.trial import try_plan
-from plimsoll.records.plan import Candidate, Choice, OffDevice, Plan, Rejected, Rung, Trial
+from plimsoll.records.plan import Candidate, Choice, Configuration, OffDevice, Plan, Rejected, Trial
 from plimsoll.records.run import RunRecord
 from plimsoll.step.failpoints import armed
 from plimsoll.step.train_step import TrainStep
@@ -40,11 +40,11 @@ def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_MOST_SECONDS", {"cpu": 1e4, "cuda": 1e4})
 
 
-def step_of(case: Case, rungs: tuple[Rung, ...], make=None, **options: object) -> TrainStep:
+def step_of(case: Case, fallbacks: tuple[Configuration, ...], make=None, **options: object) -> TrainStep:
     model, optimizer = case.fresh()
     if make is not None:
         optimizer = make(model.parameters())
-    return TrainStep(model, optimizer, units=case.units, rungs=rungs, **({"clip_norm": 1.0} | options))
+    return TrainStep(model, optimizer, units=case.units, fallbacks=fallbacks, **({"clip_norm": 1.0} | options))
 
 
 def trained(
@@ -76,7 +76,14 @@ def nesterov(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
 
 
-CUT = (rung(4), rung(8, FUSED), rung(2, RECOMPUTED), rung(4, ON_DISK), rung(8, PARAMETERS), rung(3, KEPT))
+CUT = (
+    configuration(4),
+    configuration(8, FUSED),
+    configuration(2, RECOMPUTED),
+    configuration(4, ON_DISK),
+    configuration(8, PARAMETERS),
+    configuration(3, KEPT),
+)
 
 
 @pytest.mark.parametrize("num_before", [0, 2])
@@ -84,11 +91,15 @@ CUT = (rung(4), rung(8, FUSED), rung(2, RECOMPUTED), rung(4, ON_DISK), rung(8, P
     ("case", "make", "tried"),
     [
         (GPT2, None, CUT),
-        (LSTM, None, (rung(8), rung(4, ON_DISK), rung(3, KEPT))),
-        (CNN, None, (rung(8), rung(8, FUSED), rung(8, KEPT))),  # BatchNorm keeps its batches whole
-        (GPT2, nesterov, (rung(8), rung(4))),
-        (LSTM, torch.optim.Adagrad, (rung(8), rung(2, ON_DISK))),
-        (LSTM, Remembering, (rung(8), rung(4))),
+        (LSTM, None, (configuration(8), configuration(4, ON_DISK), configuration(3, KEPT))),
+        (
+            CNN,
+            None,
+            (configuration(8), configuration(8, FUSED), configuration(8, KEPT)),
+        ),  # BatchNorm keeps its batches whole
+        (GPT2, nesterov, (configuration(8), configuration(4))),
+        (LSTM, torch.optim.Adagrad, (configuration(8), configuration(2, ON_DISK))),
+        (LSTM, Remembering, (configuration(8), configuration(4))),
     ],
     ids=["gpt2", "lstm", "cnn", "nesterov", "adagrad", "own"],
 )
@@ -106,8 +117,8 @@ def test_a_training_has_the_same_bits_as_without_a_trial(case, make, tried, num_
     other = step_of(case, (first,), make)
     for batch in case.batches()[:num_before]:
         other(batch)
-    other._rungs.exchange(plan.rungs)
-    other.ladder = None
+    other._fallbacks.exchange(plan.fallbacks)
+    other.fallback_schedule = None
     losses, weights, draws = trained(other, case)
     assert (found[0], found[2]) == (losses, draws)
     assert found[1].keys() == weights.keys()
@@ -127,7 +138,7 @@ def test_updates_in_backward_and_what_a_model_keeps_in_python_or_writes_into_its
             return self.lstm(**batch)
 
     case = Case("counting", Counting, LSTM.data, LSTM.units)
-    first, others = rung(8, EARLY), [rung(4), rung(8)]
+    first, others = configuration(8, EARLY), [configuration(4), configuration(8)]
     step = step_of(case, (first,), clip_norm=None)
     batch, as_it_was = case.batches()[0], case.batches()[0]
     plan = try_plan(step, plan_of(first, *others), batch)
@@ -136,45 +147,47 @@ def test_updates_in_backward_and_what_a_model_keeps_in_python_or_writes_into_its
     assert step.workload.model.calls == []
     assert (step.num_steps, step.workload.optimizer.state) == (0, {})
     losses = trained(step, case)[0]
-    assert trained(step_of(case, plan.rungs, clip_norm=None), case)[0] == losses
+    assert trained(step_of(case, plan.fallbacks, clip_norm=None), case)[0] == losses
 
 
 def test_a_schedule_is_where_it_was():
     model, optimizer = LSTM.fresh()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-    step = TrainStep(model, optimizer, units="next-tokens", rungs=(rung(8),), schedule=schedule)
+    step = TrainStep(model, optimizer, units="next-tokens", fallbacks=(configuration(8),), schedule=schedule)
     before = schedule.state_dict()
-    try_plan(step, plan_of(rung(8), rung(4)), LSTM.batches()[0])
+    try_plan(step, plan_of(configuration(8), configuration(4)), LSTM.batches()[0])
     assert schedule.state_dict() == before
     assert optimizer.param_groups[0]["lr"] == 1e-2
 
 
 def test_the_fastest_that_was_measured_is_in_force_and_what_needs_less_is_behind_it():
-    slow, fast = rung(1, KEPT, mib=90, seconds=1.0), rung(8, mib=100, seconds=1.2)
-    behind = (rung(4, mib=60, seconds=1.5), rung(1, mib=30, seconds=3.0))
-    step = paced(rungs=(slow, *behind))
+    slow, fast = configuration(1, KEPT, mib=90, seconds=1.0), configuration(8, mib=100, seconds=1.2)
+    behind = (configuration(4, mib=60, seconds=1.5), configuration(1, mib=30, seconds=3.0))
+    step = paced(fallbacks=(slow, *behind))
     about, numerics = told_of(["heap", "micro_batch"], is_whole=False)
     plan = plan_of(slow, fast, fallbacks=behind).model_copy(update={"about": about, "numerics": numerics})
     plan = try_plan(step, plan, BATCH)
-    assert plan.rungs == (fast, slow, *behind)
+    assert plan.fallbacks == (fast, slow, *behind)
     assert (plan.about, plan.numerics) == told_of(["heap", "micro_batch"], is_whole=True)
     assert plan.measured_seconds == plan.trial.tried[1].measured_seconds
     assert [one.outcome for one in plan.trial.tried] == ["slower", "fastest"]
     assert [one.predicted_seconds for one in plan.trial.tried] == [1.0, 1.2]
     assert plan.candidates == ()
-    assert (step.rung, step(BATCH).micro_batch) == (0, 8)
+    assert (step.fallback, step(BATCH).micro_batch) == (0, 8)
 
 
 @pytest.mark.parametrize("wins", [True, False])
 def test_what_was_rejected_is_compared_with_the_plan_in_force_alone(wins):
-    slow, fast = rung(1, KEPT, mib=90), rung(8)
+    slow, fast = configuration(1, KEPT, mib=90), configuration(8)
     first, other = (fast, slow) if wins else (slow, fast)
-    other_mix, reason = rung(2, seconds=1.5), "slower: 1.5 s a step against 1 s"
-    slower = Rejected(choices=other_mix.choices, reason=reason, step_time=other_mix.step_time, is_compared=True)
-    large = Rejected(choices=rung(4).choices, reason="needs up to 2.0 GiB, more than 1.0 GiB")
+    other_combination, reason = configuration(2, seconds=1.5), "slower: 1.5 s a step against 1 s"
+    slower = Rejected(
+        choices=other_combination.choices, reason=reason, step_time=other_combination.step_time, is_compared=True
+    )
+    large = Rejected(choices=configuration(4).choices, reason="needs up to 2.0 GiB, more than 1.0 GiB")
     plan = plan_of(first, other).model_copy(update={"rejected": (slower, large)})
-    plan = try_plan(paced(rungs=(first,)), plan, BATCH)
-    assert plan.rungs[0] == fast
+    plan = try_plan(paced(fallbacks=(first,)), plan, BATCH)
+    assert plan.fallbacks[0] == fast
     said = reason if wins else "not tried: 1.5 s a step predicted"
     assert [one.reason for one in plan.rejected] == [said, large.reason]
 
@@ -187,11 +200,11 @@ def test_what_was_rejected_is_compared_with_the_plan_in_force_alone(wins):
     ],
 )
 def test_what_would_not_be_worth_it_is_left_out(changes, num_steps, reason):
-    step = paced(rungs=(rung(8),))
-    plan = plan_of(rung(8), rung(4)).model_copy(update=changes)
+    step = paced(fallbacks=(configuration(8),))
+    plan = plan_of(configuration(8), configuration(4)).model_copy(update=changes)
     tried = try_plan(step, plan, BATCH, num_steps=num_steps)
     assert tried.trial == Trial(left_out=reason)
-    assert tried.rungs == plan.rungs
+    assert tried.fallbacks == plan.fallbacks
     assert step.workload.model.training
 
 
@@ -207,22 +220,29 @@ def test_a_model_whose_state_cannot_be_put_back_is_not_tried():
     model = Reading()
     step = TrainStep(
         model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch), units="samples",
-        rungs=(rung(8), rung(8, FUSED, mib=50)), never_cut=True,
+        fallbacks=(configuration(8), configuration(8, FUSED, mib=50)), never_cut=True,
     )  # fmt: skip
-    plan = try_plan(step, plan_of(rung(8), rung(8, KEPT), fallbacks=(rung(8, FUSED, mib=50),)), BATCH)
+    plan = try_plan(
+        step, plan_of(configuration(8), configuration(8, KEPT), fallbacks=(configuration(8, FUSED, mib=50),)), BATCH
+    )
     assert "is an iterator, whose position cannot be put back" in plan.trial.left_out
     assert next(rows) == 0
-    assert plan.rungs == (rung(8), rung(8, FUSED, mib=50))
-    assert len(step._rungs.sizes) == 2
+    assert plan.fallbacks == (configuration(8), configuration(8, FUSED, mib=50))
+    assert len(step._fallbacks.sizes) == 2
 
 
 def test_nothing_more_is_begun_when_the_time_is_over(monkeypatch):
     monkeypatch.setattr(trial, "_MOST_SECONDS", {"cpu": 1e-9})
     monkeypatch.setattr(trial, "_MOST_STEPS", 0)
     said = []
-    plan = try_plan(paced(rungs=(rung(8),)), plan_of(rung(8), rung(4), rung(2)), BATCH, progress=said.append)
+    plan = try_plan(
+        paced(fallbacks=(configuration(8),)),
+        plan_of(configuration(8), configuration(4), configuration(2)),
+        BATCH,
+        progress=said.append,
+    )
     assert [one.outcome for one in plan.trial.tried] == ["fastest", "not tried", "not tried"]
-    assert plan.rungs == (rung(8),)
+    assert plan.fallbacks == (configuration(8),)
     assert said == [f"trying plans: {number} of 3, micro_batch={size}" for number, size in ((1, 8), (2, 4), (3, 2))]
 
 
@@ -234,7 +254,7 @@ from plimsoll.step.train_step import TrainStep
 from plimsoll.planning.trial import try_plan
 from plimsoll.techniques import cuda_graph
 sys.path[:0] = sys.argv[1:2]
-from plans_to_try import plan_of, rung
+from plans_to_try import plan_of, configuration
 
 torch.set_num_threads(1)
 
@@ -247,25 +267,25 @@ class Model(nn.Module):
         hidden = nn.functional.dropout(self.embedding(ids), 0.1)
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
 
-def step_of(rungs):
+def step_of(fallbacks):
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    return TrainStep(model, optimizer, lambda model, ids: model(ids), units="samples", rungs=rungs, recut_loss=True)
+    return TrainStep(model, optimizer, lambda model, ids: model(ids), units="samples", fallbacks=fallbacks, recut_loss=True)
 
 ids = torch.randint(0, 8000, (32, 256), generator=torch.Generator().manual_seed(0))
 backend = backend_for("cpu")
-step_of((rung(1),))(ids[:2])  # imports and starts what a step needs
-whole, most, few = rung(32, mib=200), rung(30, mib=199), rung(2, mib=40)
+step_of((configuration(1),))(ids[:2])  # imports and starts what a step needs
+whole, most, few = configuration(32, mib=200), configuration(30, mib=199), configuration(2, mib=40)
 step = step_of((whole, few))
 with plimsoll.limited(backend.use().used_bytes + (120 << 20)):  # the logits of the whole batch take 250 MiB
     plan = try_plan(step, plan_of(whole, most, few), ids)
     results = [step(ids) for _ in range(2)]
-plain = step_of(plan.rungs)
+plain = step_of(plan.fallbacks)
 print(json.dumps({
     "outcomes": [one.outcome for one in plan.trial.tried], "why": plan.trial.tried[0].why,
     "sizes": [result.micro_batch for result in results], "num_ooms": sum(len(result.oom_events) for result in results),
-    "rungs": [one.micro_batch for one in plan.rungs],
+    "fallbacks": [one.micro_batch for one in plan.fallbacks],
     "is_same": [result.loss for result in results] == [plain(ids).loss for _ in range(2)],
 }))
 """
@@ -278,14 +298,14 @@ def test_what_runs_out_of_memory_is_struck_before_the_training_with_what_would_n
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("why").startswith("memory ran out in the ")
     assert found == {
-        "outcomes": ["ran out", "struck", "fastest"], "sizes": [2, 2], "num_ooms": 0, "rungs": [2], "is_same": True,
+        "outcomes": ["ran out", "struck", "fastest"], "sizes": [2, 2], "num_ooms": 0, "fallbacks": [2], "is_same": True,
     }  # fmt: skip
 
 
 def made_up(*found: tuple[float | None, float, str]) -> list[trial._Found]:
     """Seconds, noise and outcome of candidates."""
     return [
-        trial._Found(Candidate(rung=rung(number + 1)), outcome, seconds, noise)
+        trial._Found(Candidate(configuration=configuration(number + 1)), outcome, seconds, noise)
         for number, (seconds, noise, outcome) in enumerate(found)
     ]
 
@@ -310,7 +330,7 @@ def test_the_plan_stays_unless_another_is_faster_by_more_than_noise(found, faste
 @pytest.mark.parametrize(("seconds", "one", "expected"), [(5.0, 3.0, 17.0), (5.0, 5.5, 20.0), (5.0, 5.0, 20.0)])
 def test_one_pass_that_was_held_up_makes_no_step_shorter(seconds, one, expected):
     """Two of 8 pieces of 2 s with an update of 1 s. Where one took longer than both, nothing is known of either."""
-    assert trial._of_all_pieces(8, 2, seconds, one) == pytest.approx(expected)
+    assert trial._of_all_chunks(8, 2, seconds, one) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("held_up", [0, 1, 2, 3, 4])
@@ -318,16 +338,16 @@ def test_a_pass_that_is_held_up_hardly_changes_the_time_of_a_step(monkeypatch, h
     """The least of several passes counts, of one piece and of several: an update of 1 s and 8 pieces of 2 s each."""
     done = []
 
-    def seconds_of(_tries, _rung, num_pieces, is_first=False):
-        done.append(num_pieces)
-        return 1.0 + 2.0 * num_pieces + 10.0 * (len(done) - 2 == held_up)  # the first one warms up
+    def seconds_of(_tries, _fallback, num_micro_batches, is_first=False):
+        done.append(num_micro_batches)
+        return 1.0 + 2.0 * num_micro_batches + 10.0 * (len(done) - 2 == held_up)  # the first one warms up
 
     monkeypatch.setattr(trial._Tries, "_seconds_of", seconds_of)
     monkeypatch.setattr(trial._Tries, "_undone", lambda _tries: nullcontext())
     monkeypatch.setattr(trial.time, "perf_counter", lambda: 0.0)
-    tries = trial._Tries(paced(rungs=(rung(1),)), plan_of(rung(1)), BATCH, lambda text: None)
+    tries = trial._Tries(paced(fallbacks=(configuration(1),)), plan_of(configuration(1)), BATCH, lambda text: None)
     tries._ends = 60.0
-    assert tries._timed(rung(1), num_left=1)[0] == pytest.approx(17.0)
+    assert tries._timed(configuration(1), num_left=1)[0] == pytest.approx(17.0)
 
 
 @pytest.mark.parametrize(("room_seconds", "most"), [(1e6, 8), (100.0, 4), (9.0, 2), (0.0, 2)])
@@ -335,17 +355,17 @@ def test_the_time_of_a_whole_step_follows_from_that_of_a_part(monkeypatch, room_
     """An update of 1 s and 8 pieces of 2 s each; 50 passes of one piece would be room for all of them."""
     done = []
 
-    def seconds_of(_tries, _rung, num_pieces, is_first=False):
-        done.append(num_pieces)
-        return 1.0 + 2.0 * num_pieces
+    def seconds_of(_tries, _fallback, num_micro_batches, is_first=False):
+        done.append(num_micro_batches)
+        return 1.0 + 2.0 * num_micro_batches
 
     monkeypatch.setattr(trial._Tries, "_seconds_of", seconds_of)
     monkeypatch.setattr(trial._Tries, "_undone", lambda _tries: nullcontext())
     monkeypatch.setattr(trial.time, "perf_counter", lambda: 0.0)
-    tries = trial._Tries(paced(rungs=(rung(1),)), plan_of(rung(1)), BATCH, lambda text: None)
-    monkeypatch.setattr(trial, "_MOST_PIECES", 4)
+    tries = trial._Tries(paced(fallbacks=(configuration(1),)), plan_of(configuration(1)), BATCH, lambda text: None)
+    monkeypatch.setattr(trial, "_MOST_CHUNKS", 4)
     tries._ends = room_seconds or 1e-9
-    seconds, noise_seconds = tries._timed(rung(1), num_left=1)
+    seconds, noise_seconds = tries._timed(configuration(1), num_left=1)
     assert seconds == pytest.approx(17.0)
     assert noise_seconds <= 0.01 * seconds + 1e-9
     assert max(done) == (8 if room_seconds / 3.0 >= 8 else most)
@@ -353,33 +373,37 @@ def test_the_time_of_a_whole_step_follows_from_that_of_a_part(monkeypatch, room_
 
 @pytest.mark.parametrize(("limit_mib", "outcomes"), [(1 << 20, ["slower", "fastest"]), (1, ["fastest", "too near"])])
 def test_what_may_not_fit_is_taken_only_if_it_was_measured_clearly_below_the_limit(limit_mib, outcomes):
-    first, wide = rung(1, mib=1), rung(8, mib=2 * limit_mib)
-    step = paced(rungs=(first,))
+    first, wide = configuration(1, mib=1), configuration(8, mib=2 * limit_mib)
+    step = paced(fallbacks=(first,))
     plan = plan_of(first, wide).model_copy(update={"limit_bytes": limit_mib * MIB})
     plan = try_plan(step, plan, BATCH)
     assert [one.outcome for one in plan.trial.tried] == outcomes
-    assert plan.rungs == ((wide, first) if outcomes[1] == "fastest" else (first,))
+    assert plan.fallbacks == ((wide, first) if outcomes[1] == "fastest" else (first,))
     if outcomes[1] == "too near":
         assert " of 1.0 MiB, and a long run may take more" in plan.trial.tried[1].why
 
 
 def test_where_nothing_holds_the_training_begins_with_a_fallback():
-    first, other, behind = rung(8), rung(4, mib=90), (rung(2, mib=60), rung(1, mib=30))
-    step = paced(rungs=(first, *behind))
+    first, other, behind = (
+        configuration(8),
+        configuration(4, mib=90),
+        (configuration(2, mib=60), configuration(1, mib=30)),
+    )
+    step = paced(fallbacks=(first, *behind))
     of_the_first = {"time_factor": 7.0, "off_device": OffDevice(kept_bytes=MIB, moved_bytes=MIB)}
     plan = plan_of(first, other, fallbacks=behind).model_copy(update=of_the_first)
     with armed("forward", 1, 2):
         plan = try_plan(step, plan, BATCH)
     assert {one.outcome for one in plan.trial.tried} <= {"ran out", "struck"}
-    assert set(plan.rungs) <= set(behind)
+    assert set(plan.fallbacks) <= set(behind)
     assert (plan.prediction, plan.time_factor, plan.off_device) == (None, 1.0, None)  # not those of the first
-    assert step(BATCH).micro_batch == plan.rungs[0].micro_batch
+    assert step(BATCH).micro_batch == plan.fallbacks[0].micro_batch
 
 
-def run_of(new_run, *candidates: Rung, **changes: object):
+def run_of(new_run, *candidates: Configuration, **changes: object):
     """A run directory whose plan has the whole batch in force."""
     directory = new_run(**({"steps": 3} | changes))
-    plan_of(rung(8), *candidates, fallbacks=(rung(2, mib=50),)).save(directory.plan)
+    plan_of(configuration(8), *candidates, fallbacks=(configuration(2, mib=50),)).save(directory.plan)
     return directory
 
 
@@ -389,14 +413,14 @@ def test_a_run_tries_its_plan_before_the_first_step_and_keeps_what_it_found(new_
     monkeypatch.setattr(
         calibration, "_MOST_RATIO", 1e9
     )  # and a step of a millisecond is learned where 1 s was predicted
-    directory = run_of(new_run, rung(4, mib=80), rung(8, FUSED, mib=90))
+    directory = run_of(new_run, configuration(4, mib=80), configuration(8, FUSED, mib=90))
     train_here(directory, quiet=False)
     plan = Plan.load(directory.plan)
     assert plan.trial is not None
     fastest = next(one for one in plan.trial.tried if one.outcome == "fastest")
     assert plan.choices == fastest.choices
     record = RunRecord.from_directory(directory.path)
-    assert (record.plan, [step.micro_batch for step in record.steps]) == (plan, [plan.rungs[0].micro_batch] * 3)
+    assert (record.plan, [step.micro_batch for step in record.steps]) == (plan, [plan.fallbacks[0].micro_batch] * 3)
     assert "the fastest of 3 plans" in capsys.readouterr().err
     target = known_calibration().targets["cpu"]
     assert set(target.step_ratios) == {"", "optimizer_kernel"}
@@ -408,10 +432,10 @@ def test_a_run_tries_its_plan_before_the_first_step_and_keeps_what_it_found(new_
 @pytest.mark.parametrize("options", [{"trial": False}, {"restarts": 1, "resume_newest": True}, {}])
 def test_a_run_that_is_not_to_be_tried_begins_with_its_plan(new_run, options):
     """As it was told, after the death of its process, and where it has too few steps."""
-    directory = run_of(new_run, rung(4))
+    directory = run_of(new_run, configuration(4))
     train_here(directory, **options)
     plan = Plan.load(directory.plan)
-    assert plan.choices == rung(8).choices
+    assert plan.choices == configuration(8).choices
     assert (plan.trial is None) == bool(options)
     assert options or plan.trial.left_out.startswith("in 3 steps of about 1.0 s it would hardly gain what it takes")
     assert [step.micro_batch for step in RunRecord.from_directory(directory.path).steps] == [8] * 3
@@ -426,7 +450,9 @@ def test_on_a_gpu_a_training_has_the_same_bits_as_without_a_trial(case, monkeypa
     try:
         on_host = Choice(technique="optimizer_offload", options={"to": "host"})
         cuts = (8, 4) if case is GPT2 else (8,)
-        first, *others = (rung(size, *mix) for size in cuts for mix in ((), (FUSED,), (on_host,)))
+        first, *others = (
+            configuration(size, *combination) for size in cuts for combination in ((), (FUSED,), (on_host,))
+        )
         on_cuda = replace(
             case, build=lambda: case.build().cuda(), data=lambda: {key: one.cuda() for key, one in case.data().items()}
         )
@@ -435,7 +461,7 @@ def test_on_a_gpu_a_training_has_the_same_bits_as_without_a_trial(case, monkeypa
         assert all(one.measured_seconds for one in plan.trial.tried), plan.trial
         found = trained(step, on_cuda)
         step.close()
-        losses, weights, draws = trained(step_of(on_cuda, plan.rungs), on_cuda)
+        losses, weights, draws = trained(step_of(on_cuda, plan.fallbacks), on_cuda)
         assert (found[0], found[2]) == (losses, draws)
         assert all(torch.equal(found[1][name], tensor) for name, tensor in weights.items())
     finally:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from plans_to_try import plan_of, rung
+from plans_to_try import configuration, plan_of
 from plimsoll.planning import trial
 from plimsoll.planning.trial import try_plan
 from plimsoll.step.train_step import TrainStep
@@ -74,11 +74,13 @@ class Writing(nn.Module):
         return [one.detach().clone() for one in tensors], [*self.log], self.array.copy(), self.num_calls
 
 
-def step_of(kind, num_samples, rungs):
+def step_of(kind, num_samples, fallbacks):
     torch.manual_seed(0)
     model = Writing(kind, num_samples)
     trained = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1e-3, momentum=0.9)
-    return TrainStep(model, trained, lambda model, batch: model(batch), units="samples", rungs=rungs, recut_loss=True)
+    return TrainStep(
+        model, trained, lambda model, batch: model(batch), units="samples", fallbacks=fallbacks, recut_loss=True
+    )
 
 
 def require_same_state(found, expected):
@@ -93,13 +95,13 @@ def require_same_state(found, expected):
     "kind", ["buffer", "attribute", "frozen", "uncounted", "moved", "another", "list", "dict", "log", "array"]
 )
 def test_what_a_late_pass_writes_is_put_back(kind, num_samples):
-    step = step_of(kind, num_samples, (rung(8),))
+    step = step_of(kind, num_samples, (configuration(8),))
     before = step.workload.model.state()
-    plan = try_plan(step, plan_of(rung(8), rung(4)), BATCH)
+    plan = try_plan(step, plan_of(configuration(8), configuration(4)), BATCH)
     assert all(one.measured_seconds for one in plan.trial.tried), plan.trial
     require_same_state(step.workload.model.state(), before)
     found = [step(BATCH).loss for _ in range(4)]
-    plain = step_of(kind, num_samples, plan.rungs)
+    plain = step_of(kind, num_samples, plan.fallbacks)
     assert found == [plain(BATCH).loss for _ in range(4)]
     require_same_state(step.workload.model.state(), plain.workload.model.state())
 
@@ -108,19 +110,19 @@ def test_what_a_late_pass_writes_is_put_back(kind, num_samples):
 @pytest.mark.parametrize("kind", ["iterator", "large array"])
 def test_what_could_not_be_put_back_is_not_tried(kind, num_samples):
     """Although a step before has left it as it was."""
-    step = step_of(kind, num_samples, (rung(8),))
+    step = step_of(kind, num_samples, (configuration(8),))
     step(BATCH)
     before = step.workload.model.state()
-    plan = try_plan(step, plan_of(rung(8), rung(4)), BATCH)
+    plan = try_plan(step, plan_of(configuration(8), configuration(4)), BATCH)
     assert ("rows is an iterator" if kind == "iterator" else "array cannot be copied") in plan.trial.left_out
-    assert (plan.rungs, plan.trial.tried) == ((rung(8),), ())
+    assert (plan.fallbacks, plan.trial.tried) == ((configuration(8),), ())
     require_same_state(step.workload.model.state(), before)
     assert kind != "iterator" or next(step.workload.model.rows) == 0
 
 
 def test_more_than_can_be_copied_in_a_moment_is_not_tried(monkeypatch):
     monkeypatch.setattr(trial, "_MOST_COPIED_BYTES", {"cpu": 1 << 20})
-    step = step_of("attribute", 8, (rung(8),))
-    plan = try_plan(step, plan_of(rung(8), rung(4)), BATCH)
+    step = step_of("attribute", 8, (configuration(8),))
+    plan = try_plan(step, plan_of(configuration(8), configuration(4)), BATCH)
     assert "MiB of tensors and put them back would take longer" in plan.trial.left_out
     assert step.workload.model.num_calls == 0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from op_tapes import OpTape
-from plans_to_try import plan_of, rung
+from plans_to_try import configuration, plan_of
 from plimsoll.errors import InputError, PlimsollWarning, TornStepError
 from plimsoll.planning import trial
 from plimsoll.planning.trial import try_plan
@@ -40,11 +40,11 @@ class Fussy(Paced):
         return super().forward(inputs)
 
 
-def fussy(rungs, num_samples, error):
+def fussy(fallbacks, num_samples, error):
     model = Fussy(num_samples, error)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return TrainStep(
-        model, optimizer, lambda model, batch: model(batch), units="samples", rungs=rungs, recut_loss=True
+        model, optimizer, lambda model, batch: model(batch), units="samples", fallbacks=fallbacks, recut_loss=True
     )  # fmt: skip
 
 
@@ -54,20 +54,20 @@ def fussy(rungs, num_samples, error):
     ids=["ours", "another"],
 )
 def test_what_fails_by_itself_is_left_to_the_others(error, why):
-    step = fussy((rung(8),), 8, error)
-    plan = try_plan(step, plan_of(rung(8), rung(4)), BATCH)
+    step = fussy((configuration(8),), 8, error)
+    plan = try_plan(step, plan_of(configuration(8), configuration(4)), BATCH)
     assert [one.outcome for one in plan.trial.tried] == ["fastest", "failed"]
     assert plan.trial.tried[1].why == why
-    assert plan.rungs == (rung(8),)
+    assert plan.fallbacks == (configuration(8),)
     assert step(BATCH).micro_batch == 8
 
 
 def test_where_all_fail_without_a_shortage_the_plan_stays_and_the_training_says_why():
-    rungs = rung(8), rung(4, mib=60)
-    step = fussy(rungs, -1, ValueError("too few"))
-    plan = try_plan(step, plan_of(*rungs[:1], rung(3), fallbacks=rungs[1:]), BATCH)
+    fallbacks = configuration(8), configuration(4, mib=60)
+    step = fussy(fallbacks, -1, ValueError("too few"))
+    plan = try_plan(step, plan_of(*fallbacks[:1], configuration(3), fallbacks=fallbacks[1:]), BATCH)
     assert [(one.outcome, one.why) for one in plan.trial.tried] == [("failed", "ValueError: too few")] * 2
-    assert plan.rungs == rungs
+    assert plan.fallbacks == fallbacks
     with pytest.raises(ValueError, match="too few"):
         step(BATCH)
 
@@ -77,13 +77,13 @@ def test_a_loss_that_an_update_made_infinite_counts_against_no_candidate():
     torch.manual_seed(0)
     model = nn.Linear(16, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
-    first, behind = rung(8), (rung(2, mib=60), rung(1, mib=30))
+    first, behind = configuration(8), (configuration(2, mib=60), configuration(1, mib=30))
     step = TrainStep(
-        model, optimizer, lambda model, batch: model(batch).square().mean(), units="samples", rungs=(first, *behind),
+        model, optimizer, lambda model, batch: model(batch).square().mean(), units="samples", fallbacks=(first, *behind),
         recut_loss=True,
     )  # fmt: skip
     before = [one.detach().clone() for one in model.parameters()]
-    plan = try_plan(step, plan_of(first, rung(4, mib=80), fallbacks=behind), 40 * torch.randn(64, 16))
+    plan = try_plan(step, plan_of(first, configuration(4, mib=80), fallbacks=behind), 40 * torch.randn(64, 16))
     assert sorted(one.outcome for one in plan.trial.tried) == ["fastest", "slower"]
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -99,35 +99,37 @@ class Stubborn:
 
 
 def test_a_candidate_that_cannot_be_undone_does_not_count_as_failed():
-    step = paced(rungs=(rung(8),), extra_state=[Stubborn()])
+    step = paced(fallbacks=(configuration(8),), extra_state=[Stubborn()])
     with pytest.raises(TornStepError, match=r"not put back \(ValueError: no way back\): reload the last checkpoint"):
-        try_plan(step, plan_of(rung(8), rung(4)), BATCH)
+        try_plan(step, plan_of(configuration(8), configuration(4)), BATCH)
 
 
 def test_what_the_undo_could_not_put_back_is_named(monkeypatch):
     """As far as it is not among what a trial has copied."""
-    step = paced(rungs=(rung(8),))
+    step = paced(fallbacks=(configuration(8),))
     monkeypatch.setattr(step._retry.undo, "moved_iterators", lambda: ["model.rows"])
     monkeypatch.setattr(step._retry, "observed", step._retry.undo.observed)
     with pytest.raises(TornStepError, match=r"has changed the position of model\.rows for good: reload"):
-        try_plan(step, plan_of(rung(8), rung(4)), BATCH)
+        try_plan(step, plan_of(configuration(8), configuration(4)), BATCH)
 
 
 def test_an_interrupt_leaves_the_rungs_of_the_plan_in_force():
-    rungs = rung(8), rung(4, mib=50), rung(1, mib=30)
-    step = fussy(rungs, 8, KeyboardInterrupt())
+    fallbacks = configuration(8), configuration(4, mib=50), configuration(1, mib=30)
+    step = fussy(fallbacks, 8, KeyboardInterrupt())
     before = [one.detach().clone() for one in step.workload.model.parameters()]
     with pytest.raises(KeyboardInterrupt):
-        try_plan(step, plan_of(rung(8), rung(3, mib=90), fallbacks=rungs[1:]), BATCH)
-    assert [size.samples for size in step._rungs.sizes] == [8, 4, 1]
+        try_plan(step, plan_of(configuration(8), configuration(3, mib=90), fallbacks=fallbacks[1:]), BATCH)
+    assert [size.samples for size in step._fallbacks.sizes] == [8, 4, 1]
     assert all(map(torch.equal, before, step.workload.model.parameters()))
     assert step(BATCH).micro_batch == 8
 
 
 def test_a_step_of_another_training_is_refused():
     in_bf16 = Choice(technique="autocast", options={"dtype": "bf16"})
-    with pytest.raises(InputError, match=r"autocast=bf16, but .* nothing: make the step with rungs=plan\.rungs"):
-        try_plan(paced(rungs=(rung(8),)), plan_of(rung(8, in_bf16), rung(4, in_bf16)), BATCH)
+    with pytest.raises(InputError, match=r"autocast=bf16, but .* nothing: make the step with fallbacks=plan\.rungs"):
+        try_plan(
+            paced(fallbacks=(configuration(8),)), plan_of(configuration(8, in_bf16), configuration(4, in_bf16)), BATCH
+        )
 
 
 class Rare(nn.Module):
@@ -147,13 +149,13 @@ class Rare(nn.Module):
 def test_the_first_step_is_observed_as_without_a_trial():
     """So that it survives running out of memory after a sample that writes what none of the trial's has."""
     torch.manual_seed(0)
-    model, rungs = Rare(), (rung(2), rung(1, mib=30))
+    model, fallbacks = Rare(), (configuration(2), configuration(1, mib=30))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     step = TrainStep(
-        model, optimizer, lambda model, batch: model(batch), units="samples", rungs=rungs, recut_loss=True
+        model, optimizer, lambda model, batch: model(batch), units="samples", fallbacks=fallbacks, recut_loss=True
     )  # fmt: skip
     batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
-    try_plan(step, plan_of(rung(2), rung(2, KEPT), fallbacks=rungs[1:]), batch)
+    try_plan(step, plan_of(configuration(2), configuration(2, KEPT), fallbacks=fallbacks[1:]), batch)
     rare = batch.clone()
     rare[6, 0] = 7
     with armed("backward", 4):
@@ -167,15 +169,15 @@ def test_nothing_that_replays_have_learned_outlives_a_candidate(monkeypatch):
     monkeypatch.setitem(capture.GRAPHS, "cpu", OpTape)
     monkeypatch.setattr(cuda_graph, "_obstacle", lambda workload, setting: None)
     graph = Choice(technique="cuda_graph")
-    step = paced(rungs=(rung(8, graph),))
+    step = paced(fallbacks=(configuration(8, graph),))
     step.replays.why_not = "of an earlier plan"
-    plan = try_plan(step, plan_of(rung(8, graph), rung(4)), BATCH)
+    plan = try_plan(step, plan_of(configuration(8, graph), configuration(4)), BATCH)
     assert [one.why for one in plan.trial.tried] == ["", ""]
     assert (step.replays.why_not, step.replays.num_replays) == (None, 0)
     monkeypatch.setattr(capture.Capture, "of", lambda *_: "it is forbidden")
-    step = paced(rungs=(rung(8, graph),))
+    step = paced(fallbacks=(configuration(8, graph),))
     with pytest.warns(PlimsollWarning, match="it is forbidden"):
-        plan = try_plan(step, plan_of(rung(8, graph), rung(4)), BATCH)
+        plan = try_plan(step, plan_of(configuration(8, graph), configuration(4)), BATCH)
     why = "micro-batches were not replayed as a CUDA graph, because it is forbidden"
     assert [one.why for one in plan.trial.tried] == [why, ""]
     assert step.replays.why_not is None

@@ -18,8 +18,8 @@ import evidence_records
 import placement_records
 import plimsoll.records
 import shrink_records
+import strategy_records
 import vector_records
-import way_records
 from cache_records import cache_contents
 from hand_traces import trace_of
 from plimsoll.errors import OutputError, RecordError
@@ -73,7 +73,7 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
         corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),
         vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(),
-        comparison_records.comparison(), way_records.ways(),
+        comparison_records.comparison(), strategy_records.ways(),
         shrink_records.shrunk(),
         placement_records.streamed_plan(), apply_records.apply_facts(),
     )  # fmt: skip
@@ -93,7 +93,7 @@ def test_no_two_records_share_a_kind():
     assert len({cls.record_kind for cls in RECORDS}) == len(RECORDS)
 
 
-PLAN = {"record": "plan", "schema": 2, "budget": {}, "rungs": []}
+PLAN = {"record": "plan", "schema": 2, "budget": {}, "fallbacks": []}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ PLAN = {"record": "plan", "schema": 2, "budget": {}, "rungs": []}
         ),
         (
             {"record": "plan", "schema": 2, "budget": {}},
-            "x.json is not a valid 'plan' record (rungs: Field required): make the record again",
+            "x.json is not a valid 'plan' record (fallbacks: Field required): make the record again",
         ),
         (PLAN | {"colour": 1}, "(colour: Extra inputs are not permitted)"),
         (PLAN | {"budget": {"device_bytes": -1}}, "(budget.device_bytes: Value error, cannot read -1 as a size"),
@@ -145,7 +145,7 @@ def test_the_cache_is_in_the_temporary_folder_of_a_user_without_a_home(monkeypat
 
 def test_a_record_cannot_be_changed(plan: Plan):
     with pytest.raises(ValueError, match="frozen"):
-        plan.rungs = ()
+        plan.fallbacks = ()
 
 
 def test_writing_replaces_the_content_and_leaves_nothing_else(tmp_path: Path):

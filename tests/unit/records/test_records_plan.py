@@ -1,10 +1,19 @@
-"""The ladder of a plan, how a choice is written, and what may be pinned."""
+"""The fallback schedule of a plan, how a choice is written, and what may be pinned."""
 
 import pytest
 
 from plimsoll.errors import InputError
 from plimsoll.records.device import Budget
-from plimsoll.records.plan import Choice, Pin, Plan, Rung, check_pins, micro_batch_choice, micro_batch_plan, parse_pin
+from plimsoll.records.plan import (
+    Choice,
+    Configuration,
+    Pin,
+    Plan,
+    check_pins,
+    micro_batch_choice,
+    micro_batch_plan,
+    parse_pin,
+)
 
 BUDGET = Budget(device_bytes=1)
 RECOMPUTE = Choice(technique="recompute", options={"every": 2})
@@ -13,19 +22,19 @@ RECOMPUTE = Choice(technique="recompute", options={"every": 2})
 def test_the_first_size_is_in_force_and_the_others_follow():
     plan = micro_batch_plan(BUDGET, (64, 16, 4))
     assert plan.choices == (Choice(technique="micro_batch", options={"samples": 64}),)
-    assert [rung.micro_batch for rung in plan.rungs] == [64, 16, 4]
-    assert [rung.others for rung in plan.rungs] == [(), (), ()]
-    assert plan.choices_by_rung[1:] == ((micro_batch_choice(16),), (micro_batch_choice(4),))
+    assert [configuration.micro_batch for configuration in plan.fallbacks] == [64, 16, 4]
+    assert [configuration.others for configuration in plan.fallbacks] == [(), (), ()]
+    assert plan.choices_by_fallback[1:] == ((micro_batch_choice(16),), (micro_batch_choice(4),))
 
 
 def test_choices_of_other_techniques_are_not_micro_batches():
-    rung = Rung(choices=(RECOMPUTE, micro_batch_choice(8)))
-    assert (rung.micro_batch, rung.others) == (8, (RECOMPUTE,))
+    configuration = Configuration(choices=(RECOMPUTE, micro_batch_choice(8)))
+    assert (configuration.micro_batch, configuration.others) == (8, (RECOMPUTE,))
 
 
 def test_a_plan_fits_unless_a_larger_budget_is_asked_for():
-    assert Plan(budget=BUDGET, rungs=()).fits
-    assert not Plan(budget=BUDGET, rungs=(), smallest_budget_bytes=2).fits
+    assert Plan(budget=BUDGET, fallbacks=()).fits
+    assert not Plan(budget=BUDGET, fallbacks=(), smallest_budget_bytes=2).fits
 
 
 @pytest.mark.parametrize(

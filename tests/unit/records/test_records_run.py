@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import RecordError
-from plimsoll.records.run import GraphLine, HeldGraph, Line, OomEvent, RunRecord, StepLine, Timeline, read_lines
+from plimsoll.records.run import GraphLine, Line, OomEvent, RetainedGraph, RunRecord, StepLine, Timeline, read_lines
 
 
 def test_every_kind_of_line_comes_back_as_it_was(run_directory: Path, lines: tuple[Line, ...]):
@@ -23,7 +23,7 @@ def test_a_finished_run(run_record: RunRecord):
 
 
 def test_graphs_that_were_alive_are_in_the_record(run_directory: Path):
-    held = HeldGraph(holder="model.h", num_tensors=1, num_bytes=4, marked_steps=(1, 2), alive_steps=(1,))
+    held = RetainedGraph(holder="model.h", num_tensors=1, num_bytes=4, marked_steps=(1, 2), alive_steps=(1,))
     line = GraphLine(time_seconds=29.0, step=3, held=(held,))
     with (run_directory / "metrics.jsonl").open("a") as metrics:
         metrics.write(line.model_dump_json() + "\n")

@@ -1,9 +1,9 @@
 """When a way fits, and when one of several does."""
 
-from way_records import none_fits, ways
+from strategy_records import none_fits, strategies
 
 
 def test_a_way_fits_that_is_possible_and_needs_no_other_budget():
-    assert [way.fits for way in ways().ways] == [False, True, False]
-    assert ways().fits
+    assert [strategy.fits for strategy in strategies().strategies] == [False, True, False]
+    assert strategies().fits
     assert not none_fits().fits

@@ -97,9 +97,9 @@ def eventful_run(**changes: object) -> RunRecord:
         "versions": {"torch": "2.13.0", "plimsoll": "0.1.0"},
         "steps": (
             step_line(1),
-            step_line(2, micro_batch=32, rung=1),
-            step_line(3, micro_batch=32, rung=1, loss=3.0),
-            step_line(3, micro_batch=32, rung=1, time_seconds=9.0),
+            step_line(2, micro_batch=32, fallback=1),
+            step_line(3, micro_batch=32, fallback=1, loss=3.0),
+            step_line(3, micro_batch=32, fallback=1, time_seconds=9.0),
             step_line(4, micro_batch=64, time_seconds=11.0),
         ),
         "evaluations": (EvaluationLine(time_seconds=11.5, step=4, loss=1.5, num_samples=10, num_units=100),),

@@ -102,9 +102,9 @@ def test_text_of_a_record_is_escaped_everywhere():
     "record",
     [
         empty_run(),
-        empty_run(plan=Plan(budget=Budget(), rungs=())),
+        empty_run(plan=Plan(budget=Budget(), fallbacks=())),
         empty_run(steps=(step_line(1, peak_bytes=None),)),
-        empty_run(steps=(step_line(1, loss=float("nan")),), plan=Plan(budget=Budget(), rungs=())),
+        empty_run(steps=(step_line(1, loss=float("nan")),), plan=Plan(budget=Budget(), fallbacks=())),
         empty_run(timeline=Timeline(source="measured", time_seconds=(0.0,), used_bytes=(0,))),
         eventful_run(evaluations=(), checkpoints=(), deaths=()),
     ],
@@ -217,7 +217,7 @@ def test_the_page_of_a_prediction_is_one_file_with_its_colours_in_light_and_in_d
 
 PLANS = {
     "fits": plan_records.fitting_plan(),
-    "wishes": plan_records.wished_plan(),
+    "constraints": plan_records.wished_plan(),
     "impossible": plan_records.impossible_plan(),
     "not predicted": plan(),
     "empty": plan_records.bare_plan(),
@@ -231,12 +231,12 @@ def test_the_page_of_a_plan_says_all_that_the_terminal_does(name):
     assert plan_sheets.headline(shown) in page.words
     assert plan_sheets.budget_sentence(shown.budget) in page.words
     assert page.words.count(plan_sheets.verdict(shown).capitalize()) == 1
-    for sentence in (plan_sheets.plain_sentence, plan_sheets.opening_sentence, plan_sheets.wishes_sentence):
+    for sentence in (plan_sheets.plain_sentence, plan_sheets.alternative_sentence, plan_sheets.constraints_sentence):
         assert sentence(shown) in [*page.words, ""]
     tables = [
         plan_sheets.chosen_sheet(shown),
-        *([plan_sheets.ladder_sheet(shown)] if len(shown.rungs) > 1 else []),
-        plan_sheets.opening_sheet(shown),
+        *([plan_sheets.fallback_sheet(shown)] if len(shown.fallbacks) > 1 else []),
+        plan_sheets.alternative_sheet(shown),
         plan_sheets.rejected_sheet(shown, 60),
         plan_sheets.made_for_sheet(shown),
     ]
@@ -269,7 +269,7 @@ def test_the_page_of_a_plan_is_one_file_with_its_colours_in_light_and_in_dark():
 def test_text_of_a_plan_is_escaped_everywhere():
     choice = plan_records.CHECKPOINTS.model_copy(update={"options": {"blocks": HOSTILE}})
     shown = plan_records.fitting_plan(
-        rungs=(plan_records.rung(choice, mib=1, seconds=1.0),),
+        fallbacks=(plan_records.fallback(choice, mib=1, seconds=1.0),),
         rejected=(plan_records.rejected(choice, reason=HOSTILE, mib=1, seconds=1.0),),
         about={"checkpointing": HOSTILE},
         why={"checkpointing": HOSTILE},

@@ -16,9 +16,9 @@ import placement_records
 import plan_records
 import prediction_records
 import shrink_records
+import strategy_records
 import vector_records
 import watch_records
-import way_records
 from plimsoll.records.device import MemoryUse
 from plimsoll.records.prediction import WhatIf
 from plimsoll.report import apply_sheets, as_text, embedding_sheets
@@ -43,7 +43,7 @@ SCREENS = {
     "vectors-info.txt": as_text.sheets_report(embedding_sheets.vector_file_sheets(vector_records.vector_file())),
     "vectors-converted.txt": as_text.sheets_report(embedding_sheets.conversion_sheets(vector_records.conversion())),
     "vectors-compressed.txt": as_text.sheets_report(embedding_sheets.compression_sheets(vector_records.compression())),
-    "ways.txt": as_text.ways_report(way_records.ways()),
+    "ways.txt": as_text.strategies_report(strategy_records.ways()),
     "shrink.txt": as_text.shrink_report(shrink_records.shrunk()),
     "shrink-survey.txt": as_text.shrink_report(shrink_records.survey()),
     "apply.txt": as_text.sheets_report(apply_sheets.apply_sheets(apply_records.apply_facts())),

@@ -57,7 +57,9 @@ def test_memory_is_drawn_in_the_unit_of_the_peak_under_a_labelled_line():
 
 
 def test_memory_known_only_per_step_and_without_a_budget():
-    chart = charts.memory_chart(empty_run(steps=(step_line(1),), plan=Plan(budget=Budget(), rungs=()), device=gpu()))
+    chart = charts.memory_chart(
+        empty_run(steps=(step_line(1),), plan=Plan(budget=Budget(), fallbacks=()), device=gpu())
+    )
     assert lines(chart) == {"peak of each step": ([2], [610]), "highest": ([2], [610])}
     assert "shapes" not in chart.figure["layout"]
     assert (

@@ -28,12 +28,12 @@ def test_what_needs_too_much_says_what_would_do():
 
 
 def test_a_host_that_is_too_small_is_named():
-    plan = linked_plan(smallest_budget_bytes=516 * MIB, host_room_bytes=300 * MIB)
+    plan = linked_plan(smallest_budget_bytes=516 * MIB, host_free_bytes=300 * MIB)
     assert placement_sheets.sentences(plan)[-1] == (
         "The host's memory has room for 300.0 MiB of weights: the others have to stay on the device, or be read from "
         "the disk with --device cpu."
     )
-    assert len(placement_sheets.sentences(linked_plan(host_room_bytes=900 * MIB))) == 2
+    assert len(placement_sheets.sentences(linked_plan(host_free_bytes=900 * MIB))) == 2
 
 
 def test_the_places_are_told_by_their_bytes():

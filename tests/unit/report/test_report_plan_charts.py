@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from report_records import plan
 
-from plan_records import bare_plan, fitting_plan, impossible_plan, rejected, rung, wished_plan
+from plan_records import bare_plan, configuration, fitting_plan, impossible_plan, rejected, wished_plan
 from plimsoll.records.device import Budget
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.report.plan_charts import ladder_chart
+from plimsoll.report.plan_charts import fallback_chart
 
 
 def traces(chart):
@@ -21,7 +21,7 @@ def points(trace):
 
 def test_every_way_is_a_point_of_its_kind():
     """The unit is that of the largest, GiB: 5120 MiB are 5, 1000 MiB are 0.9766."""
-    found = traces(ladder_chart(fitting_plan()))
+    found = traces(fallback_chart(fitting_plan()))
     assert list(found) == ["rejected, too large", "rejected", "plain loop", "plan and fallbacks"]
     assert points(found["rejected, too large"]) == [(2.5, 1.6), (3.0, 1.75)]
     assert points(found["rejected"]) == [(0.8789, 2.5), (0.7812, 2.1)]
@@ -30,11 +30,11 @@ def test_every_way_is_a_point_of_its_kind():
 
 
 def test_what_would_have_to_be_allowed_is_there_too():
-    assert points(traces(ladder_chart(impossible_plan()))["not allowed"]) == [(1.8555, 9.5), (3.0, 1.5)]
+    assert points(traces(fallback_chart(impossible_plan()))["not allowed"]) == [(1.8555, 9.5), (3.0, 1.5)]
 
 
 def test_the_limit_is_upright_and_in_sight():
-    chart = ladder_chart(fitting_plan())
+    chart = fallback_chart(fitting_plan())
     (line,) = chart.figure["layout"]["shapes"]
     assert (line["x0"], line["x1"], line["yref"]) == (2.0, 2.0, "y domain")
     assert "limit 2.0 GiB" in [note["text"] for note in chart.figure["layout"]["annotations"]]
@@ -47,7 +47,7 @@ def test_the_limit_is_upright_and_in_sight():
 
 
 def test_without_a_limit_there_is_no_line():
-    chart = ladder_chart(fitting_plan(limit_bytes=None, budget=Budget(), prediction=None))
+    chart = fallback_chart(fitting_plan(limit_bytes=None, budget=Budget(), prediction=None))
     assert "shapes" not in chart.figure["layout"]
     assert "rejected, too large" not in traces(chart)
     assert chart.caption == "Predicted, for 8 ways to run the same step. Lower is faster."
@@ -55,7 +55,7 @@ def test_without_a_limit_there_is_no_line():
 
 @pytest.mark.parametrize("nothing", [plan(), bare_plan(), bare_plan(budget=Budget(device_bytes=5))])
 def test_without_numbers_there_is_no_chart(nothing):
-    assert (ladder_chart(nothing).figure, ladder_chart(nothing).caption) == (None, "Nothing was predicted.")
+    assert (fallback_chart(nothing).figure, fallback_chart(nothing).caption) == (None, "Nothing was predicted.")
 
 
 def labels(chart):
@@ -63,22 +63,22 @@ def labels(chart):
 
 
 def test_the_first_rungs_have_their_numbers():
-    assert labels(ladder_chart(fitting_plan())) == ["plan", "1", "2"]
-    assert labels(ladder_chart(wished_plan())) == ["plan"]
-    assert labels(ladder_chart(impossible_plan())) == ["needs least"]
-    many = tuple(rung(micro_batch_choice(64 - i), mib=1000 - i, seconds=2 + i) for i in range(20))
-    assert labels(ladder_chart(fitting_plan(rungs=many))) == ["plan", "1", "2", "3", "4", "5", "6"]
+    assert labels(fallback_chart(fitting_plan())) == ["plan", "1", "2"]
+    assert labels(fallback_chart(wished_plan())) == ["plan"]
+    assert labels(fallback_chart(impossible_plan())) == ["needs least"]
+    many = tuple(configuration(micro_batch_choice(64 - i), mib=1000 - i, seconds=2 + i) for i in range(20))
+    assert labels(fallback_chart(fitting_plan(fallbacks=many))) == ["plan", "1", "2", "3", "4", "5", "6"]
 
 
 def test_a_single_point_is_in_the_middle():
-    one = bare_plan(rungs=(rung(micro_batch_choice(1), mib=1024, seconds=2.0),))
-    layout = ladder_chart(one).figure["layout"]
+    one = bare_plan(fallbacks=(configuration(micro_batch_choice(1), mib=1024, seconds=2.0),))
+    layout = fallback_chart(one).figure["layout"]
     assert layout["xaxis"]["range"] == [0.5, 2.0]
     assert layout["yaxis"]["range"] == [1.0, 4.0]
 
 
 def test_a_point_tells_what_it_is_and_its_text_is_no_markup():
     hostile = Choice(technique="checkpointing", options={"blocks": "<b>&"})
-    chart = ladder_chart(fitting_plan(rejected=(rejected(hostile, reason="", mib=512, seconds=3.0),)))
+    chart = fallback_chart(fitting_plan(rejected=(rejected(hostile, reason="", mib=512, seconds=3.0),)))
     (text,) = traces(chart)["rejected"]["text"]
     assert text == "checkpointing=&lt;b&gt;&amp;<br>512.0 MiB, 3.0 s a step"

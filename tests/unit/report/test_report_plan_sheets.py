@@ -11,21 +11,21 @@ from plan_records import (
     HALF_CHECKPOINTS,
     OFFLOAD,
     bare_plan,
+    configuration,
     duration,
     fitting_plan,
     impossible_plan,
     rejected,
-    rung,
     tried_plan,
     untried_plan,
     wished_plan,
 )
 from plimsoll.records.device import Budget
-from plimsoll.records.plan import Duration, OffDevice, Rung, Trial, micro_batch_choice
+from plimsoll.records.plan import Configuration, Duration, OffDevice, Trial, micro_batch_choice
 from plimsoll.report import plan_sheets
 from prediction_records import fitting, on_cpu
 
-TIGHT = rung(micro_batch_choice(16), mib=2040, seconds=1.0, spread_mib=10)
+TIGHT = configuration(micro_batch_choice(16), mib=2040, seconds=1.0, spread_mib=10)
 
 
 @pytest.mark.parametrize(
@@ -38,34 +38,34 @@ TIGHT = rung(micro_batch_choice(16), mib=2040, seconds=1.0, spread_mib=10)
             "(range 1.5 to 2.3 s).",
         ),
         (
-            {"rungs": (TIGHT,)},
+            {"fallbacks": (TIGHT,)},
             "probably fits",
             "Probably fits: 2.0 GiB of 2.0 GiB on NVIDIA GeForce RTX 3060, about 1.0 s a step.",
         ),
         (
-            {"rungs": (TIGHT,), "limit_bytes": None, "budget": Budget(), "prediction": None},
+            {"fallbacks": (TIGHT,), "limit_bytes": None, "budget": Budget(), "prediction": None},
             "fits",
             "Fits: 2.0 GiB, about 1.0 s a step.",
         ),
         (
-            {"rungs": (Rung(choices=(micro_batch_choice(16),)),)},
+            {"fallbacks": (Configuration(choices=(micro_batch_choice(16),)),)},
             "not predicted",
             "Nothing was predicted: what memory allows is found while it trains.",
         ),
         (
-            {"rungs": (), "smallest_budget_bytes": 13 << 30},
+            {"fallbacks": (), "smallest_budget_bytes": 13 << 30},
             "impossible",
             "Impossible: at least 13.0 GiB are needed, 11.0 GiB more than the budget of 2.0 GiB on NVIDIA GeForce RTX "
             "3060, which has 12.0 GiB: choose a larger device.",
         ),
         (
-            {"rungs": (), "smallest_budget_bytes": 2049 * MIB + 1},
+            {"fallbacks": (), "smallest_budget_bytes": 2049 * MIB + 1},
             "impossible",
             "Impossible: at least 2.0 GiB are needed, 1.0 MiB more than the budget of 2.0 GiB on NVIDIA GeForce RTX "
             "3060: give --budget 2050MiB.",
         ),
         (
-            {"rungs": (), "smallest_budget_bytes": 5 * MIB, "limit_bytes": None, "prediction": None},
+            {"fallbacks": (), "smallest_budget_bytes": 5 * MIB, "limit_bytes": None, "prediction": None},
             "impossible",
             "Impossible: at least 5.0 MiB are needed, 0 B more than the budget of 2.0 GiB: give --budget 5MiB.",
         ),
@@ -107,12 +107,12 @@ def test_the_limit_is_that_of_the_plan_or_of_its_prediction_or_the_budget():
         ({}, "The plain loop would need 5.0 GiB, 3.0 GiB too much, about 1.5 s a step."),
         ({"limit_bytes": 6000 * MIB}, "The plain loop would need 5.0 GiB, about 1.5 s a step."),
         (
-            {"plain": rung(micro_batch_choice(64), mib=2000, seconds=1.0, spread_mib=60)},
+            {"plain": configuration(micro_batch_choice(64), mib=2000, seconds=1.0, spread_mib=60)},
             "The plain loop would need 2.0 GiB, which may be 12.0 MiB too much, about 1.0 s a step.",
         ),
         ({"plain": None}, ""),
-        ({"plain": Rung(choices=())}, ""),
-        ({"plain": fitting_plan().rungs[0]}, "This is the plain loop: no technique is needed."),
+        ({"plain": Configuration(choices=())}, ""),
+        ({"plain": fitting_plan().fallbacks[0]}, "This is the plain loop: no technique is needed."),
     ],
 )
 def test_the_plain_loop_is_compared(changes, sentence):
@@ -133,21 +133,21 @@ def test_a_range_of_seconds_has_its_unit_once_if_it_is_the_same(time, text):
 
 
 def test_the_first_opening_that_fits_is_said_with_what_to_type():
-    assert plan_sheets.opening_sentence(impossible_plan()) == (
+    assert plan_sheets.alternative_sentence(impossible_plan()) == (
         "With what changes the training it would fit: 1.9 GiB with --set 'allow=[adafactor]'."
     )
-    assert plan_sheets.opening_sentence(impossible_plan(limit_bytes=1)) == ""
-    assert plan_sheets.opening_sentence(fitting_plan()) == ""
+    assert plan_sheets.alternative_sentence(impossible_plan(limit_bytes=1)) == ""
+    assert plan_sheets.alternative_sentence(fitting_plan()) == ""
 
 
 def test_an_opening_names_what_has_to_be_allowed():
-    rows = plan_sheets.opening_sheet(impossible_plan()).rows
+    rows = plan_sheets.alternative_sheet(impossible_plan()).rows
     assert rows[0] == ("adafactor", "adafactor + checkpointing=all + micro_batch=1", "1.9 GiB", "9.5 s", "fits")
 
 
 def test_wishes_are_said():
-    assert plan_sheets.wishes_sentence(wished_plan()) == "Pinned: checkpointing=6. Forbidden: offload."
-    assert plan_sheets.wishes_sentence(fitting_plan()) == ""
+    assert plan_sheets.constraints_sentence(wished_plan()) == "Pinned: checkpointing=6. Forbidden: offload."
+    assert plan_sheets.constraints_sentence(fitting_plan()) == ""
 
 
 def test_what_lies_outside_of_the_budget_is_said_and_what_a_step_moves_of_it():
@@ -210,20 +210,20 @@ def test_what_was_not_looked_at_is_not_said():
 def test_a_plan_that_nothing_is_known_of_lists_its_ladder_only():
     assert plan_sheets.chosen_sheet(plan()).rows == ()
     assert plan_sheets.key_numbers(plan()) == ()
-    ladder = plan_sheets.ladder_sheet(plan())
-    assert [column.title for column in ladder.columns] == ["Order", "Choices"]
-    assert ladder.rows[-1] == ("fallback 2", "micro_batch=16")
+    fallback_schedule = plan_sheets.fallback_sheet(plan())
+    assert [column.title for column in fallback_schedule.columns] == ["Order", "Choices"]
+    assert fallback_schedule.rows[-1] == ("fallback 2", "micro_batch=16")
 
 
 def test_a_fallback_without_numbers_is_unknown_beside_others_that_have_some():
-    assert plan_sheets.ladder_sheet(wished_plan()).rows == (
+    assert plan_sheets.fallback_sheet(wished_plan()).rows == (
         ("plan", "checkpointing=6 + micro_batch=16", "1000.0 MiB", "1.9 s"),
         ("fallback 1", "checkpointing=all + micro_batch=1", "unknown", "unknown"),
     )
 
 
 def test_what_needs_least_is_no_plan():
-    assert plan_sheets.ladder_sheet(impossible_plan()).rows[0][0] == "needs least"
+    assert plan_sheets.fallback_sheet(impossible_plan()).rows[0][0] == "needs least"
     assert plan_sheets.chosen_sheet(impossible_plan()).title == "What needs least"
 
 
@@ -291,8 +291,8 @@ def test_a_run_shows_how_many_steps_each_rung_was_in_force():
 
 
 def test_rungs_are_told_by_their_number_and_not_by_their_micro_batch():
-    """The smaller last batch of an epoch is no fallback, and two rungs may have the same micro-batch."""
-    steps = (step_line(1, num_samples=16, micro_batch=16), step_line(2, micro_batch=16, rung=1))
+    """The smaller last batch of an epoch is no fallback, and two fallbacks may have the same micro-batch."""
+    steps = (step_line(1, num_samples=16, micro_batch=16), step_line(2, micro_batch=16, fallback=1))
     sheet = plan_sheets.plan_in_force_sheet(eventful_run(plan=fitting_plan(), steps=steps))
     assert [row[-1] for row in sheet.rows] == ["1", "1", "0"]
     assert [column.title for column in sheet.columns] == ["Order", "Choices", "Peak", "A step", "Steps in force"]
@@ -300,7 +300,7 @@ def test_rungs_are_told_by_their_number_and_not_by_their_micro_batch():
 
 def test_after_a_resume_only_the_steps_since_then_are_counted_and_a_restart_is_none():
     """A resume may have planned again; a process that was killed is followed by one with the same plan."""
-    steps = tuple(step_line(number, micro_batch=16, rung=number % 2) for number in range(1, 8))
+    steps = tuple(step_line(number, micro_batch=16, fallback=number % 2) for number in range(1, 8))
     begun = eventful_run().starts[0]
     starts = (begun, begun.model_copy(update={"step": 2}), begun.model_copy(update={"step": 4, "restarts": 1}))
     sheet = plan_sheets.plan_in_force_sheet(eventful_run(plan=fitting_plan(), steps=steps, starts=starts))
@@ -352,7 +352,7 @@ def test_it_is_said_whether_a_plan_was_tried(plan, sentence):
 
 def test_a_measured_step_is_said_first_and_what_was_predicted_beside_it():
     assert plan_sheets.headline(tried_plan()).endswith(", 2.1 s a step measured, 2.2 s predicted.")
-    fallen_back = tried_plan().model_copy(update={"rungs": tried_plan().rungs[1:]})
+    fallen_back = tried_plan().model_copy(update={"fallbacks": tried_plan().fallbacks[1:]})
     assert plan_sheets.headline(fallen_back).endswith(", about 4.0 s a step.")
 
 

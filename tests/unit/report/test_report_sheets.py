@@ -13,7 +13,7 @@ from plimsoll.report import as_text, sheets
 
 
 def run_at(peak_bytes: int, limit_bytes: int | None):
-    plan = Plan(budget=Budget(device_bytes=limit_bytes), rungs=())
+    plan = Plan(budget=Budget(device_bytes=limit_bytes), fallbacks=())
     return empty_run(plan=plan, timeline=Timeline(source="measured", time_seconds=(0.0,), used_bytes=(peak_bytes,)))
 
 
@@ -32,7 +32,7 @@ def run_at(peak_bytes: int, limit_bytes: int | None):
         ),
         (run_at(768 * MIB, None), "Peak 768.0 MiB; no budget was set."),
         (empty_run(), "Nothing was measured against the budget of 1.0 GiB."),
-        (empty_run(plan=Plan(budget=Budget(), rungs=())), "Peak unknown; no budget was set."),
+        (empty_run(plan=Plan(budget=Budget(), fallbacks=())), "Peak unknown; no budget was set."),
     ],
 )
 def test_the_headline_says_whether_the_run_stayed_under_the_line(record, sentence):
@@ -134,10 +134,10 @@ def test_an_oom_event_shows_what_was_done():
 
 
 def test_what_the_plan_said_stands_beside_what_was_measured():
-    """The steps after the first take 2 s each; those of another rung do not count."""
+    """The steps after the first take 2 s each; those of another fallback do not count."""
     numbers = dict(sheets.key_numbers(eventful_run(plan=fitting_plan())))
     assert (numbers["Predicted peak"], numbers["Predicted step"]) == ("1000.0 MiB", "1.9 s, measured 2.0 s")
-    steps = (step_line(1), step_line(2, rung=1))
+    steps = (step_line(1), step_line(2, fallback=1))
     assert dict(sheets.key_numbers(eventful_run(plan=fitting_plan(), steps=steps)))["Predicted step"] == "1.9 s"
 
 

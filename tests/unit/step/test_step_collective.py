@@ -9,7 +9,7 @@ import pytest
 from plimsoll.device.base import backend_for
 from plimsoll.distributed.ranks import PeerOutOfMemory, Ranks
 from plimsoll.records.run import OomEvent
-from plimsoll.step.collective import agreed, attempt_together, told_by_all
+from plimsoll.step.collective import agreed, attempt_collectively, told_by_all
 from plimsoll.step.failpoints import exhaust_memory
 from plimsoll.step.oom_boundary import Position
 
@@ -38,15 +38,15 @@ BACKEND = backend_for("cpu")
 
 
 def test_alone_it_is_the_attempt() -> None:
-    assert attempt_together(lambda: 3, BACKEND, Position(), Ranks()) == 3
-    event = attempt_together(exhaust_memory, BACKEND, Position(phase="loss"), Ranks())
+    assert attempt_collectively(lambda: 3, BACKEND, Position(), Ranks()) == 3
+    event = attempt_collectively(exhaust_memory, BACKEND, Position(phase="loss"), Ranks())
     assert isinstance(event, OomEvent)
     assert told_by_all(event, Ranks()) is event
 
 
 def test_what_a_peer_ran_out_of_memory_in_is_not_done_here_either() -> None:
     ranks = WithPeer(OOM)
-    event = attempt_together(lambda: 3, BACKEND, Position(step=5, phase="clip", micro_batch=3), ranks)
+    event = attempt_collectively(lambda: 3, BACKEND, Position(step=5, phase="clip", micro_batch=3), ranks)
     assert isinstance(event, OomEvent)
     assert (event.family, event.step, event.phase, event.micro_batch) == ("another rank", 6, "clip", 3)
     assert (event.rank, event.raw_text, event.shortage) == (1, "memory ran out on rank 1", "on rank 1")
@@ -56,7 +56,7 @@ def test_what_a_peer_ran_out_of_memory_in_is_not_done_here_either() -> None:
 
 def test_the_first_rank_speaks_for_all_that_failed() -> None:
     ranks = WithPeer(OOM)
-    event = attempt_together(exhaust_memory, BACKEND, Position(phase="loss"), ranks)
+    event = attempt_collectively(exhaust_memory, BACKEND, Position(phase="loss"), ranks)
     assert isinstance(event, OomEvent)
     told = told_by_all(event, ranks)
     assert (told.rank, told.num_other_ranks, told.phase) == (0, 1, "loss")
@@ -66,7 +66,7 @@ def test_the_first_rank_speaks_for_all_that_failed() -> None:
 
 def test_of_others_that_failed_the_first_speaks_and_the_rest_are_counted() -> None:
     last = OOM.model_copy(update={"phase": "clip"})
-    heard = attempt_together(lambda: 3, BACKEND, Position(phase="loss"), WithPeer(None, OOM, last, last))
+    heard = attempt_collectively(lambda: 3, BACKEND, Position(phase="loss"), WithPeer(None, OOM, last, last))
     assert isinstance(heard, OomEvent)
     told = told_by_all(heard, WithPeer(None, OOM, last, last))
     assert (told.rank, told.num_other_ranks, told.phase) == (2, 2, "backward")
@@ -77,7 +77,7 @@ def test_who_heard_of_it_inside_of_the_work_does_not_ask_again() -> None:
         raise PeerOutOfMemory
 
     ranks = WithPeer(OOM)
-    event = attempt_together(hear, BACKEND, Position(), ranks)
+    event = attempt_collectively(hear, BACKEND, Position(), ranks)
     assert isinstance(event, OomEvent)
     assert (event.family, ranks.num_asked) == ("another rank", 0)
 

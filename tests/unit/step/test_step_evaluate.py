@@ -95,7 +95,7 @@ def test_random_numbers_that_a_forward_takes_are_given_back():
 
 
 def test_what_cannot_be_cut_is_evaluated_once_more():
-    step = step_of(rungs=[[micro_batch_choice(1)]])
+    step = step_of(fallbacks=[[micro_batch_choice(1)]])
     with armed("evaluation", 2):
         evaluation = step.evaluate([line_through(2)])
     assert [event.action for event in evaluation.oom_events] == ["same micro-batch once more"]
@@ -111,9 +111,9 @@ def test_a_batch_without_a_target_counts_for_nothing():
 
 def test_after_a_death_it_begins_with_smaller_pieces():
     sizes = []
-    step = step_of(rungs=[[micro_batch_choice(size)] for size in (8, 4, 2, 1)], recut_loss=True)
+    step = step_of(fallbacks=[[micro_batch_choice(size)] for size in (8, 4, 2, 1)], recut_loss=True)
     step.workload.model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
-    step.begin_again_at(2, too_large_rung=1)
+    step.begin_again_at(2, too_large_fallback=1)
     step.evaluate([line_through(8)])
     assert sizes == [2] * 4
 

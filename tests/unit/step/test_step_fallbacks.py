@@ -1,4 +1,4 @@
-"""The rungs of a plan on a live training: which techniques are at work, and what memory running out changes there."""
+"""The fallbacks of a plan on a live training: which techniques are at work, and what memory running out changes there."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -9,13 +9,13 @@ from torch import nn
 
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import InputError, OutOfMemoryError
-from plimsoll.records.plan import Choice, Rung, micro_batch_choice
+from plimsoll.records.plan import Choice, Configuration, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.run import OomEvent
 from plimsoll.step.failpoints import armed, exhaust_memory
-from plimsoll.step.fallbacks import Rungs, after_oom, measured, ran_out_of, samples_of
+from plimsoll.step.fallbacks import InstalledFallbacks, after_oom, measured, ran_out_of, samples_of
 from plimsoll.step.micro_batches import Shape
-from plimsoll.step.recovery import Ladder, Measured, RanOut, Size
+from plimsoll.step.recovery import FallbackSchedule, Measured, RanOut, Size
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import TECHNIQUES
 from processes import run_program
@@ -58,7 +58,7 @@ def notes(monkeypatch):
     return found
 
 
-def rung(samples, level=None, lasting=None):
+def configuration(samples, level=None, lasting=None):
     others = [Choice(technique="noted", options={"level": level})] if level is not None else []
     others += [Choice(technique="lasting", options={"rank": lasting})] if lasting is not None else []
     return (micro_batch_choice(samples), *others)
@@ -70,75 +70,77 @@ def workload():
 
 
 def test_rungs_with_the_same_techniques_are_one_level(notes):
-    rungs = Rungs(workload(), [rung(8), rung(4), rung(8, 1), rung(4, 1), rung(2)])
-    assert rungs.sizes == (Size(8, 0), Size(4, 0), Size(8, 1), Size(4, 1), Size(2, 2))
-    assert [rungs.described(level) for level in range(3)] == ["no other technique", "noted=1", "no other technique"]
-    assert len(set(rungs.names[:4])) == 4
+    fallbacks = InstalledFallbacks(
+        workload(), [configuration(8), configuration(4), configuration(8, 1), configuration(4, 1), configuration(2)]
+    )
+    assert fallbacks.sizes == (Size(8, 0), Size(4, 0), Size(8, 1), Size(4, 1), Size(2, 2))
+    assert [fallbacks.described(level) for level in range(3)] == ["no other technique", "noted=1", "no other technique"]
+    assert len(set(fallbacks.names[:4])) == 4
 
 
 def test_one_level_is_at_work_at_a_time(notes):
-    rungs = Rungs(workload(), [rung(8, 0), rung(8, 1)])
+    fallbacks = InstalledFallbacks(workload(), [configuration(8, 0), configuration(8, 1)])
     assert notes == []
-    rungs.use(0)
-    rungs.use(0)
-    rungs.use(1)
-    assert rungs.is_in_force(1)
-    rungs.close()
-    rungs.close()
+    fallbacks.use(0)
+    fallbacks.use(0)
+    fallbacks.use(1)
+    assert fallbacks.is_in_force(1)
+    fallbacks.close()
+    fallbacks.close()
     assert notes == ["+noted=0", "-noted=0", "+noted=1", "-noted=1"]
 
 
 def test_what_is_for_the_run_stays_from_the_beginning_to_the_end(notes):
-    rungs = Rungs(workload(), [rung(8, 0, lasting=4), rung(8, 1, lasting=4)])
-    rungs.use(0)
-    rungs.use(1)
-    rungs.close()
+    fallbacks = InstalledFallbacks(workload(), [configuration(8, 0, lasting=4), configuration(8, 1, lasting=4)])
+    fallbacks.use(0)
+    fallbacks.use(1)
+    fallbacks.close()
     assert notes == ["+lasting=4", "+noted=0", "-noted=0", "+noted=1", "-noted=1", "-lasting=4"]
 
 
 def test_a_level_that_cannot_be_installed_leaves_none_at_work(notes):
-    rungs = Rungs(workload(), [rung(8, 0), rung(8, 1)])
-    rungs.use(0)
+    fallbacks = InstalledFallbacks(workload(), [configuration(8, 0), configuration(8, 1)])
+    fallbacks.use(0)
     TECHNIQUES["noted"].num_failures = 1
     with pytest.raises(RuntimeError):
-        rungs.use(1)
-    assert not rungs.is_in_force(0)
-    assert not rungs.is_in_force(1)
-    rungs.use(1)
+        fallbacks.use(1)
+    assert not fallbacks.is_in_force(0)
+    assert not fallbacks.is_in_force(1)
+    fallbacks.use(1)
     assert notes == ["+noted=0", "-noted=0", "+noted=1"]
 
 
 def test_without_rungs_nothing_is_at_work_and_that_is_in_force():
-    rungs = Rungs(workload(), ())
-    assert rungs.is_in_force(0)
-    rungs.use(0)
-    assert rungs.sizes == ()
+    fallbacks = InstalledFallbacks(workload(), ())
+    assert fallbacks.is_in_force(0)
+    fallbacks.use(0)
+    assert fallbacks.sizes == ()
 
 
 def test_rungs_that_train_something_else_are_refused(notes):
     with pytest.raises(InputError, match=r"differ in what changes the training \(lasting=4 \| none\): give the same"):
-        Rungs(workload(), [rung(8, lasting=4), rung(4)])
+        InstalledFallbacks(workload(), [configuration(8, lasting=4), configuration(4)])
     assert notes == []
 
 
 @pytest.mark.parametrize("choices", [(), (micro_batch_choice(2), micro_batch_choice(4))])
 def test_a_rung_has_one_micro_batch(choices):
-    with pytest.raises(InputError, match=rf"a rung has {len(choices)} micro-batches .*: give one to each"):
+    with pytest.raises(InputError, match=rf"a fallback has {len(choices)} micro-batches .*: give one to each"):
         samples_of(choices)
 
 
 def test_rungs_and_a_micro_batch_together_are_refused():
     model = nn.Linear(1, 1)
-    with pytest.raises(InputError, match="micro_batch=4 was given with 1 rungs"):
-        TrainStep(model, torch.optim.SGD(model.parameters()), micro_batch=4, rungs=[rung(8)])
+    with pytest.raises(InputError, match="micro_batch=4 was given with 1 fallbacks"):
+        TrainStep(model, torch.optim.SGD(model.parameters()), micro_batch=4, fallbacks=[configuration(8)])
 
 
 # -- in a training step ------------------------------------------------------------------------------------------------
 
 
-def step_with(*rungs, case=CASE):
+def step_with(*fallbacks, case=CASE):
     model, optimizer = case.fresh()
-    return TrainStep(model, optimizer, units=case.units, clip_norm=1.0, rungs=rungs, grow_after=10**9)
+    return TrainStep(model, optimizer, units=case.units, clip_norm=1.0, fallbacks=fallbacks, grow_after=10**9)
 
 
 def run(step, case=CASE):
@@ -155,13 +157,13 @@ def require_plain_weights(step, case=CASE):
 @pytest.mark.parametrize("phase", ["copy", "forward", "loss", "backward", "clip"])
 @pytest.mark.parametrize("case", [CASE, WITH_BATCH_NORM], ids=lambda case: case.name)
 def test_out_of_memory_installs_the_next_level_and_loses_nothing(notes, phase, case):
-    step = step_with(rung(8, 0), rung(8, 1), case=case)
+    step = step_with(configuration(8, 0), configuration(8, 1), case=case)
     with armed(phase, 1):
         results = run(step, case)
     (event,) = results[0].oom_events
-    assert (event.phase, event.rung, event.next_rung) == (phase, 0, 1)
+    assert (event.phase, event.fallback, event.next_fallback) == (phase, 0, 1)
     assert event.action == "same micro-batch with noted=1"
-    assert [(result.rung, result.micro_batch) for result in results] == [(1, 8)] * NUM_STEPS
+    assert [(result.fallback, result.micro_batch) for result in results] == [(1, 8)] * NUM_STEPS
     assert notes == ["+noted=0", "-noted=0", "+noted=1"]
     require_plain_weights(step, case)
     step.close()
@@ -170,15 +172,15 @@ def test_out_of_memory_installs_the_next_level_and_loses_nothing(notes, phase, c
 
 def test_out_of_memory_in_the_update_takes_another_level_and_not_another_micro_batch(notes):
     """At once, then in pieces, which are halved to one parameter that fails twice; then all of it once more."""
-    step = step_with(rung(8, 0), rung(4, 0), rung(8, 1))
+    step = step_with(configuration(8, 0), configuration(4, 0), configuration(8, 1))
     with armed("optimizer", *range(1, 17)):  # 28 parameters at once, then 28, 14, 7, 4, 2, 1, 1; twice
         results = run(step)
-    events = [event for event in results[0].oom_events if event.next_rung is not None]
-    assert [(event.phase, event.rung, event.next_rung, event.action) for event in events] == [
+    events = [event for event in results[0].oom_events if event.next_fallback is not None]
+    assert [(event.phase, event.fallback, event.next_fallback, event.action) for event in events] == [
         ("optimizer", 0, 0, "same micro-batch once more"),
         ("optimizer", 0, 2, "same micro-batch with noted=1"),
     ]
-    assert [result.rung for result in results] == [2] * NUM_STEPS
+    assert [result.fallback for result in results] == [2] * NUM_STEPS
     require_plain_weights(step)
 
 
@@ -194,9 +196,9 @@ def test_out_of_memory_in_the_update_takes_another_level_and_not_another_micro_b
 def test_the_device_gives_back_all_it_can_where_less_would_not_help(failed, changes, is_last_resort):
     event = OomEvent(**{"phase": "backward", "family": "cpu-allocator", **changes})
     asked = []
-    ladder = Ladder((Size(8, 0), Size(4, 0), Size(2, 0)))
+    fallback_schedule = FallbackSchedule((Size(8, 0), Size(4, 0), Size(2, 0)))
     device = SimpleNamespace(release=lambda last_resort=False: asked.append(last_resort), reset_peak=lambda: None)
-    after_oom(event, failed, Shape(8, 8, elements_per_sample=1), ladder, None, device)
+    after_oom(event, failed, Shape(8, 8, elements_per_sample=1), fallback_schedule, None, device)
     assert any(asked) == is_last_resort
 
 
@@ -216,35 +218,38 @@ def test_what_an_event_teaches(fields, expected):
 
 
 def test_memory_is_measured_only_where_a_larger_size_is_left_alone():
-    ladder, asked = Ladder((Size(4), Size(2))), []
+    fallback_schedule, asked = FallbackSchedule((Size(4), Size(2))), []
     use = SimpleNamespace(peak_bytes=90, used_bytes=30)
     device = SimpleNamespace(use=lambda: asked.append(1) or use)
-    assert measured(ladder, device, Ranks()) is None
-    ladder.failed(0, 4, 4, ran_out=RanOut(100, 100))
-    assert measured(ladder, device, Ranks()) == Measured(90, 30)
+    assert measured(fallback_schedule, device, Ranks()) is None
+    fallback_schedule.failed(0, 4, 4, ran_out=RanOut(100, 100))
+    assert measured(fallback_schedule, device, Ranks()) == Measured(90, 30)
     assert len(asked) == 1
 
 
 def test_the_peaks_of_a_plan_are_kept_beside_its_choices(notes):
     plain = (micro_batch_choice(2),)
     peak = Estimate(likely_bytes=300, low_bytes=300, high_bytes=330)
-    rungs = Rungs(workload(), [Rung(choices=rung(8, 0), peak=peak), Rung(choices=rung(4, 0)), plain])
-    assert rungs.sizes == (Size(8, 0), Size(4, 0), Size(2, 1))
-    assert rungs.needs == (300, None, None)
+    fallbacks = InstalledFallbacks(
+        workload(),
+        [Configuration(choices=configuration(8, 0), peak=peak), Configuration(choices=configuration(4, 0)), plain],
+    )
+    assert fallbacks.sizes == (Size(8, 0), Size(4, 0), Size(2, 1))
+    assert fallbacks.needs == (300, None, None)
 
 
 def test_out_of_memory_while_a_level_is_installed_takes_another_level(notes):
-    step = step_with(rung(8, 0), rung(8, 1), rung(4, 1), rung(8, 2))
+    step = step_with(configuration(8, 0), configuration(8, 1), configuration(4, 1), configuration(8, 2))
     TECHNIQUES["noted"].num_failures = 0
 
     def fail_later(event):
         TECHNIQUES["noted"].num_failures = {(0, 1): 2}.get(
-            (event.rung, event.next_rung), TECHNIQUES["noted"].num_failures
+            (event.fallback, event.next_fallback), TECHNIQUES["noted"].num_failures
         )
 
     with armed("forward", 1):
         result = step(CASE.batches()[0], on_oom=fail_later)
-    assert [(event.phase, event.rung, event.next_rung) for event in result.oom_events] == [
+    assert [(event.phase, event.fallback, event.next_fallback) for event in result.oom_events] == [
         ("forward", 0, 1), ("copy", 1, 1), ("copy", 1, 3)
     ]  # fmt: skip
     for batch in CASE.batches()[1:NUM_STEPS]:
@@ -254,29 +259,31 @@ def test_out_of_memory_while_a_level_is_installed_takes_another_level(notes):
 
 
 def test_where_the_last_level_cannot_be_installed_the_step_is_undone(notes):
-    step = step_with(rung(8, 0), rung(4, 0))
+    step = step_with(configuration(8, 0), configuration(4, 0))
     before = weights_of(step.workload.model, step.workload.optimizer)
     TECHNIQUES["noted"].num_failures = 2
     told = []
     with pytest.raises(OutOfMemoryError, match="in the copy phase of step 1"):
         step(CASE.batches()[0], on_oom=told.append)
-    assert [(event.rung, event.survived) for event in told] == [(0, True), (0, False)]
+    assert [(event.fallback, event.survived) for event in told] == [(0, True), (0, False)]
     assert largest_relative_difference(before, weights_of(step.workload.model, step.workload.optimizer)) == 0
     run(step)  # and the step can be used again
     require_plain_weights(step)
 
 
 def test_a_model_that_must_stay_whole_keeps_the_numbers_of_the_plan(notes):
-    step = step_with(rung(8, 0), rung(4, 0), rung(4, 1), rung(8, 2), case=WITH_BATCH_NORM)
+    step = step_with(
+        configuration(8, 0), configuration(4, 0), configuration(4, 1), configuration(8, 2), case=WITH_BATCH_NORM
+    )
     with armed("forward", 1):
         results = run(step, WITH_BATCH_NORM)
-    assert [(result.rung, result.micro_batch) for result in results] == [(3, 8)] * NUM_STEPS
-    assert step.rung == 3
+    assert [(result.fallback, result.micro_batch) for result in results] == [(3, 8)] * NUM_STEPS
+    assert step.fallback == 3
     require_plain_weights(step, WITH_BATCH_NORM)
 
 
 def test_a_small_batch_is_not_said_to_grow(notes):
-    step = step_with(rung(8, 0), rung(8, 1))
+    step = step_with(configuration(8, 0), configuration(8, 1))
     batch = {name: tensor[:3] for name, tensor in CASE.batches()[0].items()}
     with armed("forward", 1):
         (event,) = step(batch).oom_events
@@ -284,31 +291,31 @@ def test_a_small_batch_is_not_said_to_grow(notes):
 
 
 def test_it_goes_on_at_the_rung_of_a_checkpoint_unless_the_plan_is_another(notes):
-    rungs = [rung(8, 0), rung(8, 1)]
-    step = step_with(*rungs)
+    fallbacks = [configuration(8, 0), configuration(8, 1)]
+    step = step_with(*fallbacks)
     with armed("forward", 1):
         run(step)
-    again, other = step_with(*rungs), step_with(rung(8, 0), rung(8, 2))
+    again, other = step_with(*fallbacks), step_with(configuration(8, 0), configuration(8, 2))
     for one in (again, other):
         one.load_state_dict(step.state_dict())
-    assert (again.rung, other.rung) == (1, 0)
-    old = {name: value for name, value in step.state_dict().items() if name != "rungs"}
+    assert (again.fallback, other.fallback) == (1, 0)
+    old = {name: value for name, value in step.state_dict().items() if name != "fallbacks"}
     again.load_state_dict(old)  # of a checkpoint that was written before plans had levels
-    assert again.rung == 0
+    assert again.fallback == 0
 
 
 def test_after_a_death_it_begins_at_a_later_rung(notes):
-    step = step_with(rung(8, 0), rung(8, 1), rung(4, 1))
-    step.begin_again_at(2, too_large_rung=1)
-    assert (step.rung, step.micro_batch) == (2, 4)
-    assert [result.rung for result in run(step)] == [2] * NUM_STEPS
+    step = step_with(configuration(8, 0), configuration(8, 1), configuration(4, 1))
+    step.begin_again_at(2, too_large_fallback=1)
+    assert (step.fallback, step.micro_batch) == (2, 4)
+    assert [result.fallback for result in run(step)] == [2] * NUM_STEPS
     assert notes == ["+noted=1"]
 
 
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ([Choice(technique="heap", options={"mapped_from": 4194304})], "a rung cannot be used: heap=4194304"),
+        ([Choice(technique="heap", options={"mapped_from": 4194304})], "a fallback cannot be used: heap=4194304"),
         ([Choice(technique="checkpointing")], "a choice without its option 'blocks'"),
         (
             [Choice(technique="optimizer_in_backward")],
@@ -319,7 +326,7 @@ def test_after_a_death_it_begins_at_a_later_rung(notes):
 def test_choices_that_cannot_be_are_refused_when_the_step_is_made(choices, message):
     model, optimizer = CASE.fresh()
     with pytest.raises(InputError, match=message):
-        TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0, rungs=[[micro_batch_choice(8), *choices]])
+        TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0, fallbacks=[[micro_batch_choice(8), *choices]])
 
 
 # -- real techniques ---------------------------------------------------------------------------------------------------
@@ -374,12 +381,12 @@ def test_states_in_a_file_stay_there_from_level_to_level_and_back():
     states = large_states(step)
     for fallen_to, batch in zip((1, 2), CASE.batches()[1:NUM_STEPS], strict=True):
         with armed("forward", 1, 2):  # what held is tried once more
-            assert step(batch).rung == fallen_to
+            assert step(batch).fallback == fallen_to
         require_the_same_objects(states, large_states(step))
     require_plain_weights(step)
     step.begin_again_at(0)
     step(CASE.batches()[NUM_STEPS])
-    assert step.rung == 0
+    assert step.fallback == 0
     require_the_same_objects(states, large_states(step))
     step.close()
     assert not any(one is other for one, other in zip(states, large_states(step), strict=True))
@@ -398,7 +405,7 @@ def test_memory_that_runs_out_while_levels_change_moves_no_states_and_loses_noth
     with armed("forward", 1, 2), failing("parameter_offload", 0 if name == "checkpointing" else num_failures) as left:
         results.append(step(CASE.batches()[2]))
     assert left == []
-    assert results[1].rung > results[0].rung > 0
+    assert results[1].fallback > results[0].fallback > 0
     assert [event.phase for result in results for event in result.oom_events].count("copy") == num_failures
     require_the_same_objects(states, large_states(step))
     require_plain_weights(step)
@@ -410,7 +417,7 @@ from torch import nn
 from plimsoll.device.limit import limited
 from plimsoll.device.process import private_bytes
 from plimsoll.distributed.ranks import Ranks
-from plimsoll.records.plan import Choice, Rung, micro_batch_choice
+from plimsoll.records.plan import Choice, Configuration, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.step.failpoints import armed
 from plimsoll.step.train_step import TrainStep
@@ -434,14 +441,14 @@ for _ in range(3):
 del optimizer
 plain.zero_grad()
 model, optimizer = fresh()
-rungs = [[*moved, micro_batch_choice(4)], [micro_batch_choice(4)], [*moved, micro_batch_choice(4)]]
-step = TrainStep(model, optimizer, loss, units="samples", rungs=rungs)
+fallbacks = [[*moved, micro_batch_choice(4)], [micro_batch_choice(4)], [*moved, micro_batch_choice(4)]]
+step = TrainStep(model, optimizer, loss, units="samples", fallbacks=fallbacks)
 with limited(4 << 30):
     step(batch)
 with limited(private_bytes() + (64 << 20)):  # no room for what comes back, and some for the holes of the heap
     with armed("forward", 1, 2):
         result = step(batch)
-    print([(event.phase, event.rung) for event in result.oom_events], result.rung)
+    print([(event.phase, event.fallback) for event in result.oom_events], result.fallback)
     step(batch)
 with limited(4 << 30):
     step.close()
@@ -466,7 +473,7 @@ def test_closing_takes_every_technique_back_also_where_one_runs_out_of_memory(no
             exhaust_memory()
 
     TECHNIQUES["noted"] = Broken("noted", notes, is_for_the_run=False)
-    step = step_with(rung(8, 0, lasting=2))
+    step = step_with(configuration(8, 0, lasting=2))
     step(CASE.batches()[0])
     with pytest.warns(UserWarning, match="while the techniques of the plan were taken back"):
         step.close()
@@ -474,23 +481,23 @@ def test_closing_takes_every_technique_back_also_where_one_runs_out_of_memory(no
 
 
 def test_an_evaluation_before_the_first_step_has_the_techniques_of_the_plan(notes):
-    step = step_with(rung(8, 0), rung(8, 1))
+    step = step_with(configuration(8, 0), configuration(8, 1))
     TECHNIQUES["noted"].num_failures = 2
     evaluation = step.evaluate(CASE.batches()[:1])
     assert notes == ["+noted=1"]
-    events = [(event.phase, event.rung, event.next_rung, event.action) for event in evaluation.oom_events]
+    events = [(event.phase, event.fallback, event.next_fallback, event.action) for event in evaluation.oom_events]
     assert events == [
         ("evaluation", 0, 0, "same micro-batch once more"),
         ("evaluation", 0, 1, "same micro-batch with noted=1"),
     ]
-    assert (step.rung, step.position.phase) == (1, "fetch")
+    assert (step.fallback, step.position.phase) == (1, "fetch")
     run(step)
     assert notes == ["+noted=1"]
     require_plain_weights(step)
 
 
 def test_an_evaluation_for_which_no_techniques_can_be_installed_says_so(notes):
-    step = step_with(rung(8, 0))
+    step = step_with(configuration(8, 0))
     TECHNIQUES["noted"].num_failures = 2
     with pytest.raises(OutOfMemoryError, match="in the evaluation phase"):
         step.evaluate(CASE.batches()[:1])

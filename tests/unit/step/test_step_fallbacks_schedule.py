@@ -1,4 +1,6 @@
-"""The ladder that a batch gets: of the rungs of a plan, or of its own samples, with what is known of limits."""
+"""The fallback schedule that a batch gets: of the fallbacks of a plan, or of its own samples, with what is known of
+limits.
+"""
 
 from __future__ import annotations
 
@@ -10,52 +12,54 @@ from torch import nn
 
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import micro_batch_choice
-from plimsoll.step.fallbacks import Rungs, ladder_of
-from plimsoll.step.recovery import Ladder
+from plimsoll.step.fallbacks import InstalledFallbacks, fallback_schedule_of
+from plimsoll.step.recovery import FallbackSchedule
 
 RUNGS = [(micro_batch_choice(8),), (micro_batch_choice(4),)]
 
 
-def ladder_for(num_samples: int, before: Ladder | None = None, rungs: Any = (), **changes: Any) -> Ladder:
+def ladder_for(
+    num_samples: int, before: FallbackSchedule | None = None, fallbacks: Any = (), **changes: Any
+) -> FallbackSchedule:
     model = nn.Linear(1, 1)
     workload = Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")
     usual = {"first_micro_batch": None, "grow_after": 2, "is_whole": False, "learned": None}
-    return ladder_of(Rungs(workload, rungs), before, num_samples, **(usual | changes))
+    return fallback_schedule_of(InstalledFallbacks(workload, fallbacks), before, num_samples, **(usual | changes))
 
 
-def samples_in(ladder: Ladder) -> list[int]:
-    return [size.samples for size in ladder.sizes]
+def samples_in(fallback_schedule: FallbackSchedule) -> list[int]:
+    return [size.samples for size in fallback_schedule.sizes]
 
 
 def test_without_rungs_the_first_batch_makes_the_ladder_and_only_a_larger_one_makes_it_anew() -> None:
-    ladder = ladder_for(12)
-    assert samples_in(ladder) == [12, 6, 3, 2, 1]
-    ladder.failed(0, 12, 120)
+    fallback_schedule = ladder_for(12)
+    assert samples_in(fallback_schedule) == [12, 6, 3, 2, 1]
+    fallback_schedule.failed(0, 12, 120)
     for num_samples in (0, 5, 12):
-        assert ladder_for(num_samples, before=ladder) is ladder
-    larger = ladder_for(13, before=ladder)
+        assert ladder_for(num_samples, before=fallback_schedule) is fallback_schedule
+    larger = ladder_for(13, before=fallback_schedule)
     assert samples_in(larger) == [13, 7, 4, 2, 1]
     assert (larger.in_force, larger.choose(10)) == (0, 1)  # of 120 elements it knows that they are too many
     assert samples_in(ladder_for(0, first_micro_batch=4)) == [4, 2, 1]
 
 
-@pytest.mark.parametrize("given", [{"first_micro_batch": 8}, {"rungs": RUNGS}])
+@pytest.mark.parametrize("given", [{"first_micro_batch": 8}, {"fallbacks": RUNGS}])
 def test_a_ladder_that_was_given_is_not_made_anew_for_a_larger_batch(given: dict[str, Any]) -> None:
-    ladder = ladder_for(2, **given)
-    assert samples_in(ladder)[:2] == [8, 4]
-    assert ladder_for(100, before=ladder, **given) is ladder
+    fallback_schedule = ladder_for(2, **given)
+    assert samples_in(fallback_schedule)[:2] == [8, 4]
+    assert ladder_for(100, before=fallback_schedule, **given) is fallback_schedule
 
 
-@pytest.mark.parametrize("rungs", [(), RUNGS])
+@pytest.mark.parametrize("fallbacks", [(), RUNGS])
 @pytest.mark.parametrize(("is_whole", "following"), [(False, 1), (True, 0)])
-def test_batches_that_must_stay_whole_have_no_smaller_passes(rungs: Any, is_whole: bool, following: int) -> None:
-    ladder = ladder_for(8, rungs=rungs, is_whole=is_whole)
-    assert ladder.failed(0, 8, 80) == following
-    assert ladder.is_last(0) == is_whole
+def test_batches_that_must_stay_whole_have_no_smaller_passes(fallbacks: Any, is_whole: bool, following: int) -> None:
+    fallback_schedule = ladder_for(8, fallbacks=fallbacks, is_whole=is_whole)
+    assert fallback_schedule.failed(0, 8, 80) == following
+    assert fallback_schedule.is_last(0) == is_whole
 
 
 def test_a_small_batch_that_must_stay_whole_has_the_passes_of_the_plan_all_the_same() -> None:
-    assert ladder_for(3, rungs=RUNGS, is_whole=True).is_last(0)
+    assert ladder_for(3, fallbacks=RUNGS, is_whole=True).is_last(0)
 
 
 def test_what_a_checkpoint_has_learned_is_taken_where_there_is_no_ladder_yet() -> None:
@@ -66,10 +70,10 @@ def test_what_a_checkpoint_has_learned_is_taken_where_there_is_no_ladder_yet() -
 
 
 def test_a_larger_pass_is_tried_after_as_many_clean_steps_as_is_said() -> None:
-    ladder = ladder_for(8)
-    ladder.failed(0, 8, 80)
+    fallback_schedule = ladder_for(8)
+    fallback_schedule.failed(0, 8, 80)
     chosen = []
     for _ in range(3):
-        chosen.append(ladder.choose(1))
-        ladder.held(chosen[-1], 4)
+        chosen.append(fallback_schedule.choose(1))
+        fallback_schedule.held(chosen[-1], 4)
     assert chosen == [1, 1, 0]

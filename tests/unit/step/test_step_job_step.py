@@ -69,8 +69,8 @@ def test_a_batch_is_cut_under_batch_norm_only_where_the_job_allows_it(allow, cut
     job = Job.from_fields({"model": "lstm", "task": "classification", "data": "nowhere.txt", "allow": allow})
     model = nn.BatchNorm1d(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rungs = [[micro_batch_choice(2)]]
-    step = step_of(job, model, optimizer, rungs, loss=lambda model, batch: model(batch["x"]).square().mean())
+    fallbacks = [[micro_batch_choice(2)]]
+    step = step_of(job, model, optimizer, fallbacks, loss=lambda model, batch: model(batch["x"]).square().mean())
     with cut:
         assert step({"x": torch.arange(12.0).reshape(4, 3)}).micro_batch == 2
 

@@ -11,15 +11,15 @@ from plimsoll.errors import InputError
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.run import OomEvent
 from plimsoll.step.micro_batches import (
+    Filler,
+    MicroBatch,
     Parts,
-    Piece,
     Shape,
-    Spare,
     autocast,
     no_way_out,
     parts_of_all,
     shape_of,
-    weighted_pieces,
+    weighted_micro_batches,
 )
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques.mechanisms.whole import Reason
@@ -40,18 +40,18 @@ SHAPE = Shape(num_samples=3, num_units=3, elements_per_sample=2.0)
     ],
 )
 def test_a_piece_weighs_what_it_has_of_the_units(micro_batch, shares, numbers):
-    pieces = list(weighted_pieces({"labels": LABELS}, micro_batch, SHAPE, WORKLOAD))
-    assert [piece.share for piece in pieces] == shares
-    assert [list(piece.numbers) for piece in pieces] == numbers
-    assert torch.cat([piece.batch["labels"] for piece in pieces]).ne(-100).sum() == 3
-    of_all_ranks = weighted_pieces({"labels": LABELS}, micro_batch, SHAPE, WORKLOAD, total_units=12)
+    micro_batches = list(weighted_micro_batches({"labels": LABELS}, micro_batch, SHAPE, WORKLOAD))
+    assert [piece.share for piece in micro_batches] == shares
+    assert [list(piece.numbers) for piece in micro_batches] == numbers
+    assert torch.cat([piece.batch["labels"] for piece in micro_batches]).ne(-100).sum() == 3
+    of_all_ranks = weighted_micro_batches({"labels": LABELS}, micro_batch, SHAPE, WORKLOAD, total_units=12)
     assert [piece.share for piece in of_all_ranks] == [share / 4 for share in shares]
 
 
 @pytest.mark.parametrize("micro_batch", [1, 9])
 def test_a_part_without_a_target_has_no_pieces(micro_batch):
     batch = {"labels": torch.full((3, 2), -100)}
-    assert not list(weighted_pieces(batch, micro_batch, SHAPE._replace(num_units=0), WORKLOAD, total_units=5))
+    assert not list(weighted_micro_batches(batch, micro_batch, SHAPE._replace(num_units=0), WORKLOAD, total_units=5))
 
 
 def texts_of(*lengths):
@@ -75,10 +75,12 @@ def test_texts_of_alike_length_are_a_piece_without_the_padding_of_longer_ones(
 ):
     """Of 64 tokens that all ranks have."""
     workload, batch = replace(WORKLOAD, cuts_by_length=True), texts_of(*lengths)
-    pieces = list(weighted_pieces(batch, micro_batch, shape_of(batch, workload), workload, total_units=64))
-    assert [piece.share for piece in pieces] == shares
-    assert [list(piece.numbers) for piece in pieces] == numbers
-    assert [piece.batch["labels"].shape[1] for piece in pieces] == columns
+    micro_batches = list(
+        weighted_micro_batches(batch, micro_batch, shape_of(batch, workload), workload, total_units=64)
+    )
+    assert [piece.share for piece in micro_batches] == shares
+    assert [list(piece.numbers) for piece in micro_batches] == numbers
+    assert [piece.batch["labels"].shape[1] for piece in micro_batches] == columns
 
 
 @pytest.mark.parametrize(
@@ -135,24 +137,28 @@ class Lending(Ranks):
         return [numbers, [3.0]]
 
 
-def labels_of(spare: Spare, pieces: list[Piece]) -> list[tuple[list[list[int]], float]]:
-    return [(one.batch["labels"].tolist(), one.share) for one in spare.filled(iter(pieces), 2)]
+def labels_of(filler: Filler, micro_batches: list[MicroBatch]) -> list[tuple[list[list[int]], float]]:
+    return [(one.batch["labels"].tolist(), one.share) for one in filler.filled(iter(micro_batches), 2)]
 
 
 def test_what_is_left_to_do_is_done_with_a_sample_that_has_a_target_and_counts_for_nothing():
-    whole = Piece({"labels": LABELS[1:]}, 1.0, range(2))
-    own = Spare(WORKLOAD, is_lent=False)
+    whole = MicroBatch({"labels": LABELS[1:]}, 1.0, range(2))
+    own = Filler(WORKLOAD, is_lent=False)
     assert labels_of(own, [whole]) == [([[-100, -100], [1, -100]], 1.0), ([[1, -100]], 0.0)]
     assert len(labels_of(own, [whole, whole])) == 2
     lent = {"labels": LABELS[:1]}
-    assert labels_of(Spare(replace(WORKLOAD, ranks=Lending(lent)), is_lent=True), []) == [([[1, 1]], 0.0)] * 2
-    lender = Spare(replace(WORKLOAD, ranks=Lending(None)), is_lent=True)
+    assert labels_of(Filler(replace(WORKLOAD, ranks=Lending(lent)), is_lent=True), []) == [([[1, 1]], 0.0)] * 2
+    lender = Filler(replace(WORKLOAD, ranks=Lending(None)), is_lent=True)
     assert labels_of(lender, [whole])[1] == ([[1, -100]], 0.0)
 
 
 def test_where_lengths_decide_the_rank_with_most_pieces_says_how_many():
-    own = Spare(replace(WORKLOAD, cuts_by_length=True, ranks=Lending(None)), is_lent=False)
-    assert [one.share for one in own.filled(iter([Piece({"labels": LABELS}, 1.0, range(3))]), 9)] == [1.0, 0.0, 0.0]
+    own = Filler(replace(WORKLOAD, cuts_by_length=True, ranks=Lending(None)), is_lent=False)
+    assert [one.share for one in own.filled(iter([MicroBatch({"labels": LABELS}, 1.0, range(3))]), 9)] == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize(

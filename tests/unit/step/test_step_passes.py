@@ -18,7 +18,7 @@ def passes_of(loss):
     workload = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, "samples")
     backend, position = backend_for("cpu"), Position()
     retry = Retry({"model": model, "loss": loss}, backend, position)
-    return Passes(workload, retry, backend, position, model.parameters, rehearses=False), workload, position
+    return Passes(workload, retry, backend, position, model.parameters, is_dry_run=False), workload, position
 
 
 def test_parts_of_the_loss_and_their_gradients_add_up():
@@ -40,7 +40,7 @@ def test_a_scaler_scales_the_gradients_and_not_the_loss():
 def test_where_parameters_are_updated_in_backward_the_loss_is_looked_at_before():
     passes, workload, _ = passes_of(lambda model, x: model(x).mean() * float("nan"))
     with pytest.raises(NonFiniteLossError):
-        passes.add(torch.ones(1, 2), 1, None, is_early=True)
+        passes.add(torch.ones(1, 2), 1, None, releases_gradients=True)
     assert workload.model.weight.grad is None
     passes.add(torch.ones(1, 2), 1, None)
     assert workload.model.weight.grad.isnan().all()

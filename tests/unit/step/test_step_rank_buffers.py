@@ -5,7 +5,7 @@ from torch import nn
 
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.models.recurrent.carried_state import CarriedState
-from plimsoll.step.rank_buffers import own_lanes, share_lanes, share_statistics
+from plimsoll.step.rank_buffers import own_slots, share_slots, share_statistics
 
 
 class OfThree(Ranks):
@@ -29,9 +29,11 @@ class OfThree(Ranks):
 
 
 def test_every_lane_is_told_by_the_rank_that_has_it():
-    """Two windows of five lanes; every rank has something in every lane, also in those that it had before."""
+    """Two windows of five stream slots; every rank has something in every stream slot, also in those that it had
+    before.
+    """
     states = torch.arange(1.0, 11.0).reshape(2, 5, 1)
-    parts = [own_lanes(states * (rank + 1), OfThree(rank)) for rank in range(3)]
+    parts = [own_slots(states * (rank + 1), OfThree(rank)) for rank in range(3)]
     assert parts[1][0, :, 0].tolist() == [0, 4, 0, 0, 10]
     assert sum(parts)[0, :, 0].tolist() == [1, 4, 9, 4, 10]
 
@@ -50,7 +52,7 @@ def model_with_buffers():
 def test_alone_nothing_changes():
     model = model_with_buffers()
     share_statistics(model, Ranks())
-    share_lanes(model, Ranks())
+    share_slots(model, Ranks())
     assert all((buffer == 3).all() for buffer in model.buffers())
 
 
@@ -62,8 +64,8 @@ def test_running_statistics_become_those_of_the_first_rank_and_no_other_buffer_d
 
 
 def test_the_state_of_a_stream_becomes_that_of_all_lanes():
-    """The second of three has the second of four lanes."""
+    """The second of three has the second of four stream slots."""
     model = model_with_buffers()
-    share_lanes(model, OfThree(1))
+    share_slots(model, OfThree(1))
     assert model[1].training_state[:, :, 0, 0, 0].tolist() == [[100, 103, 100, 100]] * 2
     assert all((buffer == 3).all() for buffer in [model.ramp, model[1].evaluation_state, *model[0].buffers()])

@@ -12,7 +12,14 @@ EVENT = OomEvent(step=1, phase="forward", family="cpu", micro_batch=2)
 def test_a_result_takes_what_the_outcome_found():
     outcome = Outcome(loss=0.5, gradient_norm=None, learning_rate=1e-3, updated=True)
     result = StepResult(
-        step=1, num_samples=4, num_units=4, micro_batch=2, rung=0, step_seconds=0.1, oom_events=(), **outcome._asdict()
+        step=1,
+        num_samples=4,
+        num_units=4,
+        micro_batch=2,
+        fallback=0,
+        step_seconds=0.1,
+        oom_events=(),
+        **outcome._asdict(),
     )
     assert (result.loss, result.gradient_norm, result.learning_rate, result.updated) == (0.5, None, 1e-3, True)
 
@@ -40,7 +47,14 @@ def test_losses_of_pieces_are_added_up_in_single_precision_at_least_and_without_
 def test_a_result_stays_as_it_was():
     outcome = Outcome(loss=0.5, gradient_norm=None, learning_rate=1e-3, updated=True)
     result = StepResult(
-        step=1, num_samples=4, num_units=4, micro_batch=2, rung=0, step_seconds=0.1, oom_events=(), **outcome._asdict()
+        step=1,
+        num_samples=4,
+        num_units=4,
+        micro_batch=2,
+        fallback=0,
+        step_seconds=0.1,
+        oom_events=(),
+        **outcome._asdict(),
     )
     with pytest.raises(AttributeError):
         result.loss = 0.0  # type: ignore[misc]

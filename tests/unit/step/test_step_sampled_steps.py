@@ -1,6 +1,6 @@
 """Looks come ever more rarely."""
 
-from plimsoll.step.sampled_steps import Looks
+from plimsoll.step.sampled_steps import SampledSteps
 
 
 def due_among(num_steps, looks):
@@ -12,12 +12,12 @@ def due_among(num_steps, looks):
 
 
 def test_the_first_steps_are_looked_at_and_then_ever_fewer():
-    due = [*due_among(2000, Looks())]
+    due = [*due_among(2000, SampledSteps())]
     assert due[:12] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 18]
     assert [due[-1] - due[-2], due[-2] - due[-3]] == [200, 200]
 
 
 def test_a_look_before_its_time_puts_the_next_one_off():
-    looks = Looks(num_steps=8, next_look=10)
+    looks = SampledSteps(num_steps=8, next_look=10)
     looks.passed(looked=True)
     assert (looks.num_steps, looks.next_look) == (9, 11)

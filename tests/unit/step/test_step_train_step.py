@@ -87,8 +87,8 @@ def test_a_cut_batch_grows_again_and_a_larger_batch_is_not_cut_for_it():
     step = step_of(grow_after=2)
     with armed("forward", 1):
         assert step(line_through()).micro_batch == 2
-    step.ladder._failed_elements = [None]  # as if that had been a moment's shortage ...
-    step.ladder._limit_bytes = None  # ... and nothing had been measured
+    step.fallback_schedule._failed_elements = [None]  # as if that had been a moment's shortage ...
+    step.fallback_schedule._limit_bytes = None  # ... and nothing had been measured
     assert [step(line_through()).micro_batch for _ in range(3)] == [2, 4, 4]
     assert step(line_through(8)).micro_batch == 8
 
@@ -99,16 +99,16 @@ def test_the_last_batch_of_an_epoch_may_be_smaller():
 
 
 def test_before_the_first_batch_the_micro_batch_is_what_was_given():
-    assert (step_of().micro_batch, step_of().rung) == (None, 0)
-    assert (step_of(micro_batch=3).micro_batch, step_of(micro_batch=3).rung) == (3, 0)
+    assert (step_of().micro_batch, step_of().fallback) == (None, 0)
+    assert (step_of(micro_batch=3).micro_batch, step_of(micro_batch=3).fallback) == (3, 0)
 
 
 def test_unless_it_is_said_a_cut_batch_grows_again_after_50_clean_steps():
     step = step_of(lr=0.0)
     with armed("forward", 1):
         step(line_through())
-    step.ladder._failed_elements = [None]  # as if that had been a moment's shortage ...
-    step.ladder._limit_bytes = None  # ... and nothing had been measured
+    step.fallback_schedule._failed_elements = [None]  # as if that had been a moment's shortage ...
+    step.fallback_schedule._limit_bytes = None  # ... and nothing had been measured
     assert [step(line_through()).micro_batch for _ in range(50)] == [2] * 49 + [4]
 
 
@@ -124,7 +124,7 @@ def test_an_update_in_pieces_is_told_and_one_that_cannot_be_done_is_tried_again_
     told, step = [], step_of()
     with armed("optimizer", 1, 2, 3):  # at once; then its one piece, twice
         result = step(line_through(), on_oom=told.append)
-    assert (weight(step), result.micro_batch, result.rung) == (pytest.approx(0.3), 4, 0)
+    assert (weight(step), result.micro_batch, result.fallback) == (pytest.approx(0.3), 4, 0)
     assert [event.action for event in told] == ["same micro-batch once more"]
     with armed("optimizer", 1):
         result = step(line_through(), on_oom=told.append)
@@ -137,8 +137,8 @@ def test_an_update_in_pieces_is_told_and_one_that_cannot_be_done_is_tried_again_
     [
         ({}, [4, 2]),
         ({"micro_batch": 3}, [2, 1]),
-        ({"rungs": [[micro_batch_choice(4)], [micro_batch_choice(1)]]}, [4, 2]),
-        ({"rungs": [[micro_batch_choice(2)], [micro_batch_choice(1)]]}, [2, 1]),
+        ({"fallbacks": [[micro_batch_choice(4)], [micro_batch_choice(1)]]}, [4, 2]),
+        ({"fallbacks": [[micro_batch_choice(2)], [micro_batch_choice(1)]]}, [2, 1]),
     ],
 )
 def test_an_evaluation_begins_with_passes_no_larger_than_those_of_the_training(options, samples):
@@ -259,7 +259,7 @@ def test_what_a_technique_tidies_up_is_after_each_step_that_happened():
 
 def test_closing_says_what_stays_where_it_is_in_the_line_that_closes():
     step = step_of()
-    step._rungs.close = exhaust_memory
+    step._fallbacks.close = exhaust_memory
     with pytest.warns(UserWarning, match="memory ran out while the techniques of the plan were taken back") as caught:
         step.close()
     assert caught[0].filename == __file__

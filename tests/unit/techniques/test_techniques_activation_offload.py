@@ -14,7 +14,7 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
-from plimsoll.memory.trace import rehearsal
+from plimsoll.memory.trace import dry_run
 from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step import failpoints
@@ -199,7 +199,7 @@ def test_running_out_of_memory_leaves_nothing(choice, point, monkeypatch):
     case = CASES[0]
     plain, offloaded = case.fresh(), case.fresh()
     steps = [
-        TrainStep(*pair, units=case.units, rungs=[[*choices, micro_batch_choice(size)] for size in (8, 4)])
+        TrainStep(*pair, units=case.units, fallbacks=[[*choices, micro_batch_choice(size)] for size in (8, 4)])
         for pair, choices in ((plain, []), (offloaded, [choice]))
     ]
     for number, batch in enumerate(case.batches()[:3]):
@@ -317,8 +317,8 @@ def test_a_pool_is_not_exceeded(monkeypatch):
 
 def test_a_sentence_says_why_not():
     technique, workload = TECHNIQUES["activation_offload"], workload_of(Net())
-    assert technique.menu(workload, Setting("cpu", 8)) == (DISK,)
-    assert technique.menu(workload, Setting("cuda", 8)) == (HOST,)
+    assert technique.choices(workload, Setting("cpu", 8)) == (DISK,)
+    assert technique.choices(workload, Setting("cuda", 8)) == (HOST,)
     assert technique.conflicts(DISK, (), workload, Setting("cpu", 8)) is None
     assert technique.conflicts(DISK, (), workload, Setting("cuda", 8)) == (
         "on cuda activations go to `host`, not `disk`: give to=host"
@@ -337,7 +337,7 @@ def one_pass(choice, place, model, x):
 
 
 def predicted(choice, lowering, num_rows=64):
-    with rehearsal(lowering, lambda: "forward") as stage:
+    with dry_run(lowering, lambda: "forward") as stage:
         model = Net().to(lowering.device)
         one_pass(choice, stage.recorder, model, torch.randn(num_rows, 256, device=lowering.device))
     return live_bytes(stage.trace())

@@ -10,7 +10,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.models.workload import Workload, model_loss
-from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.failpoints import armed
@@ -28,18 +28,18 @@ def test_the_menu_has_it_also_where_it_is_not_allowed():
     workload = Workload(model, torch.optim.AdamW(model.parameters()), model_loss, "samples")
     adafactor = TECHNIQUES["adafactor"]
     forbidden = Setting(device="cpu", batch_size=8)
-    assert adafactor.menu(workload, forbidden) == (CHOICE,)
+    assert adafactor.choices(workload, forbidden) == (CHOICE,)
     assert "allow: [adafactor]" in adafactor.conflicts(CHOICE, (), workload, forbidden)
     assert adafactor.conflicts(CHOICE, (), workload, ALLOWED) is None
     workload.optimizer = torch.optim.SGD(model.parameters())
-    assert "stands in for Adam and AdamW" in adafactor.menu(workload, ALLOWED)
+    assert "stands in for Adam and AdamW" in adafactor.choices(workload, ALLOWED)
 
 
 @pytest.mark.parametrize("fails", [(), (1,), (40,)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_training_with_it_is_the_plain_one_with_it_also_after_an_oom_in_the_update(case, fails):
     model, optimizer = case.fresh()
-    step = TrainStep(model, optimizer, units=case.units, clip_norm=1.0, rungs=[RUNG])
+    step = TrainStep(model, optimizer, units=case.units, clip_norm=1.0, fallbacks=[RUNG])
     step._commit._piece_bytes = 1
     with armed("optimizer", *fails):
         for batch in case.batches():
@@ -97,10 +97,10 @@ def state_bytes(trace):
 def test_its_states_are_as_large_as_predicted(lowering):
     """A matrix of n x m has n + m numbers, a vector its own size; counts of steps are 4 bytes each, on the host."""
     texts = TextSketch(vocab_size=300, num_labels=None, end_id=0)
-    trace = rehearse_job(job(allow="adafactor"), texts, lowering, RUNG)
+    trace = dry_run_job(job(allow="adafactor"), texts, lowering, RUNG)
     case = CASES[2]
     model, optimizer = case.fresh()
-    step = TrainStep(model, optimizer, units=case.units, rungs=[RUNG])
+    step = TrainStep(model, optimizer, units=case.units, fallbacks=[RUNG])
     with Recorder(phase=lambda: "optimizer") as recorder:
         recorder.step = 1
         step(case.batches()[0])

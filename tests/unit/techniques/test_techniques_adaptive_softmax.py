@@ -39,7 +39,7 @@ def test_chunked_loss_does_not_go_with_it_nor_after_it():
     workload, chunks = made(), Choice(technique="chunked_loss", options={"chunk_tokens": 64})
     assert "the output layer that it replaces" in AdaptiveSoftmax().conflicts(AUTO, (chunks,), workload, ALLOWED)
     with installed(workload, [AUTO]):
-        assert "never has all logits itself" in ChunkedLoss().menu(workload, ALLOWED)
+        assert "never has all logits itself" in ChunkedLoss().choices(workload, ALLOWED)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_chunked_loss_does_not_go_with_it_nor_after_it():
     ids=["classifier", "tied", "adaptive", "small"],
 )
 def test_where_there_is_nothing_for_it_it_says_why(workload, reason):
-    assert reason in AdaptiveSoftmax().menu(workload, ALLOWED)
+    assert reason in AdaptiveSoftmax().choices(workload, ALLOWED)
     assert reason in AdaptiveSoftmax().conflicts(AUTO, (), workload, ALLOWED)
 
 
@@ -61,8 +61,8 @@ def test_an_output_layer_that_is_frozen_or_watched_stays():
     frozen, watched = made(), made()
     frozen.model.head.weight.requires_grad_(False)
     watched.model.head.register_forward_hook(lambda *_: None)
-    assert "the output layer is frozen" in AdaptiveSoftmax().menu(frozen, ALLOWED)
-    assert "the output layer has hooks" in AdaptiveSoftmax().menu(watched, ALLOWED)
+    assert "the output layer is frozen" in AdaptiveSoftmax().choices(frozen, ALLOWED)
+    assert "the output layer has hooks" in AdaptiveSoftmax().choices(watched, ALLOWED)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_the_loss_does_not_depend_on_the_cut():
     def losses(samples):
         workload = made()
         optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.5)
-        rung = [micro_batch_choice(samples), AUTO]
-        step = TrainStep(workload.model, optimizer, units="next-tokens", rungs=[rung], clip_norm=None)
+        fallback = [micro_batch_choice(samples), AUTO]
+        step = TrainStep(workload.model, optimizer, units="next-tokens", fallbacks=[fallback], clip_norm=None)
         found = [step(batch).loss for _ in range(3)]
         step.close()
         return found

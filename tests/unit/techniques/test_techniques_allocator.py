@@ -35,13 +35,13 @@ def workload(device="cpu"):
 
 
 def test_segments_that_grow_are_offered_on_cuda():
-    assert Allocator().menu(workload(), CUDA) == (GROWS,)
-    assert "`heap` sets up the C library's heap" in Allocator().menu(workload(), CPU)
+    assert Allocator().choices(workload(), CUDA) == (GROWS,)
+    assert "`heap` sets up the C library's heap" in Allocator().choices(workload(), CPU)
 
 
 def test_what_the_user_has_set_is_left_alone(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
-    assert "pytorch#193400" in Allocator().menu(workload(), CUDA)
+    assert "pytorch#193400" in Allocator().choices(workload(), CUDA)
     assert "pytorch#193400" in Allocator().conflicts(GROWS, (), workload(), CUDA)
     other = Allocator().conflicts(choice(roundup_power2_divisions=8), (), workload(), CUDA)
     assert other == "the environment sets max_split_size_mb:128 already"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from small_models import fresh, gpt2_with, llama, t5
 from torch import nn
-from traced_steps import recorded, rehearsed
+from traced_steps import dry_run, recorded
 from transformers import BertConfig, BertForSequenceClassification, EncoderDecoderConfig, EncoderDecoderModel
 
 from plimsoll.memory.live import live_bytes
@@ -71,7 +71,7 @@ def test_the_scores_of_a_long_sequence_are_gone():
     model, batch = long_gpt2()
     peaks = []
     for choices in ((), SDPA):
-        predicted = live_bytes(rehearsed(model, batch, choices)).peak_bytes
+        predicted = live_bytes(dry_run(model, batch, choices)).peak_bytes
         assert predicted == live_bytes(recorded(model, batch, choices)).peak_bytes
         peaks.append(predicted)
     assert peaks[0] - peaks[1] > 2 * 2**20
@@ -82,7 +82,7 @@ def test_the_scores_are_gone_on_cuda_also_with_dropout():
     model.config.attn_pdrop = 0.1
     for block in model.transformer.h:
         block.attn.attn_dropout.p = 0.1
-    peaks = [live_bytes(rehearsed(model, batch, choices, CudaLowering((8, 6)))).peak_bytes for choices in ((), SDPA)]
+    peaks = [live_bytes(dry_run(model, batch, choices, CudaLowering((8, 6)))).peak_bytes for choices in ((), SDPA)]
     assert peaks[0] - peaks[1] > 2 * 2**20
 
 
@@ -97,7 +97,7 @@ def test_every_config_is_restored(name):
 
 
 def test_the_menu():
-    menu = Attention().menu
+    menu = Attention().choices
     assert menu(workload_of(long_gpt2()[0]), CPU) == SDPA
     assert menu(workload_of(gpt2_with()), CPU) == "GPT2LMHeadModel does not use eager attention, but sdpa"
     assert menu(workload_of(Lstm()), CPU).startswith("Lstm is not a model of transformers")
@@ -113,7 +113,7 @@ def test_a_part_that_cannot_is_said():
     model = EncoderDecoderModel(config)
     model.set_attn_implementation("eager")
     before = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
-    answer = Attention().menu(workload_of(model), CPU)
+    answer = Attention().choices(workload_of(model), CPU)
     if not isinstance(answer, str):
         with installed(workload_of(model), answer):
             assert model.encoder.config._attn_implementation == "sdpa"

@@ -38,13 +38,13 @@ def setting(precision="auto", device="cuda"):
     ],
 )
 def test_the_menu_follows_the_job_and_the_device(asked, menu):
-    assert Autocast().menu(workload(), asked) == menu
+    assert Autocast().choices(workload(), asked) == menu
 
 
 def test_a_precision_that_the_step_has_already_needs_no_technique():
     made = workload()
     made.precision = "bf16"
-    assert "which the step has by itself" in Autocast().menu(made, setting("bf16"))
+    assert "which the step has by itself" in Autocast().choices(made, setting("bf16"))
 
 
 def test_an_lstm_is_refused_where_plain_autocast_fails_and_runs_elsewhere():
@@ -56,15 +56,15 @@ def test_an_lstm_is_refused_where_plain_autocast_fails_and_runs_elsewhere():
     except RuntimeError:
         fault = lstm_fault(model, "bf16")
         assert "for this processor" in fault
-        assert Autocast().menu(made, setting(device="cpu")) == fault
-        assert Autocast().menu(made, setting("bf16", "cpu")) == fault
+        assert Autocast().choices(made, setting(device="cpu")) == fault
+        assert Autocast().choices(made, setting("bf16", "cpu")) == fault
         assert Autocast().conflicts(BF16, (), made, setting("bf16", "cpu")) == fault
         with pytest.raises(InputError, match="precision bf16: oneDNN has no bf16 kernels"):
             TrainStep(model, made.optimizer, precision="bf16", units="samples")
     else:
         assert lstm_fault(model, "bf16") is None
-        assert Autocast().menu(made, setting(device="cpu")) == (BF16,)
-    assert Autocast().menu(made, setting()) == (BF16, FP16)  # CUDA's kernels are cuDNN's
+        assert Autocast().choices(made, setting(device="cpu")) == (BF16,)
+    assert Autocast().choices(made, setting()) == (BF16, FP16)  # CUDA's kernels are cuDNN's
     assert lstm_fault(nn.GRU(3, 3), "bf16") is None
     refuse(model, made.optimizer, "bf16", None, kind="cuda")
 
@@ -82,7 +82,7 @@ def test_whether_an_lstm_runs_is_asked_of_real_tensors(stage, monkeypatch):
 
 
 def test_weights_in_half_precision_have_nothing_to_gain():
-    assert "the model's weights are not float32" in Autocast().menu(workload(torch.bfloat16), setting())
+    assert "the model's weights are not float32" in Autocast().choices(workload(torch.bfloat16), setting())
 
 
 @pytest.mark.parametrize(

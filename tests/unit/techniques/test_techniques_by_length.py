@@ -12,7 +12,7 @@ from plimsoll.models.recurrent.model import build_recurrent
 from plimsoll.models.recurrent.tagger import build_tagger
 from plimsoll.models.workload import Workload, count_elements, model_loss
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.step.micro_batches import shape_of, weighted_pieces
+from plimsoll.step.micro_batches import shape_of, weighted_micro_batches
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, installed
 from plimsoll.techniques.by_length import ByLength
@@ -66,7 +66,7 @@ def loss_and_gradients(workload, batch, micro_batch):
     workload.model.zero_grad()
     shape = shape_of(batch, workload)
     total = 0.0
-    for piece, share, _ in weighted_pieces(batch, micro_batch, shape, workload):
+    for piece, share, _ in weighted_micro_batches(batch, micro_batch, shape, workload):
         loss = workload.loss(workload.model, piece) * share
         loss.backward()
         total += loss.item()
@@ -88,7 +88,7 @@ def test_loss_and_gradients_are_those_of_the_padded_batch(name, micro_batch):
 def test_trimming_what_is_padding_for_all_leaves_the_loss_and_takes_fewer_columns():
     workload, batch = made("bert")
     short = {name: value[[1, 4, 6, 7]] for name, value in batch.items()}
-    (piece, share, _), *rest = weighted_pieces(short, 4, shape_of(short, cut()), cut())
+    (piece, share, _), *rest = weighted_micro_batches(short, 4, shape_of(short, cut()), cut())
     assert not rest
     assert share == 1.0
     assert piece["input_ids"].shape == (4, 4)
@@ -99,7 +99,7 @@ def test_trimming_what_is_padding_for_all_leaves_the_loss_and_takes_fewer_column
 @pytest.mark.parametrize("units", ["samples", "tokens", "next-tokens", lambda batch: batch["input_ids"].numel()])
 def test_every_sample_is_there_once_and_the_shares_add_up(units):
     batch = padded("tokens") | {"number": torch.arange(8)}
-    pieces = list(weighted_pieces(batch, 3, shape_of(batch, cut(units)), cut(units)))
+    pieces = list(weighted_micro_batches(batch, 3, shape_of(batch, cut(units)), cut(units)))
     seen = torch.cat([piece["number"] for piece, _, _ in pieces]).tolist()
     assert seen == [number for _, _, numbers in pieces for number in numbers]
     assert seen == [0, 3, 5, 2, 6, 1, 7, 4][: len(seen)]
@@ -115,10 +115,12 @@ def test_a_batch_of_short_samples_goes_in_as_few_passes_as_have_the_elements_of_
     short = {name: value[:, :4] if value.dim() == 2 else value for name, value in short.items()}
     workload = cut(full_length=48)
     shape = shape_of(short, workload)
-    assert shape.elements_per_sample == 2 * 48 + 1  # as the ladder counts every batch: a limit holds for all of them
-    pieces = [piece for piece, _, _ in weighted_pieces(short, micro_batch, shape, workload)]
+    assert (
+        shape.elements_per_sample == 2 * 48 + 1
+    )  # as the fallback schedule counts every batch: a limit holds for all of them
+    pieces = [piece for piece, _, _ in weighted_micro_batches(short, micro_batch, shape, workload)]
     assert [tuple(piece["input_ids"].shape) for piece in pieces] == [(4, 3)]
-    assert len(list(weighted_pieces(short, micro_batch, shape_of(short, cut()), cut()))) == 4 // micro_batch
+    assert len(list(weighted_micro_batches(short, micro_batch, shape_of(short, cut()), cut()))) == 4 // micro_batch
     long = padded("samples")
     assert shape_of(long, cut(full_length=8)).elements_per_sample == 2 * 12 + 1  # longer than was said
 
@@ -143,15 +145,15 @@ def test_a_training_step_and_an_evaluation_do_it():
 
 
 def test_a_rehearsal_knows_the_lengths_of_its_batch():
-    from plimsoll.memory.trace import rehearsal
+    from plimsoll.memory.trace import dry_run
 
     workload, batch = made("bert")
     widths = []
     for by_length in (False, True):
-        with rehearsal(CpuLowering(), lambda: "forward") as stage:
+        with dry_run(CpuLowering(), lambda: "forward") as stage:
             model, optimizer = stage.fake_training(workload.model, workload.optimizer)
             fake = Workload(model, optimizer, model_loss, "samples", cuts_by_length=by_length)
-            pieces = weighted_pieces(stage.fake_batch(batch), 3, shape_of(batch, fake), fake)
+            pieces = weighted_micro_batches(stage.fake_batch(batch), 3, shape_of(batch, fake), fake)
             widths.append([])
             for piece, share, _ in pieces:
                 (fake.loss(model, piece) * share).backward()
@@ -194,12 +196,12 @@ def fnet():
     ],
 )
 def test_the_menu_says_why_not(workload, setting, reason):
-    assert reason in ByLength().menu(workload(), setting)
+    assert reason in ByLength().choices(workload(), setting)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_menu_has_it_for_models_that_ignore_padding(name):
-    assert ByLength().menu(made(name)[0], VARYING) == (BY_LENGTH,)
+    assert ByLength().choices(made(name)[0], VARYING) == (BY_LENGTH,)
 
 
 class Ignoring(nn.Module):
@@ -207,15 +209,15 @@ class Ignoring(nn.Module):
 
 
 def test_a_model_can_say_itself_that_it_ignores_padding():
-    assert ByLength().menu(workload_of(Ignoring()), VARYING) == (BY_LENGTH,)
+    assert ByLength().choices(workload_of(Ignoring()), VARYING) == (BY_LENGTH,)
     tagger = build_tagger({"architecture": "lstm", "vocab_size": 9, "num_labels": 2, "bidirectional": True})
-    assert ByLength().menu(workload_of(tagger), VARYING) == (BY_LENGTH,)
+    assert ByLength().choices(workload_of(tagger), VARYING) == (BY_LENGTH,)
 
 
 def test_the_user_can_say_that_a_model_ignores_padding():
     allowed = Setting("cpu", 8, lengths_vary=True, allow=frozenset({"by_length"}))
-    assert ByLength().menu(workload_of(nn.Linear(1, 1)), allowed) == (BY_LENGTH,)
-    assert "fnet" in ByLength().menu(workload_of(fnet()), allowed)
+    assert ByLength().choices(workload_of(nn.Linear(1, 1)), allowed) == (BY_LENGTH,)
+    assert "fnet" in ByLength().choices(workload_of(fnet()), allowed)
 
 
 def test_a_pin_is_refused_only_where_it_is_known_to_be_wrong():

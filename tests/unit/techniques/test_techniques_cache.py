@@ -24,8 +24,8 @@ def workload(device="cpu"):
 
 
 def test_it_is_offered_on_cuda_to_be_pinned():
-    assert "`heap` gives free pages back" in Cache().menu(workload(), CPU)
-    assert Cache().menu(workload(), CUDA) == (choice(line_bytes=0),)
+    assert "`heap` gives free pages back" in Cache().choices(workload(), CPU)
+    assert Cache().choices(workload(), CUDA) == (choice(line_bytes=0),)
     assert not Cache().reaches
 
 

@@ -9,7 +9,7 @@ import torch
 from small_models import WITH_BLOCKS, Block, Blocks, fresh, gpt2_with
 from tests.tally import Tally, in_a_check
 from torch import nn
-from traced_steps import recorded, rehearsed
+from traced_steps import dry_run, recorded
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 from plimsoll.errors import InputError
@@ -70,7 +70,7 @@ def test_what_is_predicted_is_what_is_needed_and_less_than_plain(name):
     model, batch = fresh(name)
     peaks = []
     for choices in ((), (ALL,)):
-        predicted = live_bytes(rehearsed(model, batch, choices)).peak_bytes
+        predicted = live_bytes(dry_run(model, batch, choices)).peak_bytes
         if name != "lstms":  # oneDNN's recurrent layers keep what a recorder cannot see
             assert predicted == live_bytes(recorded(model, batch, choices)).peak_bytes
         peaks.append(predicted)
@@ -80,7 +80,7 @@ def test_what_is_predicted_is_what_is_needed_and_less_than_plain(name):
 def test_it_is_predicted_for_cuda_under_autocast():
     model, batch = fresh("gpt2")
     peaks = [
-        live_bytes(rehearsed(model, batch, choices, CudaLowering((8, 6)), precision="bf16")).peak_bytes
+        live_bytes(dry_run(model, batch, choices, CudaLowering((8, 6)), precision="bf16")).peak_bytes
         for choices in ((), (ALL,))
     ]
     assert peaks[1] < peaks[0]
@@ -171,8 +171,8 @@ def test_a_copy_of_an_installed_model_runs_itself():
 def test_a_step_that_fails_is_done_again(phase):
     def trained(*, fails):
         model, batch = fresh("gpt2")
-        rungs = [[ALL, micro_batch_choice(8)], [ALL, micro_batch_choice(4)]]
-        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="samples", rungs=rungs)
+        fallbacks = [[ALL, micro_batch_choice(8)], [ALL, micro_batch_choice(4)]]
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="samples", fallbacks=fallbacks)
         torch.manual_seed(1)
         if fails:
             with armed(phase, 1):
@@ -200,8 +200,8 @@ def test_memory_that_runs_out_while_recomputing():
                 )
 
         part.register_forward_pre_hook(hook)
-        rungs = [[ALL, micro_batch_choice(8)], [ALL, micro_batch_choice(4)]]
-        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="samples", rungs=rungs)
+        fallbacks = [[ALL, micro_batch_choice(8)], [ALL, micro_batch_choice(4)]]
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="samples", fallbacks=fallbacks)
         torch.manual_seed(1)
         if not fails:
             step.begin_again_at(1)
@@ -230,24 +230,24 @@ def test_one_layer_that_is_called_again_and_again():
 
 def test_the_menu_is_weakest_first():
     model = gpt2_with(n_layer=6)
-    assert [str(choice) for choice in Checkpointing().menu(workload_of(model), CPU)] == [
+    assert [str(choice) for choice in Checkpointing().choices(workload_of(model), CPU)] == [
         "checkpointing=every 4",
         "checkpointing=every 2",
         "checkpointing=all",
     ]
-    two = Checkpointing().menu(workload_of(gpt2_with()), CPU)
+    two = Checkpointing().choices(workload_of(gpt2_with()), CPU)
     assert [str(choice) for choice in two] == ["checkpointing=all"]
 
 
 def test_why_nothing_applies():
-    menu = Checkpointing().menu
+    menu = Checkpointing().choices
     assert menu(workload_of(Lstm()), CPU) == "the model Lstm has no repeated blocks"
     model = gpt2_with()
     model.activation_checkpointing_enable()
     assert "the model checkpoints its layers itself" in menu(workload_of(model), CPU)
     assert "the model checkpoints its layers itself" in conflict_among((ALL,), workload_of(model), CPU)
     wide = gpt2_with(n_layer=1, n_embd=2, n_head=1, vocab_size=20_000)
-    trace = rehearsed(wide, {"input_ids": torch.ones(2, 4, dtype=int), "labels": torch.ones(2, 4, dtype=int)})
+    trace = dry_run(wide, {"input_ids": torch.ones(2, 4, dtype=int), "labels": torch.ones(2, 4, dtype=int)})
     reason = menu(workload_of(wide), Setting(device="cpu", batch_size=2, trace=trace))
     assert reason.startswith("the 1 blocks keep ")
     assert "of activations" in reason
@@ -256,7 +256,7 @@ def test_why_nothing_applies():
 def test_dropout_of_a_recurrent_layer_on_cuda_is_refused():
     model = nn.Module()
     model.layers = nn.ModuleList([nn.LSTM(4, 4, num_layers=2, dropout=0.1) for _ in range(2)])
-    menu = Checkpointing().menu
+    menu = Checkpointing().choices
     assert menu(workload_of(model), Setting(device="cuda", batch_size=8)) == (
         "layers.0 has a recurrent layer whose dropout cuDNN would draw anew"
     )
@@ -346,7 +346,7 @@ def test_what_blocks_keep_by_hand():
     batch = {"x": torch.rand(8, 10), "labels": torch.zeros(8)}
     names = tuple(name for name, _ in blocks_of(model))
     assert names == ("blocks.0", "blocks.1", "blocks.2")
-    trace = rehearsed(model, batch)
+    trace = dry_run(model, batch)
     assert saved_per_block(trace, names) == saved_per_block(recorded(model, batch), names)
     assert saved_per_block(trace, names) == ((3 * 320, 320),) * 3
 
@@ -355,7 +355,7 @@ def test_the_largest_of_several_passes_counts():
     """A layer norm makes its statistics after its result: BERT's blocks keep what has the hidden states' size."""
     model, batch = fresh("bert")
     names = tuple(name for name, _ in blocks_of(model))
-    kept = [block.kept_bytes for block in saved_per_block(rehearsed(model, batch), names)]
+    kept = [block.kept_bytes for block in saved_per_block(dry_run(model, batch), names)]
     assert kept == [8 * 12 * 16 * 4] * 2
 
 

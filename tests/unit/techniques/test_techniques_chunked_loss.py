@@ -170,8 +170,8 @@ def test_training_steps_with_a_scaler_and_micro_batches_go_the_same_way(precisio
         torch.manual_seed(0)
         model = gpt2()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        rungs = [[micro_batch_choice(2), *choices]]
-        step = TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0, precision=precision, rungs=rungs)
+        fallbacks = [[micro_batch_choice(2), *choices]]
+        step = TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0, precision=precision, fallbacks=fallbacks)
         results = [step(batch_of(6, 20)) for _ in range(3)]
         return torch.tensor([[one.loss, one.gradient_norm] for one in results])
 
@@ -237,7 +237,7 @@ def three_steps(workload, batch, choices, recorder):
             workload.optimizer.step()
 
 
-def rehearsed(workload, batch, choices, lowering, precision=None):
+def dry_run(workload, batch, choices, lowering, precision=None):
     def train(stage):
         model, optimizer = stage.fake_training(workload.model, workload.optimizer)
         fake = Workload(model, optimizer, workload.loss, "tokens")
@@ -253,8 +253,8 @@ def rehearsed(workload, batch, choices, lowering, precision=None):
 def test_a_rehearsal_needs_what_a_run_needs_and_much_less_than_plain(case):
     build, loss = CASES[case]
     workload, batch = workload_of(build(), loss), batch_of(8, 64)
-    predicted = live_bytes(rehearsed(workload, batch, [chunks_of(16)], CpuLowering())).peak_bytes
-    plain = live_bytes(rehearsed(workload, batch, [], CpuLowering())).peak_bytes
+    predicted = live_bytes(dry_run(workload, batch, [chunks_of(16)], CpuLowering())).peak_bytes
+    plain = live_bytes(dry_run(workload, batch, [], CpuLowering())).peak_bytes
     recorder = Recorder(scratch_bytes=CpuLowering().scratch_bytes)
     with recorder:
         three_steps(workload, batch, [chunks_of(16)], recorder)
@@ -268,7 +268,7 @@ def test_a_rehearsal_needs_what_a_run_needs_and_much_less_than_plain(case):
 def test_half_precision_can_be_rehearsed(lowering):
     workload, batch = workload_of(gpt2()), batch_of(8, 64)
     chunked, plain = (
-        live_bytes(rehearsed(workload, batch, choices, lowering, torch.bfloat16)).peak_bytes
+        live_bytes(dry_run(workload, batch, choices, lowering, torch.bfloat16)).peak_bytes
         for choices in ([chunks_of(16)], [])
     )
     assert chunked < plain / 2
@@ -278,7 +278,7 @@ def test_half_precision_can_be_rehearsed(lowering):
 
 
 def menu(workload, setting=SETTING):
-    return TECHNIQUES["chunked_loss"].menu(workload, setting)
+    return TECHNIQUES["chunked_loss"].choices(workload, setting)
 
 
 def test_the_menu_has_few_sizes_weakest_first():
@@ -328,7 +328,7 @@ def squared(model, batch):
 
 
 def with_trace(workload, choices=()):
-    trace = rehearsed(workload, batch_of(), choices, CpuLowering())
+    trace = dry_run(workload, batch_of(), choices, CpuLowering())
     return Setting(device="cpu", batch_size=3, trace=trace)
 
 

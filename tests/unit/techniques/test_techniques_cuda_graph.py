@@ -16,7 +16,7 @@ from plimsoll.device.speed import speed_of
 from plimsoll.memory.captures import private_storages
 from plimsoll.memory.predict import count_on_cuda
 from plimsoll.models.workload import Workload, model_loss
-from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.planning.search.cost import _stretches, step_duration
 from plimsoll.planning.targets import gpu_target
 from plimsoll.records.job import Job
@@ -40,8 +40,8 @@ def workload(*layers):
 
 
 def test_it_is_offered_on_cuda_alone():
-    assert CudaGraph().menu(workload(), CUDA) == (GRAPH,)
-    assert CudaGraph().menu(workload(), Setting("cpu", batch_size=8)) == "a CPU has no CUDA graphs"
+    assert CudaGraph().choices(workload(), CUDA) == (GRAPH,)
+    assert CudaGraph().choices(workload(), Setting("cpu", batch_size=8)) == "a CPU has no CUDA graphs"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def looks():
     found = {}
     for more in ((), (GRAPH,)):
         choices = (micro_batch_choice(3), *more)
-        found[bool(more)] = rehearse_job(JOB, TextSketch(500, None, 0), gpu_target(CARD, None).lowering(), choices)
+        found[bool(more)] = dry_run_job(JOB, TextSketch(500, None, 0), gpu_target(CARD, None).lowering(), choices)
     return found
 
 
@@ -115,7 +115,7 @@ def test_a_pass_that_reads_its_masks_is_not_predicted_as_a_graphs():
     fields = {"architecture": "bert", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
     job = JOB.model_copy(update={"model": {**fields, "intermediate_size": 32}, "task": "classification"})
     lowering, texts = gpu_target(CARD, None).lowering(), TextSketch(500, 3, 0)
-    traces = [rehearse_job(job, texts, lowering, (micro_batch_choice(3), *more)) for more in ((), (GRAPH,))]
+    traces = [dry_run_job(job, texts, lowering, (micro_batch_choice(3), *more)) for more in ((), (GRAPH,))]
     assert traces[1].captured == ()
     assert traces[1].events == traces[0].events
 
@@ -137,7 +137,7 @@ def test_it_takes_more_memory_and_less_time(looks):
     counted = {name: count_on_cuda(trace, CARD) for name, trace in looks.items()}
     speed = speed_of(CARD)
     plain, graph = (
-        step_duration(counted[name], speed, batch_size=8, micro_batch=3, rehearsed_samples=8).likely_seconds
+        step_duration(counted[name], speed, batch_size=8, micro_batch=3, dry_run_samples=8).likely_seconds
         for name in (False, True)
     )
     assert graph < 0.7 * plain
@@ -176,7 +176,7 @@ def test_recorded_memory_and_replays_are_as_predicted(row):
         }[word.partition("=")[0]]
         for word in row["choices"].split(" + ")
     )
-    trace = rehearse_job(job, TextSketch(8000, None, 0), gpu_target(CARD, None).lowering(), choices)
+    trace = dry_run_job(job, TextSketch(8000, None, 0), gpu_target(CARD, None).lowering(), choices)
     counted = count_on_cuda(trace, CARD)
     rows = zip(trace.storages.num_bytes, trace.storages.category, strict=True)
     weights_bytes = sum(num_bytes for num_bytes, category in rows if category == "parameters")

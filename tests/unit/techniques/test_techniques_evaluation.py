@@ -3,7 +3,7 @@
 import pytest
 import torch
 from small_models import fresh
-from traced_steps import recorded, rehearsed
+from traced_steps import dry_run, recorded
 
 from plimsoll.memory.live import live_bytes
 from plimsoll.models.workload import Workload, model_loss
@@ -36,7 +36,9 @@ def test_training_has_the_same_bits_and_the_evaluation_the_same_mean():
     for choices in ((), (passes_of(2),)):
         model, batch = fresh("bert")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = TrainStep(model, optimizer, units="samples", rungs=[[*choices, micro_batch_choice(8)]], recut_loss=True)
+        step = TrainStep(
+            model, optimizer, units="samples", fallbacks=[[*choices, micro_batch_choice(8)]], recut_loss=True
+        )
         torch.manual_seed(1)
         step(batch)
         evaluation = step.evaluate([batch])
@@ -48,7 +50,7 @@ def test_training_has_the_same_bits_and_the_evaluation_the_same_mean():
     assert all(torch.equal(plain[2][name], cut[2][name]) for name in plain[2])
 
 
-@pytest.mark.parametrize("trace_of", [rehearsed, recorded])
+@pytest.mark.parametrize("trace_of", [dry_run, recorded])
 def test_smaller_passes_need_less(trace_of):
     """The logits of a sample are 12 x 50 floats; with those of log_softmax and their copies, several of them."""
     model, batch = fresh("gpt2")
@@ -64,7 +66,7 @@ def test_smaller_passes_need_less(trace_of):
 
 def test_the_menu():
     model, batch = fresh("gpt2")
-    menu = EvaluationPass().menu
+    menu = EvaluationPass().choices
     workload = workload_of(model)
     assert menu(workload, Setting(device="cpu", batch_size=1)) == "a batch of one sample cannot be cut"
     assert [str(choice) for choice in menu(workload, Setting(device="cpu", batch_size=10))] == [
@@ -73,7 +75,7 @@ def test_the_menu():
         "evaluation=2",
         "evaluation=1",
     ]
-    without, with_one = rehearsed(model, batch), rehearsed(model, batch, evaluates=True)
+    without, with_one = dry_run(model, batch), dry_run(model, batch, evaluates=True)
     assert menu(workload, Setting("cpu", 8, without)) == "the training does not evaluate"
     assert menu(workload, Setting("cpu", 8, with_one)) == (passes_of(4), passes_of(2), passes_of(1))
 

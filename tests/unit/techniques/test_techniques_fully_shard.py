@@ -12,7 +12,7 @@ from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.workload import Workload
-from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.techniques import TECHNIQUES, Setting, conflict_among, installed
@@ -29,15 +29,15 @@ def workload_of(model: nn.Module | None = None, optimizer: type[torch.optim.Opti
 
 
 def test_shards_are_offered_to_several_ranks_the_one_that_exchanges_less_first():
-    menu = SHARD.menu(workload_of(), SHARED)
+    menu = SHARD.choices(workload_of(), SHARED)
     assert list(map(str, menu)) == [
         "fully_shard=once",
         "fully_shard=twice",
         "fully_shard(gathered=twice,offload=disk)",
     ]
-    on_cuda = SHARD.menu(workload_of(), replace(SHARED, device="cuda"))
+    on_cuda = SHARD.choices(workload_of(), replace(SHARED, device="cuda"))
     assert on_cuda[-1].options["offload"] == "host"
-    assert "the job has 1 (`ranks`)" in SHARD.menu(workload_of(), Setting(device="cpu", batch_size=4))
+    assert "the job has 1 (`ranks`)" in SHARD.choices(workload_of(), Setting(device="cpu", batch_size=4))
 
 
 @pytest.mark.parametrize(
@@ -48,16 +48,16 @@ def test_shards_are_offered_to_several_ranks_the_one_that_exchanges_less_first()
     ],
 )
 def test_a_reason_is_said_where_a_model_cannot_be_shared_out(workload, reason):
-    assert reason in SHARD.menu(workload, SHARED)
+    assert reason in SHARD.choices(workload, SHARED)
 
 
 def test_parameters_are_gathered_in_the_precision_of_the_job():
     workload = workload_of()
     workload.precision = "bf16"
-    in_half = SHARD.menu(workload, replace(SHARED, precision="bf16"))
+    in_half = SHARD.choices(workload, replace(SHARED, precision="bf16"))
     assert {choice.options["dtype"] for choice in in_half} == {"bf16"}
     assert [conflict_among((choice,), workload, SHARED) for choice in in_half] == [None] * 3
-    either = SHARD.menu(workload_of(), replace(SHARED, precision="auto"))
+    either = SHARD.choices(workload_of(), replace(SHARED, precision="auto"))
     assert [choice.options.get("dtype") for choice in either] == [None] * 3 + ["bf16"] * 3
     reason = SHARD.conflicts(either[-1], (), workload_of(), replace(SHARED, precision="auto"))
     assert reason == "parameters are gathered in bf16 where the job computes in it: say `precision: bf16`"
@@ -88,15 +88,15 @@ def shared_between(one: str, other: str) -> nn.Module:
     ],
 )
 def test_a_model_that_torch_cannot_share_out_is_refused_before_it_is_tried(model, reason):
-    assert reason in SHARD.menu(workload_of(model), SHARED)
-    assert isinstance(SHARD.menu(workload_of(stacked_model(is_mixed=True)), SHARED), tuple)  # tied outside of blocks
+    assert reason in SHARD.choices(workload_of(model), SHARED)
+    assert isinstance(SHARD.choices(workload_of(stacked_model(is_mixed=True)), SHARED), tuple)  # tied outside of blocks
 
 
 def test_states_that_exist_are_refused():
     workload = workload_of()
     loss_of(workload.model, {"features": torch.ones(2, 6), "labels": torch.zeros(2, dtype=torch.long)}).backward()
     workload.optimizer.step()
-    assert "states of 22 parameters already" in SHARD.menu(workload, SHARED)
+    assert "states of 22 parameters already" in SHARD.choices(workload, SHARED)
 
 
 def test_what_moves_whole_parameters_conflicts_and_what_cuts_the_batch_does_not():
@@ -132,13 +132,13 @@ def test_one_rank_cannot_share_a_model_out():
 
 
 def live_peak(precision: str, **options: str) -> int:
-    """Bytes of live tensors of one of two ranks, in a rehearsal; most of the model is its blocks."""
+    """Bytes of live tensors of one of two ranks, in a dry run; most of the model is its blocks."""
     model = {"architecture": "gpt2", "n_layer": NUM_BLOCKS, "n_embd": 256, "n_head": 4}
     fields = {"model": model, "data": "nowhere.txt", "sequence_length": 16, "batch_size": 2, "ranks": 2}
     job = Job.from_fields(fields | {"precision": precision})
     texts = TextSketch(vocab_size=100, num_labels=None, end_id=0)
     choices = (Choice(technique="fully_shard", options=options), micro_batch_choice(1))
-    return live_bytes(rehearse_job(job, texts, CpuLowering(), choices)).peak_bytes
+    return live_bytes(dry_run_job(job, texts, CpuLowering(), choices)).peak_bytes
 
 
 @pytest.mark.long

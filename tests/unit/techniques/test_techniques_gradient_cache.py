@@ -14,13 +14,13 @@ from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.workload import Workload, model_loss
-from plimsoll.planning.dry_run.step import rehearse_step
+from plimsoll.planning.dry_run.step import dry_run_step
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.failpoints import armed
 from plimsoll.step.micro_batches import autocast
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, conflict_among, installed, technique_of
-from plimsoll.techniques.gradient_cache import gradient_cache_choice, gradient_cache_rungs
+from plimsoll.techniques.gradient_cache import gradient_cache_choice, gradient_cache_fallbacks
 from workloads import largest_relative_difference, weights_of
 
 NUM_STEPS = 3
@@ -69,7 +69,7 @@ def test_several_steps_are_those_of_plain_pytorch(name):
     workload = workload_of(name)
     step = TrainStep(
         workload.model, workload.optimizer, workload.loss, units="samples", clip_norm=1.0,
-        rungs=gradient_cache_rungs(NUM_SAMPLES, 4),
+        fallbacks=gradient_cache_fallbacks(NUM_SAMPLES, 4),
     )  # fmt: skip
     assert [step(batch).loss for batch in batches(NUM_STEPS)] == pytest.approx(losses, rel=1e-6)
     step.close()
@@ -148,10 +148,10 @@ def test_under_autocast(name, precision):
 
 def test_fp16_with_a_scaler_is_that_of_plain_pytorch():
     losses = []
-    for rungs in (None, gradient_cache_rungs(NUM_SAMPLES, 4)):
+    for fallbacks in (None, gradient_cache_fallbacks(NUM_SAMPLES, 4)):
         workload = workload_of("one encoder, two calls")
         step = TrainStep(
-            workload.model, workload.optimizer, workload.loss, units="samples", rungs=rungs, precision="fp16"
+            workload.model, workload.optimizer, workload.loss, units="samples", fallbacks=fallbacks, precision="fp16"
         )
         losses.append([step(batch).loss for batch in batches(NUM_STEPS)])
         step.close()
@@ -181,7 +181,7 @@ def test_what_is_predicted_falls_with_the_slices_and_is_traced_in_a_few_of_them(
     peaks, ops = {}, {}
     for samples in (128, 32, 4):
         choices = (micro_batch_choice(128), gradient_cache_choice(samples))
-        trace = rehearse_step(
+        trace = dry_run_step(
             model, optimizer, batch, tied, CpuLowering(), units="samples", choices=choices, clip_norm=None,
             precision="fp32", is_short=True,
         )  # fmt: skip
@@ -189,7 +189,7 @@ def test_what_is_predicted_falls_with_the_slices_and_is_traced_in_a_few_of_them(
         last = [row for row, step in enumerate(trace.ops.step) if step == 2]
         ops[samples] = sum(trace.texts[trace.ops.name[row]].startswith("aten.addmm") for row in last)
     assert peaks[4] < peaks[32] < peaks[128] / 2
-    assert ops[4] == 8 * ops[32], "32 slices, or 4, of which two and the last are rehearsed"
+    assert ops[4] == 8 * ops[32], "32 slices, or 4, of which two and the last are dry-run"
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
@@ -197,7 +197,11 @@ def test_memory_that_runs_out_is_followed_by_smaller_slices(phase):
     workload = workload_of("one encoder, two calls")
     expected, _ = gradients_of(workload_of("one encoder, two calls"), batches(1)[0])
     step = TrainStep(
-        workload.model, workload.optimizer, workload.loss, units="samples", rungs=gradient_cache_rungs(NUM_SAMPLES, 4)
+        workload.model,
+        workload.optimizer,
+        workload.loss,
+        units="samples",
+        fallbacks=gradient_cache_fallbacks(NUM_SAMPLES, 4),
     )
     with armed(phase, 1, 2):
         result = step(batches(1)[0])
@@ -215,14 +219,14 @@ def test_memory_that_runs_out_is_followed_by_smaller_slices(phase):
 
 def test_the_menu_is_weakest_first():
     workload = workload_of("one encoder, two calls")
-    menu = technique_of("gradient_cache").menu(workload, Setting("cpu", 64))
+    menu = technique_of("gradient_cache").choices(workload, Setting("cpu", 64))
     assert menu == tuple(map(gradient_cache_choice, (16, 4, 1)))
-    assert [choices[1] for choices in gradient_cache_rungs(64, 5)] == [*map(gradient_cache_choice, (5, 3, 2, 1))]
+    assert [choices[1] for choices in gradient_cache_fallbacks(64, 5)] == [*map(gradient_cache_choice, (5, 3, 2, 1))]
 
 
 def reason_of(model, batch_size=8, loss=tied):
     workload = Workload(model, torch.optim.SGD(model.parameters()), loss, "samples")
-    return technique_of("gradient_cache").menu(workload, Setting("cpu", batch_size))
+    return technique_of("gradient_cache").choices(workload, Setting("cpu", batch_size))
 
 
 def test_why_nothing_applies():

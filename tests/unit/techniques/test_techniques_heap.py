@@ -35,12 +35,12 @@ def workload():
 
 
 def test_the_menu_is_for_the_processor_only():
-    assert [str(one) for one in Heap().menu(workload(), CPU)] == [
+    assert [str(one) for one in Heap().choices(workload(), CPU)] == [
         "heap=never",
         "heap=32MiB",
         "heap=128KiB",
     ]
-    assert "`cache` empties" in Heap().menu(workload(), Setting(device="cuda", batch_size=4))
+    assert "`cache` empties" in Heap().choices(workload(), Setting(device="cuda", batch_size=4))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from plimsoll.device.off_device import is_marked
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.models.workload import Workload, model_loss
-from plimsoll.planning.dry_run.step import rehearse_step
+from plimsoll.planning.dry_run.step import dry_run_step
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step import failpoints
 from plimsoll.step.train_step import TrainStep
@@ -41,8 +41,8 @@ def trained(training, choices, size, is_whole):
     setup = setup_for(training, ["layer_streaming"])._replace(
         dropout=0.1, optimizer="adamw", clip_norm=None if is_whole else 1.0
     )
-    rungs = [[*choices, micro_batch_choice(size)], [*choices, micro_batch_choice(size // 2)]]
-    step = setup.step(rungs[: 1 if is_whole else 2])
+    fallbacks = [[*choices, micro_batch_choice(size)], [*choices, micro_batch_choice(size // 2)]]
+    step = setup.step(fallbacks[: 1 if is_whole else 2])
     objects, losses = [*step.workload.model.parameters()], []
     for number, batch in enumerate(setup.case.batches()[:3]):
         torch.manual_seed(number)
@@ -130,7 +130,7 @@ def test_a_rehearsal_for_cuda_counts_two_blocks_and_not_the_model():
     others_bytes = sum(one.nbytes for one in model.parameters()) - 8 * block_bytes
 
     def peak_bytes(*choices, on_host=False):
-        trace = rehearse_step(
+        trace = dry_run_step(
             model, optimizer, {"input_ids": ids, "labels": ids}, model_loss, CudaLowering((8, 6)), units="next-tokens",
             choices=(*choices, micro_batch_choice(2)), clip_norm=None, precision="fp32",
         )  # fmt: skip
@@ -146,21 +146,21 @@ def test_a_rehearsal_for_cuda_counts_two_blocks_and_not_the_model():
 def test_a_sentence_says_why_not():
     technique, workload = TECHNIQUES["layer_streaming"], Workload(gpt2(), None, None, "samples")
     cuda = Setting("cuda", 8)
-    assert technique.menu(workload, cuda) == (ALL,)
-    assert "parameter_offload" in technique.menu(workload, Setting("cpu", 8))
+    assert technique.choices(workload, cuda) == (ALL,)
+    assert "parameter_offload" in technique.choices(workload, Setting("cpu", 8))
     assert "parameter_offload" in technique.conflicts(ALL, (), workload, Setting("cpu", 8))
     assert technique.conflicts(ALL, (), workload, cuda) is None
     wrong = Choice(technique="layer_streaming", options={"blocks": "7"})
     assert "there is no block 7, the model has 2" in technique.conflicts(wrong, (), workload, cuda)
     no_blocks = Workload(nn.Linear(2, 2), None, None, "samples")
-    assert "has no repeated blocks" in technique.menu(no_blocks, cuda)
+    assert "has no repeated blocks" in technique.choices(no_blocks, cuda)
     cells = nn.ModuleList(nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4)) for _ in range(3))
-    assert "has a recurrent layer" in technique.menu(Workload(cells, None, None, "samples"), cuda)
+    assert "has a recurrent layer" in technique.choices(Workload(cells, None, None, "samples"), cuda)
     shared = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
     holder = nn.ModuleDict({"blocks": shared, "again": nn.Linear(4, 4)})
     for number in range(2):
         shared[number][0] = holder["again"]
-    assert "shared with the rest" in technique.menu(Workload(holder, None, None, "samples"), cuda)
+    assert "shared with the rest" in technique.choices(Workload(holder, None, None, "samples"), cuda)
 
 
 @pytest.mark.gpu
@@ -171,7 +171,7 @@ def test_on_cuda_the_device_never_holds_the_blocks(beside):
     model = gpt2(dropout=0.0)
     put_where_needed(model, "cuda", [ALL])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = TrainStep(model, optimizer, units=case.units, rungs=[[ALL, *BESIDE[beside], micro_batch_choice(4)]])
+    step = TrainStep(model, optimizer, units=case.units, fallbacks=[[ALL, *BESIDE[beside], micro_batch_choice(4)]])
     losses = [step(batch).loss for batch in case.batches()[:3]]
     assert all(one.is_cpu and one.is_pinned() for one in model.transformer.h.parameters())
     torch.manual_seed(0)

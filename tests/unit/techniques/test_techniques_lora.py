@@ -45,7 +45,7 @@ def made(name="gpt2"):
 
 def test_without_peft_it_says_what_to_type(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)  # Python's own way to say that there is no such module
-    assert Lora().menu(made(), ALLOWED) == "peft is not installed: `pip install torch-plimsoll[lora]`"
+    assert Lora().choices(made(), ALLOWED) == "peft is not installed: `pip install torch-plimsoll[lora]`"
 
 
 def test_it_must_be_allowed_by_name():
@@ -74,7 +74,7 @@ def test_the_layers_are_those_of_the_blocks():
 
 @needs_peft
 def test_a_model_of_another_kind_is_refused():
-    assert "a Lstm is not a model of transformers" in Lora().menu(made("lstm"), ALLOWED)
+    assert "a Lstm is not a model of transformers" in Lora().choices(made("lstm"), ALLOWED)
 
 
 @needs_peft
@@ -154,7 +154,7 @@ def test_a_rung_of_a_plan_trains_with_the_schedule():
     model, optimizer = case.fresh()
     choice = OptimizerChoice(lr=1e-2, schedule="linear")
     schedule = build_schedule(choice, optimizer, 4)
-    step = TrainStep(model, optimizer, units=case.units, schedule=schedule, rungs=[[micro_batch_choice(4), RANK_2]])
+    step = TrainStep(model, optimizer, units=case.units, schedule=schedule, fallbacks=[[micro_batch_choice(4), RANK_2]])
     results = [step(batch) for batch in case.batches()]
     assert [result.learning_rate for result in results] == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
     step.close()
@@ -183,7 +183,7 @@ def test_what_is_saved_meanwhile_are_the_adapters(tmp_path):
 @needs_peft
 def test_a_plan_can_choose_the_base():
     workload = made()
-    menu = Lora().menu(workload, ALLOWED)
+    menu = Lora().choices(workload, ALLOWED)
     assert [choice.options["base"] for choice in menu] == ["kept", "int8", "nf4"]
     (pinned,) = decide([parse_pin("lora(base=int8)")], (), workload, ALLOWED).pinned
     assert pinned == menu[1]
@@ -230,7 +230,9 @@ def test_a_checkpoint_beside_codes_can_be_resumed(choice, tmp_path):
 
     def begun():
         workload = made()
-        step = TrainStep(workload.model, workload.optimizer, units=case.units, rungs=[[micro_batch_choice(4), choice]])
+        step = TrainStep(
+            workload.model, workload.optimizer, units=case.units, fallbacks=[[micro_batch_choice(4), choice]]
+        )
         step.install()
         return step
 
@@ -260,13 +262,13 @@ def test_a_checkpoint_beside_codes_can_be_resumed(choice, tmp_path):
 def test_a_rehearsal_needs_what_the_real_step_needs(choice):
     case, workload = CASES["gpt2"], made()
     batch = {name: value.clone() for name, value in case.batches()[0].items()}  # of 32 samples are the storages
-    rungs = [[micro_batch_choice(4), choice]]
+    fallbacks = [[micro_batch_choice(4), choice]]
     position = Position()
     with _stage(CpuLowering(), position, True) as stage:
         model, optimizer = stage.fake_training(workload.model, workload.optimizer)
         stage.recorder.know_model(model)
         step = TrainStep(
-            model, optimizer, units=case.units, rungs=rungs, backend=StageBackend("cpu"), position=position
+            model, optimizer, units=case.units, fallbacks=fallbacks, backend=StageBackend("cpu"), position=position
         )
         stage.recorder.know_model(step.workload.model)
         for number in (1, 2):
@@ -275,7 +277,7 @@ def test_a_rehearsal_needs_what_the_real_step_needs(choice):
             stage.recorder.know_optimizer(optimizer)
     predicted = live_bytes(stage.trace())
 
-    step = TrainStep(workload.model, workload.optimizer, units=case.units, rungs=rungs)
+    step = TrainStep(workload.model, workload.optimizer, units=case.units, fallbacks=fallbacks)
     recorder = Recorder(phase=lambda: "copy" if step.position.phase == "fetch" else step.position.phase)
     with recorder:
         recorder.know_model(step.workload.model)

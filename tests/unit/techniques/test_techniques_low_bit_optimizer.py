@@ -13,7 +13,7 @@ from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.models.optimizers import build_schedule
 from plimsoll.models.workload import Workload, model_loss
-from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.records.job import Job, OptimizerChoice
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.failpoints import armed
@@ -39,7 +39,7 @@ def workload_of(kind=torch.optim.AdamW, model=None, **options):
 
 def test_the_menu_has_it_also_where_it_is_not_allowed():
     forbidden = Setting(device="cpu", batch_size=8)
-    assert LOW_BIT.menu(workload_of(), forbidden) == (EIGHT, FOUR)
+    assert LOW_BIT.choices(workload_of(), forbidden) == (EIGHT, FOUR)
     assert "allow: [low_bit_optimizer]" in LOW_BIT.conflicts(EIGHT, (), workload_of(), forbidden)
     assert LOW_BIT.conflicts(FOUR, (), workload_of(torch.optim.Adam), ALLOWED) is None
 
@@ -53,7 +53,7 @@ def test_the_menu_has_it_also_where_it_is_not_allowed():
     ],
 )
 def test_what_it_cannot_stand_in_for(workload, reason):
-    assert reason in LOW_BIT.menu(workload, ALLOWED)
+    assert reason in LOW_BIT.choices(workload, ALLOWED)
     assert reason in LOW_BIT.conflicts(EIGHT, (), workload, ALLOWED)
 
 
@@ -97,7 +97,7 @@ def test_it_takes_the_settings_over_and_gives_everything_back(kind):
 def trained(choice, fails=(), piece_bytes=1):
     case = TRAININGS["gpt2"]
     model, optimizer = case.fresh()
-    step = TrainStep(model, optimizer, units=case.units, clip_norm=1.0, rungs=[[choice, micro_batch_choice(8)]])
+    step = TrainStep(model, optimizer, units=case.units, clip_norm=1.0, fallbacks=[[choice, micro_batch_choice(8)]])
     step._commit._piece_bytes = piece_bytes
     with armed("optimizer", *fails):
         losses = [step(batch).loss for batch in case.batches()]
@@ -181,7 +181,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(choice, others, tmp_path):
 
     def fresh():
         model, optimizer = case.fresh()
-        return TrainStep(model, optimizer, units=case.units, rungs=[[choice, *others, micro_batch_choice(4)]])
+        return TrainStep(model, optimizer, units=case.units, fallbacks=[[choice, *others, micro_batch_choice(4)]])
 
     whole, first, second = fresh(), fresh(), fresh()
     batches = case.batches()
@@ -244,14 +244,14 @@ def test_its_states_are_as_large_as_predicted(choice, lowering):
     fields = {"model": model, "data": {"train": "nowhere.txt"}, "sequence_length": 8, "batch_size": 8}
     job = Job.from_fields(fields | {"allow": "low_bit_optimizer"})
     texts = TextSketch(vocab_size=300, num_labels=None, end_id=0)
-    trace = rehearse_job(job, texts, lowering, [choice, micro_batch_choice(8)])
+    trace = dry_run_job(job, texts, lowering, [choice, micro_batch_choice(8)])
     shapes = [(300, 64), (256, 64), (256, 64), (256,), (256,), (300, 64), (300,)]
     counts = 4 * len(shapes) if lowering.kind == "cpu" else 0  # on the host
     assert state_bytes(trace) == states_of(shapes, bits) + counts
 
     case = TRAININGS["gpt2"]
     model, optimizer = case.fresh()
-    step = TrainStep(model, optimizer, units=case.units, rungs=[[choice, micro_batch_choice(8)]])
+    step = TrainStep(model, optimizer, units=case.units, fallbacks=[[choice, micro_batch_choice(8)]])
     with Recorder(phase=lambda: "optimizer") as recorder:
         recorder.step = 1
         step(case.batches()[0])

@@ -27,17 +27,17 @@ def test_every_size_gives_another_number_of_pieces(batch_size, sizes):
 
 
 def test_the_menu_begins_with_the_whole_batch():
-    menu = MicroBatch().menu(workload_of(PLAIN), Setting("cpu", batch_size=4))
+    menu = MicroBatch().choices(workload_of(PLAIN), Setting("cpu", batch_size=4))
     assert menu == (micro_batch_choice(4), micro_batch_choice(2), micro_batch_choice(1))
 
 
 def test_one_sample_and_batch_norm_are_not_cut_unless_it_is_allowed():
     technique = MicroBatch()
-    assert technique.menu(workload_of(PLAIN), Setting("cpu", batch_size=1)) == "a batch of one sample cannot be cut"
+    assert technique.choices(workload_of(PLAIN), Setting("cpu", batch_size=1)) == "a batch of one sample cannot be cut"
     workload = workload_of(WITH_BATCH_NORM)
-    assert "allow: [recut_batch_norm]" in technique.menu(workload, Setting("cpu", batch_size=4))
+    assert "allow: [recut_batch_norm]" in technique.choices(workload, Setting("cpu", batch_size=4))
     allowing = Setting("cpu", batch_size=4, allow=frozenset({"recut_batch_norm"}))
-    assert len(technique.menu(workload, allowing)) == 3
+    assert len(technique.choices(workload, allowing)) == 3
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
-from plimsoll.memory.trace import rehearsal
+from plimsoll.memory.trace import dry_run
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.planning.dry_run.step import StageBackend
 from plimsoll.records.plan import Choice, micro_batch_choice
@@ -30,10 +30,10 @@ NUM_STEPS = 4
 CPU = Setting(device="cpu", batch_size=8)
 
 
-def made(case: Case, rungs=(WHOLE,), name="AdamW", lr=1e-2, **options) -> TrainStep:
+def made(case: Case, fallbacks=(WHOLE,), name="AdamW", lr=1e-2, **options) -> TrainStep:
     model, _ = case.fresh()
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=lr)
-    return TrainStep(model, optimizer, units=case.units, rungs=rungs, **options)
+    return TrainStep(model, optimizer, units=case.units, fallbacks=fallbacks, **options)
 
 
 def plain(case: Case, num_steps=NUM_STEPS, name="AdamW", lr=1e-2):
@@ -76,8 +76,8 @@ def test_a_tied_weight_is_updated_once():
 @pytest.mark.parametrize("phase", ["copy", "forward", "loss", "backward", "clip", "optimizer"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_oom_in_any_phase_is_undone_and_done_again_with_the_same_bits(case, phase, at_step):
-    """``backward`` and ``clip`` fail when every parameter is updated; two rungs, so that the same cut comes again."""
-    step = made(case, rungs=[WHOLE, [Choice(technique="optimizer_kernel", options={"kernel": "loop"}), *WHOLE]])
+    """``backward`` and ``clip`` fail when every parameter is updated; two fallbacks, so that the same cut comes again."""
+    step = made(case, fallbacks=[WHOLE, [Choice(technique="optimizer_kernel", options={"kernel": "loop"}), *WHOLE]])
     batches = case.batches()
     for batch in batches[: at_step - 1]:
         step(batch)
@@ -95,7 +95,7 @@ def test_an_oom_in_any_phase_is_undone_and_done_again_with_the_same_bits(case, p
 def test_an_oom_in_the_middle_of_backward_puts_back_what_was_updated(case, at_step, monkeypatch):
     """Parameters are updated one by one, and memory runs out at the gradient of the one in the middle."""
     monkeypatch.setattr("plimsoll.step.update.gradient_release._PIECE_BYTES", {"cpu": 1})
-    step = made(case, rungs=[WHOLE])
+    step = made(case, fallbacks=[WHOLE])
     for batch in case.batches()[: at_step - 1]:
         step(batch)
     before, generator = weights(step), torch.get_rng_state()
@@ -121,7 +121,7 @@ def test_an_oom_in_the_middle_of_backward_puts_back_what_was_updated(case, at_st
 
 def test_a_smaller_rung_updates_at_the_end_as_without_it():
     case = CASES[2]
-    step = made(case, rungs=[WHOLE, [micro_batch_choice(4)]])
+    step = made(case, fallbacks=[WHOLE, [micro_batch_choice(4)]])
     with armed("optimizer", 1):
         assert step(case.batches()[0]).micro_batch == 4
     model, optimizer = case.fresh()
@@ -167,7 +167,7 @@ def test_a_gradient_that_comes_in_parts_is_refused_and_the_step_undone(monkeypat
     for use_reentrant in (False, True):
         model = Twice(use_reentrant)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = TrainStep(model, optimizer, loss_of, units="samples", rungs=[WHOLE])
+        step = TrainStep(model, optimizer, loss_of, units="samples", fallbacks=[WHOLE])
         before = weights_of(model, optimizer)
         if use_reentrant:
             with pytest.raises(InputError, match="came in more than one part.*use_reentrant=False"):
@@ -181,12 +181,12 @@ def test_a_gradient_that_comes_in_parts_is_refused_and_the_step_undone(monkeypat
 def test_frozen_parameters_and_a_schedule_are_as_without_it():
     case = CASES[1]
 
-    def trained(rungs):
+    def trained(fallbacks):
         model, _ = case.fresh()
         model.bert.embeddings.requires_grad_(False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-        step = TrainStep(model, optimizer, units=case.units, schedule=schedule, rungs=rungs)
+        step = TrainStep(model, optimizer, units=case.units, schedule=schedule, fallbacks=fallbacks)
         rates = [step(batch).learning_rate for batch in case.batches()]
         return rates, weights_of(model, optimizer)
 
@@ -212,7 +212,7 @@ def test_what_needs_all_gradients_first_is_a_conflict():
     assert "scaler" in conflict(setting=Setting(device="cpu", batch_size=8, precision="fp16"))
     clipped = Workload(model, optimizer, model_loss, "samples", clip_norm=1.0)
     assert "clip_norm (1) needs the norm of all gradients" in conflict(workload=clipped)
-    assert RELEASE.menu(clipped, CPU) == conflict(workload=clipped)
+    assert RELEASE.choices(clipped, CPU) == conflict(workload=clipped)
     optimizer.register_step_pre_hook(lambda *_: None)
     assert "SGD (or a hook on its step) may look at several" in conflict()
 
@@ -257,9 +257,9 @@ def peak_of(recorder_of, step_of, chosen):
 
 
 def measured(chosen):
-    def step_of(model, rungs):
+    def step_of(model, fallbacks):
         return TrainStep(
-            model, torch.optim.AdamW(model.parameters(), fused=True), wide_loss, units="samples", rungs=rungs
+            model, torch.optim.AdamW(model.parameters(), fused=True), wide_loss, units="samples", fallbacks=fallbacks
         )
 
     return peak_of(lambda step: Recorder(phase=lambda: phase_of(step.position)), step_of, chosen)
@@ -271,12 +271,12 @@ def phase_of(position):
 
 def predicted(chosen, lowering):
     position = Position()
-    with rehearsal(lowering, lambda: phase_of(position)) as stage:
+    with dry_run(lowering, lambda: phase_of(position)) as stage:
         real = wide()
         model, optimizer = stage.fake_training(real, torch.optim.AdamW(real.parameters(), fused=True))
         stage.recorder.know_model(model)
         step = TrainStep(
-            model, optimizer, wide_loss, units="samples", rungs=[[*chosen, micro_batch_choice(4)]],
+            model, optimizer, wide_loss, units="samples", fallbacks=[[*chosen, micro_batch_choice(4)]],
             backend=StageBackend(lowering.kind), position=position,
         )  # fmt: skip
         for number in (1, 2, 3):
@@ -325,16 +325,16 @@ OTHERS = {
 def test_with_others_of_the_optimizer_the_bits_are_theirs_also_after_an_oom(others, fails, monkeypatch):
     monkeypatch.setattr("plimsoll.step.update.gradient_release._PIECE_BYTES", {"cpu": 1})
     case = CASES[0]
-    expected = made(case, rungs=[[*others, micro_batch_choice(8)]])
+    expected = made(case, fallbacks=[[*others, micro_batch_choice(8)]])
     for batch in case.batches():
         expected(batch)
-    step = made(case, rungs=[[*others, *WHOLE]])
+    step = made(case, fallbacks=[[*others, *WHOLE]])
     model, before = step.workload.model, list(step.workload.model.parameters())
     for batch in case.batches():
         with armed("optimizer", *fails):
             try:
                 step(batch)
-            except OutOfMemoryError:  # there is no other rung: the step was undone, and is done again
+            except OutOfMemoryError:  # there is no other fallback: the step was undone, and is done again
                 step(batch)
     assert all(map(torch.equal, model.parameters(), expected.workload.model.parameters()))
     assert largest_relative_difference(weights(expected), weights(step)) == 0

@@ -52,14 +52,14 @@ def step(optimizer, seed):
 @pytest.mark.parametrize("name", ["Adadelta", "Adafactor", "Adam", "NAdam", "RMSprop", *FUSED])
 def test_the_menu_has_fused_or_what_is_not_in_force(name):
     fused = ["fused"] if name in FUSED else None
-    assert names(KERNEL.menu(workload_of(made(name)), CPU)) == (fused or ["foreach"])
-    assert names(KERNEL.menu(workload_of(made(name)), CUDA)) == (fused or ["loop"])
-    assert names(KERNEL.menu(workload_of(made(name, foreach=True)), CPU)) == (fused or ["loop"])
+    assert names(KERNEL.choices(workload_of(made(name)), CPU)) == (fused or ["foreach"])
+    assert names(KERNEL.choices(workload_of(made(name)), CUDA)) == (fused or ["loop"])
+    assert names(KERNEL.choices(workload_of(made(name, foreach=True)), CPU)) == (fused or ["loop"])
 
 
 @pytest.mark.parametrize("setting", [CPU, CUDA])
 def test_the_menu_has_nothing_beside_fused(setting):
-    answer = KERNEL.menu(workload_of(made(fused=True)), setting)
+    answer = KERNEL.choices(workload_of(made(fused=True)), setting)
     assert answer == "AdamW uses its `fused` kernel, the fastest and the one that needs least"
 
 
@@ -68,9 +68,11 @@ def test_the_menu_says_why_nothing_can_be_chosen():
         pass
 
     own = Own([nn.Parameter(torch.zeros(2))])
-    assert KERNEL.menu(workload_of(own), CPU) == "Own has one kernel only"
-    assert KERNEL.menu(workload_of(torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))])), CPU).startswith("Muon has one")
-    assert KERNEL.menu(workload_of(made(differentiable=True)), CUDA) == (
+    assert KERNEL.choices(workload_of(own), CPU) == "Own has one kernel only"
+    assert KERNEL.choices(workload_of(torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))])), CPU).startswith(
+        "Muon has one"
+    )
+    assert KERNEL.choices(workload_of(made(differentiable=True)), CUDA) == (
         "AdamW uses its `loop` kernel, and for `foreach` the update is to be differentiated, which only `loop` can be "
         "and for `fused` the update is to be differentiated, which only `loop` can be"
     )
@@ -214,7 +216,7 @@ def test_a_step_with_another_kernel_is_the_plain_one_and_survives_an_oom_in_the_
 
 
 def test_the_temporaries_of_an_update_are_as_predicted():
-    """AdamW of 4 MiB: `foreach` and `loop` make intermediates, `fused` none; a rehearsal says so to the byte."""
+    """AdamW of 4 MiB: `foreach` and `loop` make intermediates, `fused` none; a dry run says so to the byte."""
 
     def train(place, name, device="cpu"):
         model = nn.ParameterList([nn.Parameter(torch.zeros(256, 1024, device=device)) for _ in range(4)])

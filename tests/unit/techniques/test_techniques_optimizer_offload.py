@@ -17,7 +17,7 @@ from plimsoll.memory.recorder import Recorder
 from plimsoll.models.build import build_model
 from plimsoll.models.optimizers import build_optimizer
 from plimsoll.models.workload import Workload
-from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step import failpoints
@@ -115,7 +115,7 @@ def test_the_training_step_gives_the_same_bits_also_after_running_out_of_memory(
     plain, offloaded = case.fresh(), case.fresh()
     steps = [
         TrainStep(
-            *pair, units=case.units, clip_norm=1.0, recut_batch_norm=True, rungs=[[*choices, micro_batch_choice(8)]]
+            *pair, units=case.units, clip_norm=1.0, recut_batch_norm=True, fallbacks=[[*choices, micro_batch_choice(8)]]
         )
         for pair, choices in ((plain, []), (offloaded, [choice]))
     ]
@@ -251,10 +251,10 @@ def test_a_sentence_says_why_not():
     technique = TECHNIQUES["optimizer_offload"]
     model = nn.Linear(2, 2)
     plain = workload_of(model, torch.optim.SGD(model.parameters(), lr=1))
-    assert technique.menu(plain, Setting("cpu", 8)) == "SGD as it is set up keeps no states"
+    assert technique.choices(plain, Setting("cpu", 8)) == "SGD as it is set up keeps no states"
     adam = workload_of(model, torch.optim.Adam(model.parameters()))
-    assert technique.menu(adam, Setting("cpu", 8)) == (DISK,)
-    assert technique.menu(adam, Setting("cuda", 8)) == (HOST,)
+    assert technique.choices(adam, Setting("cpu", 8)) == (DISK,)
+    assert technique.choices(adam, Setting("cuda", 8)) == (HOST,)
     assert technique.conflicts(DISK, (), adam, Setting("cpu", 8)) is None
     assert technique.conflicts(HOST, (), adam, Setting("cpu", 8)) == (
         "on cpu states go to `disk` and not to `host`: give to=disk"
@@ -297,7 +297,7 @@ def states_at_the_end(trace, on_host):
 
 
 def test_a_rehearsed_step_needs_what_the_real_one_needs():
-    predicted, measured = rehearse_job(JOB, TEXTS, CpuLowering(), (DISK, WHOLE)), recorded((DISK, WHOLE))
+    predicted, measured = dry_run_job(JOB, TEXTS, CpuLowering(), (DISK, WHOLE)), recorded((DISK, WHOLE))
     assert live_bytes(predicted).peak_bytes == live_bytes(measured).peak_bytes
     assert states_at_the_end(predicted, on_host=True) == states_at_the_end(measured, on_host=True) > 0
 
@@ -306,7 +306,7 @@ def test_a_rehearsed_step_needs_what_the_real_one_needs():
     ("choice", "lowering"), [(DISK, CpuLowering()), (HOST, CudaLowering((8, 6)))], ids=["cpu", "cuda"]
 )
 def test_a_trace_has_the_states_outside(choice, lowering):
-    plain, offloaded = (rehearse_job(JOB, TEXTS, lowering, choices) for choices in ((WHOLE,), (choice, WHOLE)))
+    plain, offloaded = (dry_run_job(JOB, TEXTS, lowering, choices) for choices in ((WHOLE,), (choice, WHOLE)))
     state_bytes = 2 * sum(parameter.nbytes for parameter in build_model(JOB, *TEXTS.of_model).parameters())
     assert (states_at_the_end(plain, False), states_at_the_end(plain, True)) == (state_bytes, 0)
     assert (states_at_the_end(offloaded, False), states_at_the_end(offloaded, True)) == (0, state_bytes)
@@ -329,7 +329,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 choices = [Choice(technique="optimizer_offload", options={"to": "disk"})] if sys.argv[1] == "offload" else []
 loss = lambda model, batch: model(batch["x"]).square().mean()
 with limited(4 << 30):  # as every run: the heap then gives back what is freed
-    step = TrainStep(model, optimizer, loss, units="samples", rungs=[[*choices, micro_batch_choice(4)]])
+    step = TrainStep(model, optimizer, loss, units="samples", fallbacks=[[*choices, micro_batch_choice(4)]])
     for _ in range(2):
         step({"x": torch.ones(4, 512)})
     heap.trim()  # the heap gives the pages that the states left back by itself at times only

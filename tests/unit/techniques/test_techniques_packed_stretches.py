@@ -14,7 +14,7 @@ from torch import nn
 from torch.backends import mkldnn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
-from traced_steps import recorded, rehearsed
+from traced_steps import dry_run, recorded
 
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
@@ -231,7 +231,7 @@ def test_what_is_of_one_length_or_not_packed_is_torchs_own(name):
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))  # with the same masks
 
 
-# -- the memory of a rehearsal -----------------------------------------------------------------------------------------
+# -- the memory of a dry run -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(3)
@@ -240,7 +240,7 @@ def test_a_rehearsal_of_full_samples_is_the_one_without(name):
     batch = batch_of(name, (11, 11, 11, 11))
     torch.manual_seed(0)
     model = MODELS[name]()
-    without, found = (rehearsed(model, batch, choices) for choices in ((), (STRETCHES,)))
+    without, found = (dry_run(model, batch, choices) for choices in ((), (STRETCHES,)))
     assert (found.ops, found.storages, found.events) == (without.ops, without.storages, without.events)
 
 
@@ -249,7 +249,7 @@ def test_a_rehearsal_of_full_samples_is_the_one_without(name):
 def test_a_rehearsal_of_given_lengths_needs_what_a_run_needs(name):
     torch.manual_seed(0)
     model, batch = MODELS[name](), batch_of(name)
-    predicted = live_bytes(rehearsed(model, batch, [STRETCHES])).peak_bytes
+    predicted = live_bytes(dry_run(model, batch, [STRETCHES])).peak_bytes
     measured = live_bytes(recorded(model, batch, [STRETCHES])).peak_bytes
     assert predicted == measured
 
@@ -297,7 +297,7 @@ class Packs(nn.Module):
 
 @pytest.mark.parametrize("build", [*MODELS.values(), Packs], ids=[*MODELS, "own"])
 def test_it_is_offered_to_models_that_say_that_they_pack(build):
-    assert PackedStretches().menu(workload_of(build()), VARYING) == (STRETCHES,)
+    assert PackedStretches().choices(workload_of(build()), VARYING) == (STRETCHES,)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_it_is_offered_to_models_that_say_that_they_pack(build):
     ],
 )
 def test_where_it_is_not_it_says_why(build, setting, reason):
-    assert reason in PackedStretches().menu(workload_of(build()), setting)
+    assert reason in PackedStretches().choices(workload_of(build()), setting)
 
 
 def test_by_name_any_recurrent_layer_takes_it():

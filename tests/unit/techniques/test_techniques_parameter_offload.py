@@ -41,7 +41,7 @@ def test_three_steps_are_those_of_plain_pytorch_also_after_running_out_of_memory
             *pair,
             units=case.units,
             recut_batch_norm=True,
-            rungs=[[*choices, micro_batch_choice(4)], [*choices, micro_batch_choice(2)]],
+            fallbacks=[[*choices, micro_batch_choice(4)], [*choices, micro_batch_choice(2)]],
         )
         for pair, choices in ((plain, []), (offloaded, [choice]))
     ]
@@ -117,8 +117,8 @@ def test_an_exit_that_runs_out_of_memory_leaves_parameters_that_train_on(monkeyp
 
 def test_a_sentence_says_why_not():
     technique, workload = TECHNIQUES["parameter_offload"], Workload(nn.Linear(2, 2), None, None, "samples")
-    assert technique.menu(workload, Setting("cpu", 8)) == (ALONE, WITH_GRADIENTS)
-    assert "layer_streaming" in technique.menu(workload, Setting("cuda", 8))
+    assert technique.choices(workload, Setting("cpu", 8)) == (ALONE, WITH_GRADIENTS)
+    assert "layer_streaming" in technique.choices(workload, Setting("cuda", 8))
     assert "layer_streaming" in technique.conflicts(ALONE, (), workload, Setting("cuda", 8))
 
 

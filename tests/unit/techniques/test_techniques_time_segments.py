@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from small_models import fresh
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
-from traced_steps import recorded, rehearsed
+from traced_steps import dry_run, recorded
 
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
@@ -91,14 +91,14 @@ def test_everything_is_itself_again():
 
 
 def test_the_menu_goes_down_to_what_still_pays():
-    menu = TimeSegments().menu(workload_of(build_recurrent(FIELDS)), LONG)
+    menu = TimeSegments().choices(workload_of(build_recurrent(FIELDS)), LONG)
     assert [dict(choice.options) for choice in menu] == [{"steps": 128}, {"steps": 32}]
     assert list(segment_lengths(32)) == []
 
 
 def test_of_very_many_segments_it_also_offers_to_keep_fewer_states():
     setting = Setting("cpu", 4, sequence_length=100_000)
-    menu = TimeSegments().menu(workload_of(build_recurrent(FIELDS)), setting)
+    menu = TimeSegments().choices(workload_of(build_recurrent(FIELDS)), setting)
     assert dict(menu[-1].options) == {"steps": 16, "kept": 390}
 
 
@@ -110,7 +110,7 @@ def test_of_very_many_segments_it_also_offers_to_keep_fewer_states():
     ],
 )
 def test_where_there_is_nothing_to_cut_it_says_so(model, setting, reason):
-    assert reason in TimeSegments().menu(workload_of(model()), setting)
+    assert reason in TimeSegments().choices(workload_of(model()), setting)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_what_draws_in_evaluation_mode_draws_the_same_again():
 
 def peak_bytes(num_steps, choices, lowering=None):
     model = build_recurrent(FIELDS | {"hidden_size": 64, "embedding_size": 64})
-    return live_bytes(rehearsed(model, batch(num_steps), choices, lowering)).peak_bytes
+    return live_bytes(dry_run(model, batch(num_steps), choices, lowering)).peak_bytes
 
 
 @pytest.mark.long
@@ -356,7 +356,7 @@ def test_on_cuda_too():
 def test_a_rehearsal_allocates_what_a_run_does(choice, num_steps, num_samples):
     """Also where the last segment is of a single token: of one row torch says that it is coalesced."""
     model = build_recurrent(FIELDS | {"architecture": "gru"})
-    predicted = live_bytes(rehearsed(model, batch(num_steps, num_samples), [choice])).peak_bytes
+    predicted = live_bytes(dry_run(model, batch(num_steps, num_samples), [choice])).peak_bytes
     assert live_bytes(recorded(model, batch(num_steps, num_samples), [choice])).peak_bytes == predicted
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from plimsoll.errors import InputError
-from plimsoll.models.distillation.chunked import Mix
+from plimsoll.models.distillation.chunked import Combination
 from plimsoll.models.distillation.loss import Distillation
 from plimsoll.models.recurrent.model import build_recurrent
 from plimsoll.models.recurrent.segments import Passed, as_hidden, as_state
@@ -111,8 +111,8 @@ def test_without_gradients_it_is_the_plain_loss():
 
 def test_a_teacher_judges_whole_sequences():
     workload = workload_of(build_recurrent(FIELDS))
-    workload.loss = Distillation(build_recurrent(FIELDS), "language-modeling", Mix(2.0, 0.5))
-    assert "a teacher is compared with" in str(TruncatedBptt().menu(workload, ALLOWED))
+    workload.loss = Distillation(build_recurrent(FIELDS), "language-modeling", Combination(2.0, 0.5))
+    assert "a teacher is compared with" in str(TruncatedBptt().choices(workload, ALLOWED))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_cannot_be_is_refused(choice, setting, precision, reason):
     ],
 )
 def test_a_model_without_a_loss_for_each_stretch_is_refused(model, reason):
-    assert reason in TruncatedBptt().menu(workload_of(model()), ALLOWED)
+    assert reason in TruncatedBptt().choices(workload_of(model()), ALLOWED)
     with pytest.raises(InputError, match="cannot truncate"), installed(workload_of(model()), [choice_of(5)]):
         pass
 
@@ -170,7 +170,7 @@ class Saying(Ending):
 
 
 def test_a_model_of_ones_own_whose_loss_is_of_the_end_says_so():
-    assert "the loss of Saying is of the end of the sequence" in TruncatedBptt().menu(workload_of(Saying()), ALLOWED)
+    assert "the loss of Saying is of the end of the sequence" in TruncatedBptt().choices(workload_of(Saying()), ALLOWED)
     assert "the loss of Saying is of the end" in conflict_among((choice_of(5),), workload_of(Saying()), ALLOWED)
 
 
@@ -184,8 +184,8 @@ def test_one_that_does_not_say_so_is_refused_in_its_first_step():
 
 
 def test_the_menu_is_that_of_segments():
-    menu = TruncatedBptt().menu(workload_of(build_recurrent(FIELDS)), ALLOWED)
+    menu = TruncatedBptt().choices(workload_of(build_recurrent(FIELDS)), ALLOWED)
     assert [choice.options["steps"] for choice in menu] == [128, 32]
-    assert TruncatedBptt().menu(workload_of(build_recurrent(FIELDS)), Setting("cpu", 4)) == (choice_of(0),)
+    assert TruncatedBptt().choices(workload_of(build_recurrent(FIELDS)), Setting("cpu", 4)) == (choice_of(0),)
     short = Setting("cpu", 4, sequence_length=20)
-    assert "20 steps are too short" in TruncatedBptt().menu(workload_of(build_recurrent(FIELDS)), short)
+    assert "20 steps are too short" in TruncatedBptt().choices(workload_of(build_recurrent(FIELDS)), short)

@@ -1,4 +1,4 @@
-"""A training step with techniques, rehearsed on fake tensors and run for real, both recorded op by op."""
+"""A training step with techniques, dry-run on fake tensors and run for real, both recorded op by op."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def phase_of(position: Position) -> Any:
     return "copy" if position.phase == "fetch" else position.phase
 
 
-def rehearsed(
+def dry_run(
     model: nn.Module,
     batch: Any,
     choices: Iterable[Choice] = (),

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 import plimsoll.training.loop
-from plimsoll.errors import CheckpointError, Interrupted, NonFiniteLossError, OutOfMemoryError, WornProcessError
+from plimsoll.errors import CheckpointError, FragmentedHeapError, Interrupted, NonFiniteLossError, OutOfMemoryError
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
+from plimsoll.records.plan import Choice, Configuration, Plan, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, EvaluationLine, OomEvent, RunRecord, StepLine
 from plimsoll.step.failpoints import armed, exhaust_memory
 from plimsoll.training.run_directory import RunDirectory
@@ -141,7 +141,7 @@ def test_of_texts_in_windows_and_of_words_the_accuracy_says_so(tmp_path, new_run
 def test_a_resumed_run_reads_states_that_are_to_be_in_a_file_into_one(new_run, monkeypatch):
     directory = new_run(steps=2)
     choices = (micro_batch_choice(8), Choice(technique="optimizer_offload", options={"to": "disk"}))
-    plan = Plan.load(directory.plan).model_copy(update={"rungs": (Rung(choices=choices),)})
+    plan = Plan.load(directory.plan).model_copy(update={"fallbacks": (Configuration(choices=choices),)})
     plan.save(directory.plan)
     train_here(directory)
     seen = []
@@ -215,13 +215,13 @@ def test_with_no_rung_left_after_others_failed_it_saves_and_asks_for_a_new_proce
     """Every pass of the fourth step fails, down to single samples, twice; the third has not been saved yet."""
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run()
-    with armed("forward", *range(4, 30)), pytest.raises(WornProcessError, match="start a new process"):
+    with armed("forward", *range(4, 30)), pytest.raises(FragmentedHeapError, match="start a new process"):
         train_here(directory)
     events = of_kind(directory, OomEvent)
-    assert [event.next_rung for event in events] == [0, 1, 1, 2, 2, 3, 3, None]  # each once more, as all had held
+    assert [event.next_fallback for event in events] == [0, 1, 1, 2, 2, 3, 3, None]  # each once more, as all had held
     assert (events[-1].survived, events[-1].action[:13]) == (True, "a new process")
     assert of_kind(directory, CheckpointLine)[-1].step == 3
-    train_here(directory, resume_newest=True, rung=3, restarts=1)
+    train_here(directory, resume_newest=True, fallback=3, restarts=1)
     record = record_of(directory)
     assert [(step.step, step.micro_batch) for step in record.steps] == [(1, 8), (2, 8), (3, 8), (4, 1), (5, 1), (6, 1)]
     assert [start.step for start in record.starts] == [0, 3]
@@ -229,7 +229,7 @@ def test_with_no_rung_left_after_others_failed_it_saves_and_asks_for_a_new_proce
     assert losses[0][:3] == losses[1][:3]  # later ones have other dropout masks
 
 
-@pytest.mark.parametrize("options", [{"rung": 3}, {}], ids=["one rung", "no supervisor"])
+@pytest.mark.parametrize("options", [{"fallback": 3}, {}], ids=["one fallback", "no supervisor"])
 def test_otherwise_there_is_nothing_to_hope_for_from_a_new_process(options, new_run, monkeypatch):
     if options:
         monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
@@ -241,14 +241,14 @@ def test_otherwise_there_is_nothing_to_hope_for_from_a_new_process(options, new_
 
 
 def test_a_step_that_has_held_is_tried_again_after_a_pause_where_nothing_smaller_is_left(new_run, monkeypatch):
-    """The first step of a process on the last rung runs out in two phases; in every other process it would, too."""
+    """The first step of a process on the last fallback runs out in two phases; in every other process it would, too."""
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run()
-    with armed("forward", *range(4, 30)), pytest.raises(WornProcessError):
+    with armed("forward", *range(4, 30)), pytest.raises(FragmentedHeapError):
         train_here(directory)
     monkeypatch.setattr("plimsoll.training.pauses._SECONDS", (0.01,))
     with armed("forward", 1), armed("loss", 2):
-        train_here(directory, resume_newest=True, rung=3, restarts=1)
+        train_here(directory, resume_newest=True, fallback=3, restarts=1)
     record = record_of(directory)
     assert record.status == "finished"
     events = [event for event in record.oom_events if event.step == 4][-2:]
@@ -263,7 +263,7 @@ def test_pauses_end_where_memory_stays_away_and_where_somebody_asks_to_stop(new_
     with armed("forward", *range(4, 60)), pytest.raises(OutOfMemoryError):
         train_here(directory)  # without a supervisor
     last = of_kind(directory, OomEvent)[-6:]
-    assert [(event.survived, event.action) for event in last if event.next_rung is None] == [
+    assert [(event.survived, event.action) for event in last if event.next_fallback is None] == [
         (True, "the same again in 0.01 s: it has held before"),
         (True, "the same again in 0.02 s: it has held before"),
         (False, "stopped: nothing is left to try"),
@@ -280,13 +280,13 @@ def test_pauses_end_where_memory_stays_away_and_where_somebody_asks_to_stop(new_
     ("phase", "passages"), [("forward", range(17, 60)), ("fetch", range(3, 6)), ("checkpoint", range(4, 7))]
 )
 def test_a_process_that_has_done_steps_without_a_rung_left_asks_for_a_new_one(phase, passages, new_run, monkeypatch):
-    """It began at the last rung, eight passes a step; the third step is the first that finds no room."""
+    """It began at the last fallback, eight passes a step; the third step is the first that finds no room."""
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run()
-    with armed(phase, *passages), pytest.raises(WornProcessError, match="start a new process"):
-        train_here(directory, rung=3)
+    with armed(phase, *passages), pytest.raises(FragmentedHeapError, match="start a new process"):
+        train_here(directory, fallback=3)
     assert all(event.survived for event in of_kind(directory, OomEvent))
-    train_here(directory, resume_newest=True, rung=3, restarts=1)
+    train_here(directory, resume_newest=True, fallback=3, restarts=1)
     assert [step.step for step in record_of(directory).steps] == [1, 2, 3, 4, 5, 6]
 
 
@@ -296,7 +296,10 @@ def test_what_was_done_before_a_fetch_without_room_is_saved_once_for_the_new_pro
 ):
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run()
-    with armed("fetch", *passages), pytest.raises(WornProcessError, match=f"fetch phase after step {passages[0] - 1}"):
+    with (
+        armed("fetch", *passages),
+        pytest.raises(FragmentedHeapError, match=f"fetch phase after step {passages[0] - 1}"),
+    ):
         train_here(directory)
     assert [line.step for line in of_kind(directory, CheckpointLine)] == checkpoints
 
@@ -314,7 +317,7 @@ def test_an_evaluation_that_finds_no_room_is_done_in_a_new_process(every, new_ru
     """What steps have left in the heap is in its way: a new kernel needs pages of its own."""
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run(evaluate_every=every)
-    with armed("evaluation", *range(1, 30)), pytest.raises(WornProcessError, match="start a new process"):
+    with armed("evaluation", *range(1, 30)), pytest.raises(FragmentedHeapError, match="start a new process"):
         train_here(directory)
     assert [line.step for line in of_kind(directory, CheckpointLine)] == ([2, 3] if every else [2, 4, 6])
     assert not of_kind(directory, EvaluationLine)
@@ -329,7 +332,7 @@ def test_texts_that_find_no_room_to_be_read_for_an_evaluation_are_tried_three_ti
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     monkeypatch.setattr(plimsoll.training.loop, "iterate_once", lambda *_: exhaust_memory())
     directory = new_run(evaluate_every=3)
-    with pytest.raises(WornProcessError, match="the evaluation after step 3 has no room in this process"):
+    with pytest.raises(FragmentedHeapError, match="the evaluation after step 3 has no room in this process"):
         train_here(directory)
     events = of_kind(directory, OomEvent)
     assert [(event.phase, event.survived) for event in events] == [("evaluation", number < 2) for number in range(3)]
@@ -339,7 +342,7 @@ def test_texts_that_find_no_room_to_be_read_for_an_evaluation_are_tried_three_ti
 def test_a_new_process_without_room_for_an_evaluation_says_so(new_run, monkeypatch):
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run()
-    with armed("evaluation", *range(1, 30)), pytest.raises(WornProcessError):
+    with armed("evaluation", *range(1, 30)), pytest.raises(FragmentedHeapError):
         train_here(directory)
     with armed("evaluation", *range(1, 30)), pytest.raises(OutOfMemoryError) as caught:
         train_here(directory, resume_newest=True, restarts=1)

@@ -32,7 +32,7 @@ def signal_and_note(training, batch, result):
     note_step(training, batch, result)
 
 
-options = {"from_step": None, "resume_newest": False, "rung": None, "too_large_rung": None}
+options = {"from_step": None, "resume_newest": False, "fallback": None, "too_large_fallback": None}
 note_step = plimsoll.training.loop.note_step
 with joined() as ranks:
     plimsoll.training.loop.note_step = signal_and_note

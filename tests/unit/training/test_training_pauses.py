@@ -14,7 +14,7 @@ from plimsoll.training.run_directory import RunDirectory
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
-    """A run of one step, which held with the second rung."""
+    """A run of one step, which held with the second fallback."""
     directory = RunDirectory.create(tmp_path / "run", False)
     directory.append(
         StepLine(
@@ -29,7 +29,7 @@ def directory(tmp_path: Path) -> RunDirectory:
             learning_rate=0.1,
             step_seconds=0.1,
             micro_batch=1,
-            rung=1,
+            fallback=1,
             peak_bytes=1,
             used_bytes=1,
             updated=True,

@@ -147,13 +147,13 @@ def test_what_the_plan_predicts_is_told_and_expected_of_the_budget(directory):
     plan = fitting_plan()
     plan.save(directory.plan)
     follower = Follower(directory)
-    assert follower._predicted_bytes(plan) == plan.rungs[0].peak.likely_bytes
-    directory.append(_step(1, rung=1))
+    assert follower._predicted_bytes(plan) == plan.fallbacks[0].peak.likely_bytes
+    directory.append(_step(1, fallback=1))
     assert follower.progress().predicted_parts == plan.prediction.parts
-    assert follower._predicted_bytes(plan) == plan.rungs[1].peak.likely_bytes
-    directory.append(_start().model_copy(update={"rung": 2}))
+    assert follower._predicted_bytes(plan) == plan.fallbacks[1].peak.likely_bytes
+    directory.append(_start().model_copy(update={"fallback": 2}))
     follower.progress()
-    assert follower._predicted_bytes(plan) == plan.rungs[2].peak.likely_bytes
-    directory.append(_step(2, rung=len(plan.rungs)))
+    assert follower._predicted_bytes(plan) == plan.fallbacks[2].peak.likely_bytes
+    directory.append(_step(2, fallback=len(plan.fallbacks)))
     follower.progress()
     assert follower._predicted_bytes(plan) is None

@@ -18,7 +18,7 @@ from tests.processes import environment
 from plimsoll.device.base import backend_for
 from plimsoll.device.cpu.cgroup import OomKills
 from plimsoll.distributed.ranks import Ranks
-from plimsoll.errors import DeviceError, InputError, OutOfMemoryError, WornProcessError
+from plimsoll.errors import DeviceError, FragmentedHeapError, InputError, OutOfMemoryError
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_plan
@@ -282,8 +282,8 @@ def test_where_ticks_are_not_counted_a_launcher_is_known_to_the_second(monkeypat
 @pytest.mark.parametrize(
     ("variables", "error"),
     [
-        ({"PLIMSOLL_SUPERVISOR": "1"}, WornProcessError),
-        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, WornProcessError),
+        ({"PLIMSOLL_SUPERVISOR": "1"}, FragmentedHeapError),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, FragmentedHeapError),
         ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "3"}, OutOfMemoryError),
         ({}, OutOfMemoryError),
     ],
@@ -301,7 +301,7 @@ def test_where_memory_runs_out_outside_of_a_step_a_new_process_is_asked_for_if_t
 
 
 @pytest.mark.parametrize(
-    ("kills", "rungs", "evidence"),
+    ("kills", "fallbacks", "evidence"),
     [
         ({"one": 3, "other": 8}, (1, 0), "the kernel has killed processes for memory since the last start: 2 on other"),
         ({"one": 3, "other": 6}, (None, None), "torchrun has started all ranks again; no machine counts a kill"),
@@ -309,21 +309,21 @@ def test_where_memory_runs_out_outside_of_a_step_a_new_process_is_asked_for_if_t
         ({}, (None, None), "torchrun has started all ranks again; no machine counts a kill"),
     ],
 )
-def test_after_a_kill_for_memory_all_ranks_begin_with_the_next_rung(directory, monkeypatch, kills, rungs, evidence):
+def test_after_a_kill_for_memory_all_ranks_begin_with_the_next_rung(directory, monkeypatch, kills, fallbacks, evidence):
     micro_batch_plan(Budget(), (4, 2)).save(directory.plan)
     directory.append(started(oom_kills={"one": 1, "other": 2, "gone": 0}))
     directory.append(started(oom_kills={"one": 3, "other": 6, "gone": 0}))
     monkeypatch.setattr("plimsoll.training.ranks.oom_kills_by_machine", lambda _: kills)
-    assert begun_again(Ranks(), directory) == rungs
+    assert begun_again(Ranks(), directory) == fallbacks
     death = directory.lines()[-1]
     assert isinstance(death, DeathLine)
     assert death.evidence.startswith(evidence)
-    assert death.next_rung == (rungs[0] or 0)
-    assert begun_again(Of(1, [rungs[0]]), directory) == rungs  # the first rank has read what happened
+    assert death.next_fallback == (fallbacks[0] or 0)
+    assert begun_again(Of(1, [fallbacks[0]]), directory) == fallbacks  # the first rank has read what happened
 
 
 @pytest.mark.parametrize(
-    ("in_force", "rungs", "next_micro_batch"),
+    ("in_force", "fallbacks", "next_micro_batch"),
     [
         (0, (1, 0), 4),
         (1, (2, 1), 2),
@@ -331,15 +331,15 @@ def test_after_a_kill_for_memory_all_ranks_begin_with_the_next_rung(directory, m
         (7, (2, 1), 2),  # of an earlier plan that had more
     ],
 )
-def test_after_a_kill_the_rung_that_was_in_force_is_left(directory, monkeypatch, in_force, rungs, next_micro_batch):
+def test_after_a_kill_the_rung_that_was_in_force_is_left(directory, monkeypatch, in_force, fallbacks, next_micro_batch):
     micro_batch_plan(Budget(), (8, 4, 2)).save(directory.plan)
-    directory.append(started(rung=in_force, oom_kills={"one": 3}))
+    directory.append(started(fallback=in_force, oom_kills={"one": 3}))
     directory.append(CheckpointLine(time_seconds=2.0, step=30, num_bytes=1))
     directory.append(CheckpointLine(time_seconds=5.0, step=40, num_bytes=1))
     monkeypatch.setattr("plimsoll.training.ranks.oom_kills_by_machine", lambda _: {"one": 4})
-    assert begun_again(Ranks(), directory) == rungs
+    assert begun_again(Ranks(), directory) == fallbacks
     death = directory.lines()[-1]
-    assert (death.next_rung, death.next_micro_batch) == (rungs[0], next_micro_batch)
+    assert (death.next_fallback, death.next_micro_batch) == (fallbacks[0], next_micro_batch)
     assert (death.time_seconds, death.restarted_from_step) == (5.0, 40)
 
 
@@ -347,12 +347,15 @@ def test_without_a_kill_the_rung_stays_that_was_in_force(directory, monkeypatch)
     micro_batch_plan(Budget(), (8, 4, 2)).save(directory.plan)
     monkeypatch.setattr("plimsoll.training.ranks.oom_kills_by_machine", lambda _: {})
     told = []
-    for rung in (None, 1):
-        if rung is not None:
-            directory.append(started(rung=rung))
+    for fallback in (None, 1):
+        if fallback is not None:
+            directory.append(started(fallback=fallback))
         assert begun_again(Ranks(), directory) == (None, None)
         told.append(directory.lines()[-1])
-    assert [(death.time_seconds, death.next_rung, death.next_micro_batch) for death in told] == [(0, 0, 8), (0, 1, 4)]
+    assert [(death.time_seconds, death.next_fallback, death.next_micro_batch) for death in told] == [
+        (0, 0, 8),
+        (0, 1, 4),
+    ]
 
 
 @pytest.mark.parametrize(("count", "here"), [(OomKills(7, is_whole_machine=False), {"this": 7}), (None, {})])

@@ -23,11 +23,13 @@ from plimsoll.training.run_directory import RunDirectory
 from processes import run_program
 
 
-def start(step=0, rung=0):
-    return StartLine(time_seconds=0, step=step, micro_batch=8, rung=rung, baseline_bytes=1, wall_time="2026-01-31")
+def start(step=0, fallback=0):
+    return StartLine(
+        time_seconds=0, step=step, micro_batch=8, fallback=fallback, baseline_bytes=1, wall_time="2026-01-31"
+    )
 
 
-def step(number, rung=0):
+def step(number, fallback=0):
     return StepLine(
         time_seconds=number,
         step=number,
@@ -39,16 +41,16 @@ def step(number, rung=0):
         learning_rate=0.1,
         step_seconds=1.0,
         micro_batch=8,
-        rung=rung,
+        fallback=fallback,
     )
 
 
-def oom(next_rung, phase="forward"):
-    return OomEvent(step=1, phase=phase, family="cpu-allocator", next_rung=next_rung)
+def oom(next_fallback, phase="forward"):
+    return OomEvent(step=1, phase=phase, family="cpu-allocator", next_fallback=next_fallback)
 
 
-def death(next_rung):
-    return DeathLine(time_seconds=1, signal="SIGKILL", evidence="", next_rung=next_rung)
+def death(next_fallback):
+    return DeathLine(time_seconds=1, signal="SIGKILL", evidence="", next_fallback=next_fallback)
 
 
 @pytest.fixture
@@ -215,26 +217,26 @@ def test_what_will_happen_again_is_taken_out_and_nothing_else(directory):
 
 
 @pytest.mark.parametrize(
-    ("lines", "rung"),
+    ("lines", "fallback"),
     [
         ([], None),
-        ([start(rung=0)], 0),
-        ([start(rung=0), step(1, 1)], 1),
-        ([start(rung=2), step(1, 1)], 1),  # it grew
-        ([start(rung=2)], 2),
+        ([start(fallback=0)], 0),
+        ([start(fallback=0), step(1, 1)], 1),
+        ([start(fallback=2), step(1, 1)], 1),  # it grew
+        ([start(fallback=2)], 2),
         ([step(1, 1)], 1),
         ([start(), step(1, 1), oom(2)], 2),  # it died in the step that was being done again
         ([start(), step(1, 1), oom(2), step(2, 2)], 2),
         ([start(), step(1, 1), death(2)], 2),
         ([start(), step(1, 1), death(0)], 0),
         ([start(), step(1, 1), oom(None, "checkpoint")], 1),
-        ([start(), step(1, 1), oom(None, "evaluation")], 1),  # which has a ladder of its own
+        ([start(), step(1, 1), oom(None, "evaluation")], 1),  # which has a fallback schedule of its own
     ],
 )
-def test_the_rung_in_force_is_the_last_that_was_used_or_chosen(directory, lines, rung):
+def test_the_rung_in_force_is_the_last_that_was_used_or_chosen(directory, lines, fallback):
     for line in lines:
         directory.append(line)
-    assert directory.rung_in_force() == rung
+    assert directory.fallback_in_force() == fallback
 
 
 def test_the_newest_step_and_the_newest_that_was_saved_are_known(directory):
@@ -346,12 +348,12 @@ fields = dict(time_seconds=0, epoch=0, first_sample=0, num_samples=8, num_units=
 memory = tuple((float(number), 1 << 30) for number in range(8))
 with directory.metrics.open("wb") as file:
     for number in range(1, 10_001):
-        line = StepLine(step=number, step_seconds=1.0, micro_batch=8, rung=number % 3, memory=memory, **fields)
+        line = StepLine(step=number, step_seconds=1.0, micro_batch=8, fallback=number % 3, memory=memory, **fields)
         file.write(line.model_dump_json().encode() + b"\\n")
     file.write(CheckpointLine(time_seconds=0, step=9_990, num_bytes=1).model_dump_json().encode() + b"\\n")
-room_bytes = data_bytes() + (4 << 20)
-resource.setrlimit(resource.RLIMIT_DATA, (room_bytes, room_bytes))
-print(directory.rung_in_force(), directory.last_saved_step())
+free_bytes = data_bytes() + (4 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (free_bytes, free_bytes))
+print(directory.fallback_in_force(), directory.last_saved_step())
 directory.keep_until(9_990)
 print(sum(1 for _ in directory.each_line()))
 """

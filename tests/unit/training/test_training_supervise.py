@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from plimsoll.device.cpu.cgroup import OomKills, oom_kill_count
-from plimsoll.errors import Interrupted, OutOfMemoryError, RankLostError, TornStepError, WornProcessError
+from plimsoll.errors import FragmentedHeapError, Interrupted, OutOfMemoryError, RankLostError, TornStepError
 from plimsoll.records.device import Device, MemoryUse
-from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
+from plimsoll.records.plan import Choice, Configuration, Plan, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, RunRecord, StartLine
 from plimsoll.step.failpoints import armed
 from plimsoll.training import supervise as module
@@ -44,7 +44,7 @@ def test_a_process_that_ended_by_itself_or_was_asked_to_is_not_dead(code):
     assert _death(End(code, None), OURS(0), host_budget_bytes=BUDGET) is None
 
 
-@pytest.mark.parametrize("code", [TornStepError.exit_code, WornProcessError.exit_code, -signal.SIGKILL])
+@pytest.mark.parametrize("code", [TornStepError.exit_code, FragmentedHeapError.exit_code, -signal.SIGKILL])
 def test_after_a_signal_that_asked_it_to_stop_nothing_is_started_again(code):
     end = End(code, asked_by=signal.SIGINT)
     assert _death(end, OURS(0), host_budget_bytes=BUDGET) is None
@@ -104,7 +104,7 @@ def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, e
         (-signal.SIGILL, BUDGET, "SIGILL", "no lack of memory does that", "CRASH"),
         (-signal.SIGFPE, BUDGET, "SIGFPE", "no lack of memory does that", "CRASH"),
         (TornStepError.exit_code, None, "torn step", "memory ran out inside optimizer.step()", "TOLD"),
-        (WornProcessError.exit_code, BUDGET, "worn heap", "memory ran out where no fallback helps", "TOLD"),
+        (FragmentedHeapError.exit_code, BUDGET, "fragmented heap", "memory ran out where no fallback helps", "TOLD"),
         (RankLostError.exit_code, None, "rank lost", "a rank ended, or did not answer in time", "OUTSIDE"),
     ],
 )
@@ -211,21 +211,24 @@ def test_memory_is_blamed_only_where_the_machine_does(cause, error):
 
 
 def test_what_is_done_after_a_death_is_said_with_the_techniques(new_run, capsys):
-    """Of the rung that is next, and in the end of the one that it died with."""
+    """Of the fallback that is next, and in the end of the one that it died with."""
     choices = (
         Choice(technique="checkpointing", options={"blocks": "all"}),
         Choice(technique="optimizer_offload", options={"to": "disk"}),
     )
-    bare, rung = Rung(choices=(micro_batch_choice(8),)), Rung(choices=(micro_batch_choice(4), *choices))
+    bare, fallback = (
+        Configuration(choices=(micro_batch_choice(8),)),
+        Configuration(choices=(micro_batch_choice(4), *choices)),
+    )
     death, directory = _Death("SIGKILL", signal.SIGKILL, "evidence", _Cause.KERNEL), new_run()
     _note(directory, death, 6, 1, bare)
-    _note(directory, death, 6, 2, rung)
+    _note(directory, death, 6, 2, fallback)
     assert [line.partition("; ")[2] for line in capsys.readouterr().err.splitlines()] == [
         "going on from step 6 with micro-batch 8",
         "going on from step 6 with micro-batch 4 and checkpointing=all and optimizer_offload=disk",
     ]
     assert [(line.next_micro_batch, line.time_seconds) for line in of_kind(directory, DeathLine)] == [(8, 0), (4, 0)]
-    assert _what_happened(death, 3, 6, rung).endswith(
+    assert _what_happened(death, 3, 6, fallback).endswith(
         "past step 6, with micro-batch 4 and checkpointing=all and optimizer_offload=disk"
     )
 
@@ -318,7 +321,7 @@ def test_a_stop_that_finds_no_memory_to_save_in_does_not_say_that_all_is_saved(n
     directory = new_run(steps=3, checkpoint={"every": 2})
     with armed("checkpoint", 4, 5, 6), pytest.raises(OutOfMemoryError):
         train_here(directory)
-    asked = End(WornProcessError.exit_code, signal.SIGINT)
+    asked = End(FragmentedHeapError.exit_code, signal.SIGINT)
     monkeypatch.setattr("plimsoll.training.supervise.run_worker", lambda *_: asked)
     with pytest.raises(OutOfMemoryError, match=r"stopped after step 3, .* step 2 is the last one saved") as caught:
         supervise(directory)

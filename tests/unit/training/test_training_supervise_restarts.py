@@ -22,14 +22,16 @@ LOST = f"exit {RankLostError.exit_code}"
 BUS = "kill -BUS $$"  # as where /dev/shm is full: a guess at memory, whatever else happens on this machine
 
 
-def start(rung: int = 0, step: int = 0) -> StartLine:
-    return StartLine(time_seconds=0, step=step, micro_batch=8, rung=rung, baseline_bytes=1, wall_time="2026-01-31")
+def start(fallback: int = 0, step: int = 0) -> StartLine:
+    return StartLine(
+        time_seconds=0, step=step, micro_batch=8, fallback=fallback, baseline_bytes=1, wall_time="2026-01-31"
+    )
 
 
-def step(number: int, rung: int = 0) -> StepLine:
+def step(number: int, fallback: int = 0) -> StepLine:
     return StepLine(
         time_seconds=number, step=number, epoch=0, first_sample=0, num_samples=8, num_units=8, loss=1.0,
-        learning_rate=0.1, step_seconds=1.0, micro_batch=8, rung=rung,
+        learning_rate=0.1, step_seconds=1.0, micro_batch=8, fallback=fallback,
     )  # fmt: skip
 
 
@@ -75,7 +77,7 @@ def deaths_in(directory: RunDirectory) -> list[DeathLine]:
 @pytest.mark.parametrize(
     ("lines", "arguments"),
     [
-        ((), "--resume --from-step 2 --rung 1"),  # it died while it was loading, and says nothing against a rung
+        ((), "--resume --from-step 2 --rung 1"),  # it died while it was loading, and says nothing against a fallback
         ((start(),), "--resume-newest --rung 1 --too-large-rung 0"),
         ((start(), step(1)), "--resume-newest --rung 1"),
         ((start(2), step(1, 2)), "--resume-newest --rung 3"),
@@ -114,7 +116,7 @@ def test_death_after_death_takes_smaller_micro_batches_and_after_a_checkpoint_it
         f"{begin} --resume-newest --rung 2 --restarts 2",
         f"{begin} --resume-newest --restarts 3",
     ]
-    found = [(death.restarted_from_step, death.next_rung, death.next_micro_batch) for death in deaths_in(directory)]
+    found = [(death.restarted_from_step, death.next_fallback, death.next_micro_batch) for death in deaths_in(directory)]
     assert found == [(0, 1, 4), (0, 2, 2), (2, 2, 2)]
     assert [death.time_seconds for death in deaths_in(directory)] == [0.0, 1.0, 2.0]
 
@@ -137,7 +139,7 @@ def test_the_third_death_without_a_checkpoint_in_between_ends_the_run(
     assert len(python.commands()) == most_deaths
     deaths = deaths_in(directory)
     assert [death.restarted_from_step for death in deaths] == [saved_step] * (most_deaths - 1) + [None]
-    assert {death.next_rung for death in deaths} == {0}
+    assert {death.next_fallback for death in deaths} == {0}
     said = capsys.readouterr().err.splitlines()
     assert all(line.startswith("training process ended (rank lost): ") for line in said)
     assert [line.endswith("; giving up") for line in said] == [False] * (most_deaths - 1) + [True]
@@ -164,7 +166,7 @@ def test_data_are_prepared_and_plans_made_as_is_asked_for(new_run: NewRun, pytho
         python.then(f"exit {code}")
     asked: list[dict[str, Any]] = [
         {"quiet": False},
-        {"quiet": True, "again": True, "wishes": ("--pin", "checkpointing")},
+        {"quiet": True, "again": True, "constraints": ("--pin", "checkpointing")},
     ]
     assert [prepare_data(directory, cache, **options) for options in asked] == [0, 1]
     assert [make_plan(directory, ("--keep",), quiet) for quiet in (False, True)] == [2, 3]

@@ -12,10 +12,10 @@ from torch import nn
 
 from distillations import gradients_of, largest_difference
 from plimsoll.data.prepare import Prepared, open_datasets, prepare
-from plimsoll.data.samples.teacher_cache import LOG_P, WORDS, TaughtFiles, open_taught
+from plimsoll.data.samples.teacher_cache import LOG_P, WORDS, TeacherCacheFiles, open_teacher_cache
 from plimsoll.device.base import backend_for
 from plimsoll.errors import OutOfMemoryError
-from plimsoll.models.assemble import assemble, fingerprint, taught_folder
+from plimsoll.models.assemble import assemble, fingerprint, teacher_cache_folder
 from plimsoll.models.build import save_model
 from plimsoll.models.distillation.chunked import softened
 from plimsoll.models.recurrent.model import build_recurrent
@@ -23,7 +23,7 @@ from plimsoll.planning.teacher_loss import loss_for, teacher_of
 from plimsoll.records.job import Job
 from plimsoll.step.failpoints import armed
 from plimsoll.training import teacher_cache
-from plimsoll.training.teacher_cache import prepare_taught
+from plimsoll.training.teacher_cache import prepare_teacher_cache
 
 KEPT = 300
 
@@ -68,12 +68,12 @@ def made(case: tuple[Job, Prepared], **changes: Any) -> tuple[Job, Path]:
     job, prepared = case
     assert job.distill is not None
     job = job.model_copy(update={"distill": job.distill.model_copy(update=changes)})
-    prepare_taught(job, prepared, lambda: teacher_of(job, prepared, "cpu"), backend_for("cpu"))
-    return job, taught_folder(job, prepared)
+    prepare_teacher_cache(job, prepared, lambda: teacher_of(job, prepared, "cpu"), backend_for("cpu"))
+    return job, teacher_cache_folder(job, prepared)
 
 
 def rows_of(folder: Path) -> tuple[Any, Any]:
-    rows = open_taught(folder)
+    rows = open_teacher_cache(folder)
     return None if rows.words is None else np.array(rows.words), np.array(rows.log_p)
 
 
@@ -109,7 +109,7 @@ def test_the_likeliest_words_are_kept(case: tuple[Job, Prepared]) -> None:
 
 def test_what_is_there_is_not_asked_again(case: tuple[Job, Prepared]) -> None:
     job, _ = made(case)
-    prepare_taught(job, case[1], lambda: pytest.fail("it was loaded"), backend_for("cpu"))
+    prepare_teacher_cache(job, case[1], lambda: pytest.fail("it was loaded"), backend_for("cpu"))
 
 
 def test_other_samples_another_teacher_and_another_temperature_are_other_folders(case: tuple[Job, Prepared]) -> None:
@@ -119,10 +119,10 @@ def test_other_samples_another_teacher_and_another_temperature_are_other_folders
         {"temperature": 1.0}, {"cache": 7}, {"form": "int8"},
     )]  # fmt: skip
     others.append(job.model_copy(update={"seed": 1}))
-    folders = {taught_folder(one, prepared) for one in (job, *others)}
+    folders = {teacher_cache_folder(one, prepared) for one in (job, *others)}
     assert len(folders) == 1 + len(others)
     same = job.model_copy(update={"distill": job.distill.model_copy(update={"hard": 0.1, "form": "memory"})})
-    assert taught_folder(same, prepared) == taught_folder(job, prepared)
+    assert teacher_cache_folder(same, prepared) == teacher_cache_folder(job, prepared)
 
 
 def test_a_batch_without_room_is_asked_in_halves(case: tuple[Job, Prepared]) -> None:
@@ -147,13 +147,13 @@ def test_an_interrupted_pass_is_gone_on_with(case: tuple[Job, Prepared]) -> None
             raise KeyboardInterrupt
 
     def run() -> None:
-        prepare_taught(job, prepared, lambda: teacher_of(job, prepared, "cpu"), backend_for("cpu"), progress)
+        prepare_teacher_cache(job, prepared, lambda: teacher_of(job, prepared, "cpu"), backend_for("cpu"), progress)
 
     with pytest.raises(KeyboardInterrupt):
         run()
     run()
     assert asked[:3] == [4, 8, 12]
-    _, log_p = rows_of(taught_folder(job, prepared))
+    _, log_p = rows_of(teacher_cache_folder(job, prepared))
     np.testing.assert_allclose(log_p, expected[1], rtol=1e-5, atol=1e-6)
 
 
@@ -162,7 +162,7 @@ def test_without_a_teacher_or_a_cache_nobody_is_asked(case: tuple[Job, Prepared]
     assert job.distill is not None
     for distill in (None, job.distill.model_copy(update={"cache": None})):
         given = job.model_copy(update={"distill": distill})
-        prepare_taught(given, prepared, lambda: pytest.fail("it was loaded"), backend_for("cpu"))
+        prepare_teacher_cache(given, prepared, lambda: pytest.fail("it was loaded"), backend_for("cpu"))
 
 
 def test_a_batch_without_room_is_halved_and_what_is_over_is_in_the_first_half(case: tuple[Job, Prepared]) -> None:
@@ -176,7 +176,7 @@ def test_a_batch_without_room_is_halved_and_what_is_over_is_in_the_first_half(ca
         told.append((done, total))
 
     with armed("evaluation", 1):
-        prepare_taught(job, prepared, lambda: teacher_of(job, prepared, "cpu"), backend_for("cpu"), progress)
+        prepare_teacher_cache(job, prepared, lambda: teacher_of(job, prepared, "cpu"), backend_for("cpu"), progress)
     num_samples = len(open_datasets(prepared, job)[0])
     assert told == [(min(done, num_samples), num_samples) for done in range(4, num_samples + 4, 4)]
 
@@ -185,13 +185,13 @@ def test_what_is_done_is_on_the_disk_every_so_many_samples(
     case: tuple[Job, Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(teacher_cache, "_SAMPLES_KEPT_AT_ONCE", 8)
-    keep, kept = TaughtFiles.keep, list[int]()
+    keep, kept = TeacherCacheFiles.keep, list[int]()
 
-    def noted(files: TaughtFiles) -> None:
+    def noted(files: TeacherCacheFiles) -> None:
         kept.append(files.num_done)
         keep(files)
 
-    monkeypatch.setattr(TaughtFiles, "keep", noted)
+    monkeypatch.setattr(TeacherCacheFiles, "keep", noted)
     job, _ = made(case, cache=9, temperature=3.0 + 4e-12)
     num_samples = len(open_datasets(case[1], job)[0])
     assert num_samples > 20

@@ -15,12 +15,12 @@ import plimsoll.training.loop
 from plimsoll.data.prepare import prepare
 from plimsoll.data.sketch import sketch_texts
 from plimsoll.device.process import private_bytes
-from plimsoll.errors import BudgetError, CheckpointError, OutOfMemoryError, WornProcessError
+from plimsoll.errors import BudgetError, CheckpointError, FragmentedHeapError, OutOfMemoryError
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.planning.facts import facts_of
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
+from plimsoll.records.plan import Choice, Configuration, Plan, micro_batch_choice
 from plimsoll.records.run import RunHead, RunRecord, StartLine, StepLine
 from plimsoll.step.failpoints import armed, exhaust_memory
 from plimsoll.step.train_step import TrainStep
@@ -150,8 +150,8 @@ def steps_of(directory):
 def test_the_rung_is_the_plans_unless_another_is_given(new_run):
     first, second = new_run("a", steps=1), new_run("b", steps=1)
     train_here(first)
-    train_here(second, rung=2)
-    assert [directory.rung_in_force() for directory in (first, second)] == [0, 2]
+    train_here(second, fallback=2)
+    assert [directory.fallback_in_force() for directory in (first, second)] == [0, 2]
     assert [steps_of(directory)[0].micro_batch for directory in (first, second)] == [8, 2]
 
 
@@ -160,20 +160,22 @@ def test_after_a_death_the_ladder_is_still_made_from_the_batch(new_run):
     directory = new_run(steps=2)
     train_here(directory)
     directory.job.write_text(directory.job.read_text().replace("steps: 2", "steps: 56"))
-    train_here(directory, resume_newest=True, rung=2, too_large_rung=0)
+    train_here(directory, resume_newest=True, fallback=2, too_large_fallback=0)
     assert [line.micro_batch for line in directory.lines() if isinstance(line, StartLine)] == [8, 2]
     assert [step.micro_batch for step in steps_of(directory)] == [8] * 2 + [2] * 50 + [4] * 4
     saved = checkpoint.load(directory.checkpoints, RunHead.load(directory.head).fingerprint)
-    assert saved.progress["training_step"]["ladder"]["failed_elements"] == [8 * 2 * 32]  # samples, tensors, tokens
+    assert saved.progress["training_step"]["fallback_schedule"]["failed_elements"] == [
+        8 * 2 * 32
+    ]  # samples, tensors, tokens
 
 
 def test_a_model_that_cannot_be_cut_stays_whole_after_a_death(new_run):
     model = nn.Sequential(nn.BatchNorm1d(1))
     step = TrainStep(
-        model, torch.optim.SGD(model.parameters()), rungs=[[micro_batch_choice(8)], [micro_batch_choice(4)]]
+        model, torch.optim.SGD(model.parameters()), fallbacks=[[micro_batch_choice(8)], [micro_batch_choice(4)]]
     )
     step.begin_again_at(1)
-    assert (step.micro_batch, step.rung) == (8, 0)
+    assert (step.micro_batch, step.fallback) == (8, 0)
 
 
 def test_what_is_known_before_the_first_step_is_kept(new_run):
@@ -267,7 +269,7 @@ def test_memory_that_runs_out_between_steps_is_for_a_new_process(has_supervisor,
     directory = new_run()
     with pytest.raises(OutOfMemoryError, match=r"outside of a step \(RuntimeError: .*DefaultCPUAllocator") as caught:
         train_here(directory)
-    assert type(caught.value) is (WornProcessError if has_supervisor else OutOfMemoryError)
+    assert type(caught.value) is (FragmentedHeapError if has_supervisor else OutOfMemoryError)
     record = RunRecord.load(directory.record)
     assert (record.status, record.message) == ("failed", str(caught.value))
 
@@ -284,7 +286,7 @@ def test_the_record_says_how_far_truncated_gradients_reach(new_run):
     """Windows of 32 tokens, of which 31 are read, in segments of 8."""
     directory = new_run(steps=2, model={"architecture": "gru"}, allow=["truncated_bptt"])
     choices = (micro_batch_choice(8), Choice(technique="truncated_bptt", options={"steps": 8}))
-    Plan.load(directory.plan).model_copy(update={"rungs": (Rung(choices=choices),)}).save(directory.plan)
+    Plan.load(directory.plan).model_copy(update={"fallbacks": (Configuration(choices=choices),)}).save(directory.plan)
     train_here(directory)
     reach = RunRecord.from_directory(directory.path).gradient_reach
     assert (reach.most_tokens, reach.mean_tokens) == (8, (3 * 36 + 28) / 31)

@@ -24,7 +24,7 @@ from plimsoll.planning.baseline import print_baseline
 from plimsoll.planning.facts import facts_of
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Plan, Rung, Trial, micro_batch_choice, micro_batch_plan
+from plimsoll.records.plan import Choice, Configuration, Plan, Trial, micro_batch_choice, micro_batch_plan
 from plimsoll.records.run import GradientReach, RunHead
 from plimsoll.training.run_directory import RunDirectory
 from plimsoll.training.worker import data_sentence, plan_run, prepare_run
@@ -261,10 +261,10 @@ def test_word_vectors_must_be_the_same_when_a_run_goes_on(
 
 
 def given_plan(directory: RunDirectory, path: Path) -> Plan:
-    """Write a plan of two rungs that was made for the job of a run, under a budget that the job does not name."""
+    """Write a plan of two fallbacks that was made for the job of a run, under a budget that the job does not name."""
     job = Job.from_yaml(directory.job)
-    rungs = tuple(Rung(choices=(micro_batch_choice(size),)) for size in (4, 2))
-    changes = {"made_for": facts_of(job, sketch_texts(job), CpuLowering().name), "rungs": rungs}
+    fallbacks = tuple(Configuration(choices=(micro_batch_choice(size),)) for size in (4, 2))
+    changes = {"made_for": facts_of(job, sketch_texts(job), CpuLowering().name), "fallbacks": fallbacks}
     plan = Plan.load(directory.plan).model_copy(update=changes)
     plan.save(path)
     return plan
@@ -298,10 +298,10 @@ def test_a_plan_that_still_holds_is_kept_without_a_word(new_run: NewRun, capsys:
 
 def test_a_plan_with_fewer_rungs_than_the_last_process_had_is_gone_on_with(new_run: NewRun) -> None:
     directory = new_run(steps=1)
-    train_here(directory, rung=3)
+    train_here(directory, fallback=3)
     directory.write_job(Job.from_yaml(directory.job, ("steps=2",)))
     plan = Plan.load(directory.plan)
-    plan.model_copy(update={"rungs": plan.rungs[:2]}).save(directory.plan)
+    plan.model_copy(update={"fallbacks": plan.fallbacks[:2]}).save(directory.plan)
     train_here(directory, resume=True)
     assert directory.last_step() == 2
 
@@ -364,7 +364,7 @@ def test_in_streams_truncated_gradients_reach_as_far_as_their_segments(text: Pat
     directory = RunDirectory.create(tmp_path / "run", force=False)
     directory.write_job(small_job(text, data=data, model={"architecture": "gru"}, allow=["truncated_bptt"], steps=1))
     choices = (micro_batch_choice(8), Choice(technique="truncated_bptt", options={"steps": 8}))
-    Plan(budget=Job.from_yaml(directory.job).budget, rungs=(Rung(choices=choices),)).save(directory.plan)
+    Plan(budget=Job.from_yaml(directory.job).budget, fallbacks=(Configuration(choices=choices),)).save(directory.plan)
     prepare_run(directory.path, tmp_path / "cache", quiet=True)
     train_here(directory)
     reach = RunHead.load(directory.head).gradient_reach

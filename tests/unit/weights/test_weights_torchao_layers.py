@@ -28,7 +28,7 @@ def test_a_weight_that_another_module_has_too_is_left():
 def test_models_of_other_kinds_are_refused():
     fields = {"architecture": "lstm", "vocab_size": 20, "embedding_size": 8, "hidden_size": 8}
     for method in METHODS:
-        fault = SHRINKERS[method].menu(Bundle(build_recurrent(fields)))
+        fault = SHRINKERS[method].choices(Bundle(build_recurrent(fields)))
         assert "is for models of transformers, and this is a RecurrentLanguageModel" in fault
 
 
@@ -40,7 +40,7 @@ def test_what_is_quantized_is_refused():
 
 def test_without_torchao_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setattr(torchao_layers, "find_spec", lambda name: None)
-    fault = SHRINKERS["int8"].menu(Bundle(made("bert")))
+    fault = SHRINKERS["int8"].choices(Bundle(made("bert")))
     assert fault == "int8 needs torchao, which is not installed: `pip install torch-plimsoll[quantize]`"
 
 

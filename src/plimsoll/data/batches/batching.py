@@ -424,11 +424,11 @@ def batches_of(
             windows would come in another order.
     """
     batch_size = batches if isinstance(batches, int) else batches.batch_size or 1
-    num_lanes = getattr(dataset, "num_lanes", None)  # of windows that go on from those of the batch before
-    if num_lanes is not None and (shuffle or batches != num_lanes):
+    num_slots = getattr(dataset, "num_slots", None)  # of windows that go on from those of the batch before
+    if num_slots is not None and (shuffle or batches != num_slots):
         raise DataError(
-            f"windows of a stream of {num_lanes} lanes make batches in their order only, one window of each lane, and "
-            f"these are {'shuffled' if shuffle else f'of {batches}'}: give {num_lanes} as the batch, and shuffle=False"
+            f"windows of a stream of {num_slots} stream slots make batches in their order only, one window of each stream slot, and "
+            f"these are {'shuffled' if shuffle else f'of {batches}'}: give {num_slots} as the batch, and shuffle=False"
         )
     if len(dataset) < batch_size:
         raise DataError(

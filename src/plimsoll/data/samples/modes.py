@@ -18,7 +18,7 @@ from plimsoll.data.batches.batching import Batches, Buckets, Cursor, batches_of
 from plimsoll.data.batches.order import BlockShuffle
 from plimsoll.data.samples import ragged
 from plimsoll.data.samples.spans import checked_stride, num_windows, windows_of
-from plimsoll.data.samples.stream_slots import Lanes
+from plimsoll.data.samples.stream_slots import StreamSlots
 from plimsoll.data.tokens.template import Template
 from plimsoll.records.corpus import Filling
 from plimsoll.records.job import Job
@@ -84,7 +84,7 @@ class Texts(NamedTuple):
         is_stream = not (self.job.data.pack or self._are_samples or self.job.data.order == "streams")
         num_tokens = round(int(self.whole.sum()) * self.scale)
         if self.job.data.order == "streams" and num_tokens > self.job.batch_size:
-            yield self._lanes(Lanes(0, num_tokens, self.job.batch_size, longest))
+            yield self._slots(StreamSlots(0, num_tokens, self.job.batch_size, longest))
         for step in steps:
             num_samples = num_windows(num_tokens, longest, step)
             # A token that an earlier window predicts has no label in the later one.
@@ -96,12 +96,12 @@ class Texts(NamedTuple):
                 num_dropped_tokens=num_tokens - num_predicted, is_this_job=is_stream and step == steps[-1],
             )  # fmt: skip
 
-    def _lanes(self, lanes: Lanes) -> Filling:
-        """Windows of contiguous lanes; each token but the first is predicted."""
+    def _slots(self, slots: StreamSlots) -> Filling:
+        """Windows of contiguous stream slots; each token but the first is predicted."""
         return Filling(
-            name=f"streams of {lanes.sequence_length}", num_samples=lanes.num_samples, batch_samples=lanes.num_lanes,
-            padding_share=0.0, useful_tokens=lanes.lane_tokens * lanes.num_lanes / lanes.num_windows,
-            num_dropped_tokens=lanes.num_dropped_tokens, is_this_job=True,
+            name=f"streams of {slots.sequence_length}", num_samples=slots.num_samples, batch_samples=slots.num_slots,
+            padding_share=0.0, useful_tokens=slots.slot_tokens * slots.num_slots / slots.num_windows,
+            num_dropped_tokens=slots.num_dropped_tokens, is_this_job=True,
         )  # fmt: skip
 
     def _packed(self) -> Filling:

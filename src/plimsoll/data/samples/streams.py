@@ -1,10 +1,10 @@
-"""Tokens as contiguous streams: a sample is the window of a lane that comes next, for models that carry a state.
+"""Tokens as contiguous streams: a sample is the window of a stream slot that comes next, for models that carry a state.
 
-Batches of ``batch_size`` samples in the order of their numbers hold one window of each lane
+Batches of ``batch_size`` samples in the order of their numbers hold one window of each stream slot
 (`plimsoll.data.samples.stream_slots` says where these are), and each goes on where the one before has ended. Beside
-``input_ids`` and ``labels`` a sample says which lane it is of and which window of it, by which a model finds the state
-to go on from (`plimsoll.models.recurrent.carried_state`), and, if asked to, which of its tokens are the first of a
-text.
+``input_ids`` and ``labels`` a sample says which stream slot it is of and which window of it, by which a model finds the
+state to go on from (`plimsoll.models.recurrent.carried_state`), and, if asked to, which of its tokens are the first of
+a text.
 
 It does NOT cover another order, other batches than ``batch_size`` samples, and augmentation.
 
@@ -19,44 +19,44 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from plimsoll.data.samples.stream_slots import Lanes, first_tokens
+from plimsoll.data.samples.stream_slots import StreamSlots, first_tokens
 from plimsoll.data.samples.windows import IGNORED_LABEL, Samples
 from plimsoll.data.tokens.store import Tokens
 
 
 class StreamDataset(Samples):
-    """The windows of the lanes of a token stream; all windows of a batch are equally long.
+    """The windows of the stream slots of a token stream; all windows of a batch are equally long.
 
     Args:
         store: the texts.
-        lanes: where the lanes are in it.
+        stream slots: where the stream slots are in it.
         resets: whether samples say where texts begin, for the state to begin anew there.
     """
 
-    def __init__(self, store: Tokens, lanes: Lanes, resets: bool = False) -> None:
-        self._store, self._resets, self.lanes = store, resets, lanes
-        self.sequence_length, self.num_lanes = lanes.sequence_length, lanes.num_lanes
+    def __init__(self, store: Tokens, slots: StreamSlots, resets: bool = False) -> None:
+        self._store, self._resets, self.slots = store, resets, slots
+        self.sequence_length, self.num_slots = slots.sequence_length, slots.num_slots
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StreamDataset, (self._store, self.lanes, self._resets)
+        return StreamDataset, (self._store, self.slots, self._resets)
 
     def __len__(self) -> int:
-        return self.lanes.num_samples
+        return self.slots.num_samples
 
     @property
     def fingerprint(self) -> str | None:
         """A name that differs where the samples do; ``None`` where the tokens are in no store."""
         folder = getattr(self._store, "folder", None)
-        return None if folder is None else f"{folder.name} {self.lanes} {self._resets}"
+        return None if folder is None else f"{folder.name} {self.slots} {self._resets}"
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``labels`` (B, T), ``lanes`` and ``windows`` (B,).
+        """Return ``input_ids`` and ``labels`` (B, T), ``slots`` and ``windows`` (B,).
 
         Labels are for a model that shifts them: the last token is predicted and not read. With resets there is
         ``resets`` (B, T): before which tokens the state begins anew. Of windows that are not equally long, the shorter
         ones are filled up with what is not predicted.
         """
-        starts_B, lengths_B = self.lanes.places(ids)
+        starts_B, lengths_B = self.slots.places(ids)
         num_columns = int(lengths_B.max())
         columns_T = np.arange(num_columns)
         places_BT = starts_B[:, None] + np.minimum(columns_T, lengths_B[:, None] - 1)
@@ -65,8 +65,8 @@ class StreamDataset(Samples):
         fields = {
             "input_ids": input_ids_BT,
             "labels": labels_BT,
-            "lanes": torch.from_numpy(ids % self.lanes.num_lanes),
-            "windows": torch.from_numpy(ids // self.lanes.num_lanes),
+            "lanes": torch.from_numpy(ids % self.slots.num_slots),
+            "windows": torch.from_numpy(ids // self.slots.num_slots),
         }
         if self._resets:
             fields["resets"] = torch.from_numpy(first_tokens(self._store.ends, starts_B, num_columns))
@@ -74,4 +74,4 @@ class StreamDataset(Samples):
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the tokens of each window."""
-        return self.lanes.places(ids)[1]
+        return self.slots.places(ids)[1]

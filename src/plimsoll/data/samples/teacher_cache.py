@@ -1,8 +1,8 @@
 """What a teacher says of samples, in files beside their tokens: the likeliest words of each position, or each label.
 
-    with TaughtFiles(folder, ends, num_kept, num_words) as files:  # goes on where it was interrupted
+    with TeacherCacheFiles(folder, ends, num_kept, num_words) as files:  # goes on where it was interrupted
         files.write(first, words_BTk, log_p_BTk)
-    samples = Taught(samples, open_taught(folder))                 # samples with the fields `WORDS` and `LOG_P`
+    samples = Taught(samples, open_teacher_cache(folder))                 # samples with the fields `WORDS` and `LOG_P`
 
 A row of a file is a position of a sample, in the order of the data set; of samples that are judged as a whole there is
 one row each. Words are numbers of 16 bits where that suffices, else of 32; the logarithms of their probabilities are
@@ -35,7 +35,7 @@ _ENDS_FILE, _WORDS_FILE, _LOG_P_FILE, _DONE_FILE = "ends.npy", "words.bin", "log
 _SAMPLES_PER_PASS = 1 << 20
 
 
-class TaughtRows(NamedTuple):
+class TeacherRows(NamedTuple):
     """The rows of all samples: those of sample n end at ``ends[n]``; ``words`` is ``None`` where all are kept."""
 
     ends: NDArray[np.int64]
@@ -59,7 +59,7 @@ def _lengths(samples: Samples | Subset) -> Iterator[NDArray[np.int64]]:
         yield samples.lengths(np.arange(begin, min(begin + _SAMPLES_PER_PASS, len(samples))))
 
 
-class TaughtFiles:
+class TeacherCacheFiles:
     """Writes rows in the order of the samples; ``num_done`` samples are on the disk already.
 
     Args:
@@ -84,7 +84,7 @@ class TaughtFiles:
             np.save(folder / _ENDS_FILE, ends)
         mode: Any = "w+" if is_new else "r+"
         files = {name: np.memmap(folder / name, dtype, mode, shape=shape) for name, dtype in dtypes.items()}
-        self.rows = TaughtRows(ends, files.get(_WORDS_FILE), files[_LOG_P_FILE])
+        self.rows = TeacherRows(ends, files.get(_WORDS_FILE), files[_LOG_P_FILE])
         self.num_done = 0 if is_new else int(json.loads((folder / _DONE_FILE).read_bytes()))
 
     def __enter__(self) -> Self:
@@ -119,7 +119,7 @@ def _word_type(num_words: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if num_words <= 1 << 16 else np.int32)
 
 
-def open_taught(folder: Path) -> TaughtRows:
+def open_teacher_cache(folder: Path) -> TeacherRows:
     """Map what was written.
 
     Raises:
@@ -131,13 +131,13 @@ def open_taught(folder: Path) -> TaughtRows:
     shape, words = (int(ends[-1]), facts["num_kept"]), None
     if facts["num_words"] is not None:
         words = checked(folder / _WORDS_FILE, _word_type(facts["num_words"]), shape)
-    return TaughtRows(ends, words, checked(folder / _LOG_P_FILE, np.float32, shape))
+    return TeacherRows(ends, words, checked(folder / _LOG_P_FILE, np.float32, shape))
 
 
-class Taught:
+class WithTeacher:
     """`Dataset`: samples with what a teacher says of them; of padding it says nothing that counts."""
 
-    def __init__(self, samples: Samples | Subset, rows: TaughtRows) -> None:
+    def __init__(self, samples: Samples | Subset, rows: TeacherRows) -> None:
         self._samples, self._rows = samples, rows
         self.reads_fast, self.pad_multiple = samples.reads_fast, samples.pad_multiple
         self.sequence_length, self.block_samples = samples.sequence_length, samples.block_samples

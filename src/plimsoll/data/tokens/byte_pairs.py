@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from plimsoll.errors import TokenizerRoomError
+from plimsoll.errors import TokenizerMemoryError
 from plimsoll.records.units import format_bytes
 
 if TYPE_CHECKING:
@@ -74,14 +74,14 @@ def train(
     """Train a tokenizer whose pre-tokenizer is ``ByteLevel``.
 
     Raises:
-        TokenizerRoomError: if it does not fit the budget for private memory, or a limit on this process.
+        TokenizerMemoryError: if it does not fit the budget for private memory, or a limit on this process.
     """
     from tokenizers import pre_tokenizers
 
     byte_level = backend.pre_tokenizer
     words, num_left_out = count_words(texts, byte_level, most_distinct_bytes(vocab_size))
     num_bytes = sum(map(len, words))
-    _require_room(num_bytes, budget_bytes)
+    _require_memory(num_bytes, budget_bytes)
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # of which there is none in words of byte-level letters
     backend.train_from_iterator(_repeated(words), trainer)
     backend.pre_tokenizer = byte_level
@@ -171,7 +171,7 @@ def _repeated(words: Counter[str]) -> Iterator[str]:
             yield f"{word} " * min(at_once, words[word] - begin)
 
 
-def _require_room(num_distinct_bytes: int, budget_bytes: int | None) -> None:
+def _require_memory(num_distinct_bytes: int, budget_bytes: int | None) -> None:
     needed_bytes = peak_bytes(num_distinct_bytes)
     if needed_bytes < _LEAST_PEAK_BYTES:
         budget_bytes = None
@@ -184,7 +184,7 @@ def _require_room(num_distinct_bytes: int, budget_bytes: int | None) -> None:
     ]
     for name, limit_bytes, used_bytes in limits:
         if limit_bytes != resource.RLIM_INFINITY and used_bytes + needed_bytes > limit_bytes:
-            raise TokenizerRoomError(
+            raise TokenizerMemoryError(
                 f"training the tokenizer takes about {format_bytes(needed_bytes)}, and {name} of "
                 f"{format_bytes(limit_bytes)} has {format_bytes(max(limit_bytes - used_bytes, 0))} left: raise it, or "
                 "give a tokenizer that is there already with tokenizer.path",

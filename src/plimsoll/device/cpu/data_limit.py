@@ -139,12 +139,12 @@ def count_untouched(num_bytes: int) -> None:
     if not _IN_FORCE:
         return
     limit = _IN_FORCE[-1]
-    room_bytes = _soft_bytes(limit) - process.data_bytes()
-    if num_bytes > room_bytes:
+    free_bytes = _soft_bytes(limit) - process.data_bytes()
+    if num_bytes > free_bytes:
         raise MemoryError(
             f"out of memory: {format_bytes(num_bytes)} of weights that are mapped from a file are to be written, for "
             f"which this process takes memory of its own, and its budget of {format_bytes(limit.budget_bytes)} has "
-            f"{format_bytes(max(room_bytes, 0))} left"
+            f"{format_bytes(max(free_bytes, 0))} left"
         )
     _add_untouched(-num_bytes)
 

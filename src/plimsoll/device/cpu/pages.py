@@ -106,7 +106,7 @@ def drop(stretches: Iterable[Stretch]) -> None:
             _advise(begin, end - begin, _PAGE_OUT)
 
 
-def cache_room_bytes() -> int:
+def cache_free_bytes() -> int:
     """Return what the page cache may grow to: what the machine and its control groups have left, now."""
     import psutil
 

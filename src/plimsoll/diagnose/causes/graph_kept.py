@@ -22,7 +22,7 @@ from plimsoll.diagnose.causes.helpers.kept import finding_of_kept, much
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.diagnose.seen import Kept
 from plimsoll.records.diagnosis import GRAPH_IS_GONE, Fact, Finding, KnownHow
-from plimsoll.records.run import HeldGraph
+from plimsoll.records.run import RetainedGraph
 from plimsoll.records.units import format_bytes
 
 _CAUSE = "graph_kept"
@@ -36,7 +36,7 @@ class _Look(NamedTuple):
     """What one holder had after one step."""
 
     step: int
-    held: HeldGraph
+    held: RetainedGraph
 
 
 class _Rates(NamedTuple):
@@ -148,7 +148,7 @@ def _finding(evidence: Evidence, looks: list[_Look]) -> Finding:
     )
 
 
-def _what(held: HeldGraph) -> str:
+def _what(held: RetainedGraph) -> str:
     if not held.holder:
         return "the losses of earlier steps are kept with their graphs"
     if _is_state(held):
@@ -156,7 +156,7 @@ def _what(held: HeldGraph) -> str:
     return f"`{held.holder}` collects tensors with their graphs"
 
 
-def _is_state(held: HeldGraph) -> bool:
+def _is_state(held: RetainedGraph) -> bool:
     """Whether a few tensors are carried on from step to step, and not more with every step."""
     return held.num_tensors < len(held.alive_steps)
 
@@ -179,7 +179,7 @@ def _rates_of(looks: list[_Look]) -> _Rates:
     )
 
 
-def _each(evidence: Evidence, held: HeldGraph, rates: _Rates) -> _Each:
+def _each(evidence: Evidence, held: RetainedGraph, rates: _Rates) -> _Each:
     """What one step's graph takes of the memory that the peak is of."""
     growth = evidence.growth
     measured = float(growth.likely_bytes) if growth is not None and growth.is_steady else None
@@ -194,7 +194,7 @@ def _each(evidence: Evidence, held: HeldGraph, rates: _Rates) -> _Each:
     return _Each(counted + assumed, "counted" if counted >= assumed else "assumed", measured)
 
 
-def _facts(evidence: Evidence, held: HeldGraph, rates: _Rates) -> list[Fact]:
+def _facts(evidence: Evidence, held: RetainedGraph, rates: _Rates) -> list[Fact]:
     alive = held.alive_steps
     facts = [
         Fact(
@@ -221,7 +221,7 @@ def _facts(evidence: Evidence, held: HeldGraph, rates: _Rates) -> list[Fact]:
     return facts
 
 
-def _remedy(held: HeldGraph) -> str:
+def _remedy(held: RetainedGraph) -> str:
     if held.remedy:
         return f"keep it without its graph: in {held.place} write the line below in place of `{held.code}`"
     if not held.holder:

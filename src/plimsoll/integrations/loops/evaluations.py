@@ -36,7 +36,7 @@ from plimsoll.step.fallbacks import after_oom
 from plimsoll.step.losses.additive import LossOf
 from plimsoll.step.micro_batches import Shape, no_way_out, shape_of_any
 from plimsoll.step.oom_boundary import Position, attempt, fitting
-from plimsoll.step.recovery import Ladder, micro_batch_sizes
+from plimsoll.step.recovery import FallbackSchedule, micro_batch_sizes
 
 _FEWER = (
     ", or preprocess_logits_for_metrics, which keeps less of each batch (such as lambda logits, labels: "
@@ -68,7 +68,7 @@ class Evaluations:
     ) -> None:
         self._trainer, self._backend, self._note = trainer, backend, note
         self._units_of, self._refuse_unclear, self._why_whole = units_of, refuse_unclear, why_whole
-        self._ladder: Ladder | None = None
+        self._fallback_schedule: FallbackSchedule | None = None
         self._first_elements: float | None = None
         self._pool: MappedPool | None = None
         self.items: Any = None
@@ -154,34 +154,34 @@ class Evaluations:
         """Loss, logits and labels of a batch; where memory runs out, in smaller pieces if that changes no loss."""
         why_whole = cache(partial(self._why_whole, inputs, partial(self._loss_of, predicted, inputs)))
         shape = shape_of_any(inputs, "samples")
-        ladder = self._ladder_for(shape)
-        rung = ladder.choose(shape.elements_per_sample)
+        fallback_schedule = self._fallback_schedule_for(shape)
+        fallback = fallback_schedule.choose(shape.elements_per_sample)
         random_state = self._backend.random_state()
         while True:
-            size = min(ladder.sizes[rung].samples, shape.num_samples)
+            size = min(fallback_schedule.sizes[fallback].samples, shape.num_samples)
             if size < shape.num_samples and why_whole() is not None:
                 size = shape.num_samples
             position = Position(self._trainer.state.global_step, "evaluation", size)
             found = attempt(partial(self._in_pieces, predicted, inputs, size, shape), self._backend, position)
             if not isinstance(found, OomEvent):
-                ladder.held(rung, math.ceil(size * shape.elements_per_sample))
+                fallback_schedule.held(fallback, math.ceil(size * shape.elements_per_sample))
                 return found
             self._backend.release()
             self._backend.restore_random_state(random_state)
-            event, following = after_oom(found, rung, shape, ladder, None, self._backend)
-            if following is None or (following != rung and why_whole() is not None):
+            event, following = after_oom(found, fallback, shape, fallback_schedule, None, self._backend)
+            if following is None or (following != fallback and why_whole() is not None):
                 whole = why_whole() if size > 1 else None
                 otherwise = "" if whole is None else ", or a smaller per_device_eval_batch_size"
                 raise OutOfMemoryError(f"{no_way_out(event, size, shape, whole)}{otherwise}")
             self._note([event])
-            rung = following
+            fallback = following
 
-    def _ladder_for(self, shape: Shape) -> Ladder:
-        if self._ladder is None or self._ladder.sizes[0].samples < shape.num_samples:
-            self._ladder = Ladder(micro_batch_sizes(shape.num_samples))
+    def _fallback_schedule_for(self, shape: Shape) -> FallbackSchedule:
+        if self._fallback_schedule is None or self._fallback_schedule.sizes[0].samples < shape.num_samples:
+            self._fallback_schedule = FallbackSchedule(micro_batch_sizes(shape.num_samples))
             if self._first_elements is not None:
-                self._ladder.start_at(max(1, int(self._first_elements / shape.elements_per_sample)))
-        return self._ladder
+                self._fallback_schedule.start_at(max(1, int(self._first_elements / shape.elements_per_sample)))
+        return self._fallback_schedule
 
     def _loss_of(self, predicted: Callable[[Any], Any], inputs: Any, piece: Any, share: float) -> Tensor:
         """The loss of a piece, to which belongs that share of the items of a batch; NaN where no loss is computed."""
@@ -207,11 +207,11 @@ class Evaluations:
         if num_samples == shape.num_samples:
             whole: tuple[Any, Any, Any] = predicted(inputs)
             return whole
-        pieces = split_batch(inputs, num_samples)
-        units = [self._units_of(piece) for piece in pieces]
-        units = units if any(units) else [*map(batch_size_of, pieces)]
+        micro_batches = split_batch(inputs, num_samples)
+        units = [self._units_of(piece) for piece in micro_batches]
+        units = units if any(units) else [*map(batch_size_of, micro_batches)]
         items, found = self._num_items(inputs), []
-        for piece, count in zip(pieces, units, strict=True):
+        for piece, count in zip(micro_batches, units, strict=True):
             of_piece = items * count / sum(units) if items is not None and count else None
             loss, logits, labels = self._with_items(of_piece, predicted, piece)
             if loss is not None:

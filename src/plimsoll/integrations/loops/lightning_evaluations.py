@@ -34,7 +34,7 @@ from plimsoll.step.fallbacks import after_oom
 from plimsoll.step.losses.probe_samples import Kinds, first_rows, telling_rows
 from plimsoll.step.micro_batches import Shape, shape_of_any
 from plimsoll.step.oom_boundary import Position, attempt, fitting
-from plimsoll.step.recovery import Ladder, micro_batch_sizes
+from plimsoll.step.recovery import FallbackSchedule, micro_batch_sizes
 
 _STEPS = ("validation_step", "test_step", "predict_step")
 _COMPARED = (8, 4, 2)  # samples; fewer where the first do not fit
@@ -54,7 +54,7 @@ class Evaluations:
         self._trainer, self._module, self._budget, self._never_cut = trainer, module, budget, never_cut
         self._backend = backend_for(str(trainer.strategy.root_device))
         self._metrics = [one for one in module.modules() if isinstance(one, Metric)]
-        self._ladders: dict[str, Ladder] = {}
+        self._fallback_schedules: dict[str, FallbackSchedule] = {}
         self._reasons: dict[str, str | None] = {}
         self._kinds: dict[str, Kinds] = {}
         self.events: list[OomEvent] = []
@@ -107,30 +107,30 @@ class Evaluations:
 
         shape = shape_of_any(batch, "samples")
         may_cut = cache(partial(self._may_cut, name, run, batch))
-        ladder = self._ladder_for(name, shape)
-        rung = ladder.choose(shape.elements_per_sample)
+        fallback_schedule = self._fallback_schedule_for(name, shape)
+        fallback = fallback_schedule.choose(shape.elements_per_sample)
         while True:
-            size = min(ladder.sizes[rung].samples, shape.num_samples)
+            size = min(fallback_schedule.sizes[fallback].samples, shape.num_samples)
             if size < shape.num_samples and not may_cut():
                 size = shape.num_samples
             put_back = self._remember()
             position = Position(self._trainer.global_step, "evaluation", size)
             found = attempt(partial(self._in_pieces, run, batch, size, shape), self._backend, position)
             if not isinstance(found, OomEvent):
-                ladder.held(rung, math.ceil(size * shape.elements_per_sample))
+                fallback_schedule.held(fallback, math.ceil(size * shape.elements_per_sample))
                 return found
             put_back()
-            event, following = after_oom(found, rung, shape, ladder, None, self._backend)
+            event, following = after_oom(found, fallback, shape, fallback_schedule, None, self._backend)
             self.events.append(event)
-            if following is None or (following != rung and not may_cut()):
+            if following is None or (following != fallback and not may_cut()):
                 raise self._error(name, event, size, shape, following)
-            rung = following
+            fallback = following
 
-    def _ladder_for(self, name: str, shape: Shape) -> Ladder:
-        ladder = self._ladders.get(name)
-        if ladder is None or ladder.sizes[0].samples < shape.num_samples:
-            ladder = self._ladders[name] = Ladder(micro_batch_sizes(shape.num_samples))
-        return ladder
+    def _fallback_schedule_for(self, name: str, shape: Shape) -> FallbackSchedule:
+        fallback_schedule = self._fallback_schedules.get(name)
+        if fallback_schedule is None or fallback_schedule.sizes[0].samples < shape.num_samples:
+            fallback_schedule = self._fallback_schedules[name] = FallbackSchedule(micro_batch_sizes(shape.num_samples))
+        return fallback_schedule
 
     def _error(
         self, name: str, event: OomEvent, num_samples: int, shape: Shape, following: int | None
@@ -176,9 +176,9 @@ class Evaluations:
             return run(batch)
         return self._joined(run, split_batch(batch, num_samples))
 
-    def _joined(self, run: Callable[[Any], Any], pieces: Sequence[Any]) -> Any:
-        sizes, found = [batch_size_of(piece) for piece in pieces], []
-        for piece in pieces:
+    def _joined(self, run: Callable[[Any], Any], micro_batches: Sequence[Any]) -> Any:
+        sizes, found = [batch_size_of(piece) for piece in micro_batches], []
+        for piece in micro_batches:
             with self._logging(piece):
                 found.append(run(piece))
         return joined_values(found, [float(size) for size in sizes], sizes)

@@ -35,7 +35,7 @@ def planned(
     precision: Precision = "fp32",
     loss_check: LossCheck | None = None,
 ) -> Plan:
-    """Find the fastest mix that fits, of the techniques offered; random numbers are as before.
+    """Find the fastest combination that fits, of the techniques offered; random numbers are as before.
 
     Args:
         model: as the loop calls it.
@@ -80,7 +80,7 @@ def refuse_both(budget: str | int | None, batch: Any, options: dict[str, Any]) -
     Raises:
         InputError: if they contradict each other.
     """
-    given = [name for name in ("micro_batch", "rungs") if options.get(name) is not None]
+    given = [name for name in ("micro_batch", "fallbacks") if options.get(name) is not None]
     if budget is not None and given:
         raise InputError(
             f"budget={budget!r} was given with {given[0]}, which the plan for that budget decides: leave one of the "

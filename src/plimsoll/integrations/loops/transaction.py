@@ -30,16 +30,24 @@ from plimsoll.device.base import backend_for
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.models.workload import LossFunction, Units, Workload, model_loss
-from plimsoll.records.plan import Choice, Rung
+from plimsoll.records.plan import Choice, Configuration
 from plimsoll.records.run import OomEvent
 from plimsoll.step.checks import device_of, refuse, refuse_no_target, refuse_recut, refuse_unclear_labels
 from plimsoll.step.failpoints import failpoint
-from plimsoll.step.fallbacks import Rungs, after_oom, choices_of, ladder_of, measured
+from plimsoll.step.fallbacks import InstalledFallbacks, after_oom, choices_of, fallback_schedule_of, measured
 from plimsoll.step.losses.additive import Additivity, LossOf
-from plimsoll.step.micro_batches import Piece, Shape, equal_pieces, no_way_out, shape_of, shape_of_any, weighted_pieces
+from plimsoll.step.micro_batches import (
+    MicroBatch,
+    Shape,
+    equal_micro_batches,
+    no_way_out,
+    shape_of,
+    shape_of_any,
+    weighted_micro_batches,
+)
 from plimsoll.step.missing_gradients import UnreachedWatch
 from plimsoll.step.oom_boundary import Position, attempt, attempt_twice
-from plimsoll.step.recovery import Ladder, Size
+from plimsoll.step.recovery import FallbackSchedule, Size
 from plimsoll.step.retry import Retry, first_samples
 from plimsoll.step.undo.saved import Stateful
 from plimsoll.step.update.after_update import AfterUpdate
@@ -88,7 +96,7 @@ class Transaction:
         optimizer: the ``torch.optim`` optimizer itself, not what a framework wraps it in.
         units: what the loss averages over, as for `plimsoll.TrainStep`; ``None`` where each sample has one label.
         micro_batch: samples per pass to begin with; ``None`` begins with whole batches.
-        rungs: in place of ``micro_batch``, those of a plan (``plan.rungs``), or their choices alone.
+        fallbacks: in place of ``micro_batch``, those of a plan (``plan.fallbacks``), or their choices alone.
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
         never_cut: keep every batch whole.
@@ -112,7 +120,7 @@ class Transaction:
         *,
         units: Units | None,
         micro_batch: int | None = None,
-        rungs: Sequence[Rung | Sequence[Choice]] | None = None,
+        fallbacks: Sequence[Configuration | Sequence[Choice]] | None = None,
         recut_batch_norm: bool = False,
         recut_loss: bool = False,
         never_cut: bool = False,
@@ -126,7 +134,9 @@ class Transaction:
     ) -> None:
         device = device_of(model)
         refuse(model, optimizer, "fp32", micro_batch, units=units, kind=device.type)
-        _refuse_techniques(rungs or (), micro_batch, ON_THE_MODEL if loss is None else ON_THE_MODEL | AROUND_THE_LOSS)
+        _refuse_techniques(
+            fallbacks or (), micro_batch, ON_THE_MODEL if loss is None else ON_THE_MODEL | AROUND_THE_LOSS
+        )
         self.workload = Workload(model, optimizer, loss or model_loss, units or "samples", device=device)
         self.position = Position()
         self.backend = backend_for(str(device))
@@ -137,10 +147,10 @@ class Transaction:
         self._units_are_assumed, self._takes_any = units is None, takes_any
         told = self.workload, self.backend, self.position
         self.additivity = Additivity(*told, recut_loss, never_cut, extra_state=extra_state, roots=roots)
-        self._rungs = Rungs(self.workload, rungs or ())
-        self._ladder: Ladder | None = None
-        self._rung = 0
-        self._second_rung: int | None = None  # what the step in hand went on with after its first event
+        self._fallbacks = InstalledFallbacks(self.workload, fallbacks or ())
+        self._fallback_schedule: FallbackSchedule | None = None
+        self._fallback = 0
+        self._second_fallback: int | None = None  # what the step in hand went on with after its first event
         self._first_micro_batch, self._grow_after = micro_batch, grow_after
         self._whole = WholeBatch(self.workload, recut_batch_norm)
         # Walking the modules anew in every step would cost more.
@@ -175,21 +185,21 @@ class Transaction:
         shape = self._shape_of(batch)
         self._come_back(batch)
         with self._retry.undo.taken_back_on_error():
-            ladder = self._ladder_for(shape.num_samples)
-            self._rung = ladder.choose(shape.elements_per_sample)
-            if ladder.sizes[self._rung].samples < shape.num_samples:
+            fallback_schedule = self._fallback_schedule_for(shape.num_samples)
+            self._fallback = fallback_schedule.choose(shape.elements_per_sample)
+            if fallback_schedule.sizes[self._fallback].samples < shape.num_samples:
                 # For there to be room to find out whether it may be cut.
-                attempt(partial(self._use, ladder.sizes[self._rung].level), self.backend, self.position)
-                self._is_asked = self._keep_whole(ladder, batch, loss_of, shape)
-                self._rung = ladder.choose(shape.elements_per_sample)
-            refuse_recut(self._whole.reason(), ladder.sizes[self._rung].samples, shape, Ranks())
+                attempt(partial(self._use, fallback_schedule.sizes[self._fallback].level), self.backend, self.position)
+                self._is_asked = self._keep_whole(fallback_schedule, batch, loss_of, shape)
+                self._fallback = fallback_schedule.choose(shape.elements_per_sample)
+            refuse_recut(self._whole.reason(), fallback_schedule.sizes[self._fallback].samples, shape, Ranks())
         if not self._window:
             self._begin()
         self._window.append(_Batch(batch, shape, one_pass, loss_of))
-        self._until_done(ladder, finish)
-        samples = min(ladder.sizes[self._rung].samples, shape.num_samples)
-        memory = measured(ladder, self.backend, Ranks())
-        ladder.held(self._rung, math.ceil(samples * shape.elements_per_sample), memory)
+        self._until_done(fallback_schedule, finish)
+        samples = min(fallback_schedule.sizes[self._fallback].samples, shape.num_samples)
+        memory = measured(fallback_schedule, self.backend, Ranks())
+        fallback_schedule.held(self._fallback, math.ceil(samples * shape.elements_per_sample), memory)
         if finish is not None:
             self._end()
 
@@ -201,25 +211,27 @@ class Transaction:
         Raises:
             OutOfMemoryError: if memory ran out and nothing is left to try; all batches of the step are undone.
         """
-        assert self._ladder is not None, "an update without a batch"
+        assert self._fallback_schedule is not None, "an update without a batch"
         self._come_back()
-        self._until_done(self._ladder, finish)
+        self._until_done(self._fallback_schedule, finish)
         self._end()
 
-    def _until_done(self, ladder: Ladder, finish: Finish | None) -> None:
-        """Try, and undo and try further rungs until what is waiting is done."""
+    def _until_done(self, fallback_schedule: FallbackSchedule, finish: Finish | None) -> None:
+        """Try, and undo and try further fallbacks until what is waiting is done."""
         self.events, is_done = [], False
-        known, self._second_rung = ladder.state_dict(), None
+        known, self._second_fallback = fallback_schedule.state_dict(), None
         try:
             while not is_done:
-                event = self._attempt(ladder.sizes[self._rung], finish)
+                event = self._attempt(fallback_schedule.sizes[self._fallback], finish)
                 is_done = event is None
                 if event is not None:
                     self._put_back()
                     self._retry.refuse(event, Ranks())
-                    asked = [self._keep_whole(ladder, one.batch, one.loss_of, one.shape) for one in self._window]
+                    asked = [
+                        self._keep_whole(fallback_schedule, one.batch, one.loss_of, one.shape) for one in self._window
+                    ]
                     self._is_asked = all(asked)
-                    self._rung = self._after_oom(event, self._rung, known)
+                    self._fallback = self._after_oom(event, self._fallback, known)
         finally:
             if not is_done:
                 self._give_up()
@@ -241,10 +253,10 @@ class Transaction:
             self._drop_gradients()
 
     def close(self) -> None:
-        """Take the techniques of the rungs back."""
+        """Take the techniques of the fallbacks back."""
         self._commit.forget()
         self._unreached.close()
-        self._rungs.close()
+        self._fallbacks.close()
 
     # -- one try -------------------------------------------------------------------------------------------------------
 
@@ -285,11 +297,11 @@ class Transaction:
 
     def _use(self, level: int) -> None:
         # Not in the middle of a window, for its state could not be gone back to any more.
-        if not self._num_done and not self._rungs.is_in_force(level):
+        if not self._num_done and not self._fallbacks.is_in_force(level):
             self.position.phase = "copy"
             self._commit.forget()
             self._retry.undo.forget()
-            self._rungs.use(level)
+            self._fallbacks.use(level)
 
     def _ask_before_cut(self, samples: int) -> None:
         """Refuse to cut what must not be, where there was no room to find out before."""
@@ -331,10 +343,12 @@ class Transaction:
             failpoint("backward")
         return total
 
-    def _pieces(self, batch: Any, samples: int, shape: Shape) -> Iterator[Piece]:
+    def _pieces(self, batch: Any, samples: int, shape: Shape) -> Iterator[MicroBatch]:
         if shape.num_units:
-            return weighted_pieces(batch, samples, shape, self.workload)
-        return equal_pieces(batch, samples, shape.num_samples)  # nothing has more of what is to be learned than another
+            return weighted_micro_batches(batch, samples, shape, self.workload)
+        return equal_micro_batches(
+            batch, samples, shape.num_samples
+        )  # nothing has more of what is to be learned than another
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
@@ -432,37 +446,39 @@ class Transaction:
         refuse_no_target(shape, self.position.step + 1)
         return shape
 
-    def _ladder_for(self, num_samples: int) -> Ladder:
-        """Made from the rungs or the first batch, and anew for a larger one; what is known of limits is kept."""
-        self._ladder = ladder_of(
-            self._rungs, self._ladder, num_samples, first_micro_batch=self._first_micro_batch,
+    def _fallback_schedule_for(self, num_samples: int) -> FallbackSchedule:
+        """Made from the fallbacks or the first batch, and anew for a larger one; what is known of limits is kept."""
+        self._fallback_schedule = fallback_schedule_of(
+            self._fallbacks, self._fallback_schedule, num_samples, first_micro_batch=self._first_micro_batch,
             grow_after=self._grow_after, is_whole=self._whole.reason() is not None,
         )  # fmt: skip
-        return self._ladder
+        return self._fallback_schedule
 
-    def _keep_whole(self, ladder: Ladder, batch: Any, loss_of: LossOf, shape: Shape) -> bool:
+    def _keep_whole(self, fallback_schedule: FallbackSchedule, batch: Any, loss_of: LossOf, shape: Shape) -> bool:
         """Use only fallbacks that keep batches whole if this one must not be cut; return whether that is known yet."""
         reason = partial(self.additivity.before_cut, batch, loss_of)
         with self._retry.undo.as_failed():
-            return not _can_differ(shape) or self._rungs.keep_whole(ladder, self._whole, reason, shape)
+            return not _can_differ(shape) or self._fallbacks.keep_whole(fallback_schedule, self._whole, reason, shape)
 
-    def _after_oom(self, event: OomEvent, rung: int, known: dict[str, Any]) -> int:
-        """Note the event and return the rung to go on with.
+    def _after_oom(self, event: OomEvent, fallback: int, known: dict[str, Any]) -> int:
+        """Note the event and return the fallback to go on with.
 
         Raises:
             OutOfMemoryError: if there is none.
         """
-        assert self._ladder is not None
+        assert self._fallback_schedule is not None
         largest = max((one.shape for one in self._window), key=lambda shape: shape.num_samples)
         largest = largest._replace(elements_per_sample=max(one.shape.elements_per_sample for one in self._window))
-        event, following = after_oom(event, rung, largest, self._ladder, self._rungs, self.backend)
-        self._second_rung = following if self._second_rung is None else self._second_rung
+        event, following = after_oom(event, fallback, largest, self._fallback_schedule, self._fallbacks, self.backend)
+        self._second_fallback = following if self._second_fallback is None else self._second_fallback
         if following is None and self._retry.undo.leave():
-            following = self._ladder.begin_again(known, rung if self._second_rung is None else self._second_rung)
+            following = self._fallback_schedule.begin_again(
+                known, fallback if self._second_fallback is None else self._second_fallback
+            )
         self.num_ooms += 1
         self.events.append(event)
         if following is None:
-            samples = min(self._ladder.sizes[rung].samples, largest.num_samples)
+            samples = min(self._fallback_schedule.sizes[fallback].samples, largest.num_samples)
             raise OutOfMemoryError(no_way_out(event, samples, largest, self._whole.reason()))
         return following
 
@@ -473,14 +489,14 @@ def _can_differ(shape: Shape) -> bool:
 
 
 def _refuse_techniques(
-    rungs: Sequence[Rung | Sequence[Choice]], micro_batch: int | None, possible: frozenset[str]
+    fallbacks: Sequence[Configuration | Sequence[Choice]], micro_batch: int | None, possible: frozenset[str]
 ) -> None:
-    if rungs and micro_batch is not None:
+    if fallbacks and micro_batch is not None:
         raise InputError(
-            f"micro_batch={micro_batch} was given with {len(rungs)} rungs, which have micro-batches of their own: "
+            f"micro_batch={micro_batch} was given with {len(fallbacks)} fallbacks, which have micro-batches of their own: "
             "leave one of the two out"
         )
-    others = sorted({choice.technique for one in rungs for choice in choices_of(one)} - possible)
+    others = sorted({choice.technique for one in fallbacks for choice in choices_of(one)} - possible)
     if others:
         raise InputError(
             f"the plan has {', '.join(others)}, which cannot be put into a loop that has its own loss, precision and "

@@ -35,8 +35,8 @@ from torch.nn import functional
 from plimsoll.data.samples.teacher_cache import LOG_P, WORDS
 from plimsoll.models.distillation.chunked import (
     CHUNK_NUMBERS,
+    Combination,
     FullTargets,
-    Mix,
     SoftTargets,
     TopTargets,
     chunked_distillation,
@@ -64,7 +64,7 @@ class Distillation:
         self,
         teacher: nn.Module | None,
         task: Task,
-        mix: Mix,
+        mix: Combination,
         *,
         hidden: float = 0.0,
         num_words: int = 0,
@@ -86,22 +86,24 @@ class Distillation:
     def _of_next_tokens(
         self, model: nn.Module, fields: Mapping[str, Any], labels_BT: Tensor, batch: Mapping[str, Any]
     ) -> Tensor:
-        taught = None
+        teacher_output = None
         if self.teacher is not None:
             with torch.no_grad():
-                taught, _ = head_apart(self.teacher, fields, with_states=self._hidden > 0)
+                teacher_output, _ = head_apart(self.teacher, fields, with_states=self._hidden > 0)
         student, _ = head_apart(model, fields, with_states=self._hidden > 0)
-        loss = chunked_distillation(student, labels_BT, self._targets(taught, batch), self._mix, self._chunk_numbers)
+        loss = chunked_distillation(
+            student, labels_BT, self._targets(teacher_output, batch), self._mix, self._chunk_numbers
+        )
         if not self._hidden:
             return loss
-        assert taught is not None
+        assert teacher_output is not None
         shares_BT = functional.pad(_shares_of(labels_BT[:, 1:], loss.dtype), (0, 1))
-        return loss + self._hidden * difference_of_states(student.states, taught.states, shares_BT)
+        return loss + self._hidden * difference_of_states(student.states, teacher_output.states, shares_BT)
 
-    def _targets(self, taught: HeadApart | None, batch: Mapping[str, Any]) -> SoftTargets:
-        if taught is None:
+    def _targets(self, teacher_output: HeadApart | None, batch: Mapping[str, Any]) -> SoftTargets:
+        if teacher_output is None:
             return TopTargets(batch[WORDS], batch[LOG_P], self._mix.temperature, self._num_words)
-        known = taught  # which mypy would forget
+        known = teacher_output  # which mypy would forget
 
         @torch.no_grad()
         def logits_of(begin: int, end: int) -> Tensor:
@@ -115,16 +117,16 @@ class Distillation:
         """Of samples, or of their tokens: there are few labels, so that logits are as nothing."""
         named = {**fields, "output_hidden_states": True} if self._hidden else fields
         temperature, hard = self._mix
-        taught = None
+        teacher_output = None
         if self.teacher is not None:
             with torch.no_grad():
-                taught = self.teacher(**named)
+                teacher_output = self.teacher(**named)
         student = model(**named, labels=labels)
         logits_NL = student.logits.to(torch.promote_types(student.logits.dtype, torch.float32))
         log_p = (
             batch[LOG_P].to(logits_NL.dtype)
-            if taught is None
-            else softened(taught.logits.to(logits_NL.dtype), temperature)
+            if teacher_output is None
+            else softened(teacher_output.logits.to(logits_NL.dtype), temperature)
         )
         divergence = functional.kl_div(softened(logits_NL, temperature), log_p, reduction="none", log_target=True)
         shares = _shares_of(labels, logits_NL.dtype)
@@ -132,12 +134,14 @@ class Distillation:
         loss: Tensor = hard * student.loss + (1 - hard) * soft
         if not self._hidden:
             return loss
-        assert taught is not None
+        assert teacher_output is not None
         shares_BT = shares
         if self._task == "classification":
             mask_BT = fields["attention_mask"].to(shares.dtype)
             shares_BT = mask_BT / mask_BT.sum(dim=1, keepdim=True).clamp(min=1) / len(mask_BT)
-        return loss + self._hidden * difference_of_states(student.hidden_states, taught.hidden_states, shares_BT)
+        return loss + self._hidden * difference_of_states(
+            student.hidden_states, teacher_output.hidden_states, shares_BT
+        )
 
 
 def _shares_of(labels: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@
     teacher = load_teacher(folder, task, shape, place="read-only")
 
 It is a Hugging Face folder or one of a recurrent model of ours, for the same task and the same tokens. Loaded, it is in
-evaluation mode, computes in float32 and has no gradients. In a rehearsal (on fake tensors) nothing of it is read.
+evaluation mode, computes in float32 and has no gradients. In a dry run (on fake tensors) nothing of it is read.
 
 It does NOT cover teachers with another tokenizer or other labels, and models that are a function of the user's.
 
@@ -54,8 +54,8 @@ def load_teacher(
         JobError: if it does not fit the job, or cannot be read.
         OutputError: if the disk has no room for what cannot be mapped as it is: weights that are not in float32.
     """
-    if isinstance(torch.empty(0), FakeTensor):  # a rehearsal, of the shapes alone
-        return _silent(_rehearsed(folder, shape)).to(device)
+    if isinstance(torch.empty(0), FakeTensor):  # a dry run, of the shapes alone
+        return _silent(_in_dry_run(folder, shape)).to(device)
     sketch = sketch_teacher(folder, task, shape)
     named: dict[str, Any] = {}
     if recurrent_fields(folder) is None:
@@ -122,7 +122,7 @@ def _silent(model: nn.Module) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def _rehearsed(folder: Path, shape: TextShape) -> nn.Module:
+def _in_dry_run(folder: Path, shape: TextShape) -> nn.Module:
     fields = recurrent_fields(folder)
     if fields is None:
         return load_hugging_face(folder, shape, "cpu")

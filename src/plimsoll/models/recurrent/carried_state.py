@@ -1,18 +1,19 @@
 """The state of a recurrent model, carried from one window of a stream to the next: stateful, truncated BPTT.
 
-`CarriedState` is a part of the model and keeps, for each lane of the batch, the state after the window that was read
-last, detached. Each sample says its lane and the number of its window (`plimsoll.data.samples.streams`); the first
-window of a lane begins from zeros. Kept are two states of each lane: a window with an even number reads one and writes
-the other, a window with an odd number the other way round. So what a window reads is still there after it: a step that
-is undone and done again, whole or in other pieces, reads what it read before. The state is a buffer, which checkpoints
-keep.
+`CarriedState` is a part of the model and keeps, for each stream slot of the batch, the state after the window that was
+read last, detached. Each sample says its stream slot and the number of its window (`plimsoll.data.samples.streams`);
+the first window of a stream slot begins from zeros. Kept are two states of each stream slot: a window with an even
+number reads one and writes the other, a window with an odd number the other way round. So what a window reads is still
+there after it: a step that is undone and done again, whole or in other pieces, reads what it read before. The state is
+a buffer, which checkpoints keep.
 
 In evaluation mode there is a state of its own, which no checkpoint has: an evaluation begins its stream from zeros and
 leaves the one of training where it was.
 
 It does NOT notice windows that come in another order than that of the stream (`plimsoll.data.batches.batching` does),
-or a lane that is in a batch twice. Of several processes each carries the lanes it reads: whoever wraps the model in
-``DistributedDataParallel`` must say ``broadcast_buffers=False``, or all would go on from those of the first.
+or a stream slot that is in a batch twice. Of several processes each carries the stream slots it reads: whoever wraps
+the model in ``DistributedDataParallel`` must say ``broadcast_buffers=False``, or all would go on from those of the
+first.
 
 Shapes: B samples, T tokens, E embedding size, N layers, H hidden size, P parts of the state (an LSTM has 2, others 1).
 """
@@ -32,50 +33,52 @@ State: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 class CarriedState(nn.Module):
-    """The state of each lane; in training mode that of training, else that of evaluation.
+    """The state of each stream slot; in training mode that of training, else that of evaluation.
 
     Args:
         recurrent: the layers whose state it is; on their device, in their dtype.
-        num_lanes: the samples of a batch.
+        num_slots: the samples of a batch.
 
     Raises:
-        InputError: if there are no lanes.
+        InputError: if there are no stream slots.
     """
 
     training_state: Tensor
     evaluation_state: Tensor
 
-    def __init__(self, recurrent: nn.RNNBase, num_lanes: int) -> None:
+    def __init__(self, recurrent: nn.RNNBase, num_slots: int) -> None:
         super().__init__()
-        if num_lanes < 1:
-            raise InputError(f"cannot carry the state of {num_lanes} lanes: give the samples of a batch, at least 1")
+        if num_slots < 1:
+            raise InputError(
+                f"cannot carry the state of {num_slots} stream slots: give the samples of a batch, at least 1"
+            )
         weight = next(recurrent.parameters())
-        self.num_lanes = num_lanes
+        self.num_slots = num_slots
         self._num_parts = 2 if isinstance(recurrent, nn.LSTM) else 1
-        shape = (2, num_lanes, self._num_parts, recurrent.num_layers, recurrent.hidden_size)
+        shape = (2, num_slots, self._num_parts, recurrent.num_layers, recurrent.hidden_size)
         for name, is_kept in (("training_state", True), ("evaluation_state", False)):
             zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
             self.register_buffer(name, zeros, persistent=is_kept)
 
-    def state(self, lanes_B: Tensor, windows_B: Tensor) -> State:
+    def state(self, slots_B: Tensor, windows_B: Tensor) -> State:
         """Return the state to begin some windows with."""
-        if len(lanes_B) > self.num_lanes:  # known without a look at the device
+        if len(slots_B) > self.num_slots:  # known without a look at the device
             raise InputError(
-                f"a batch has {len(lanes_B)} samples, and the model carries the state of {self.num_lanes} lanes: call "
-                f"`model.carry({len(lanes_B)})`, with as many lanes as the stream has"
+                f"a batch has {len(slots_B)} samples, and the model carries the state of {self.num_slots} stream slots: call "
+                f"`model.carry({len(slots_B)})`, with as many stream slots as the stream has"
             )
-        found_BPNH = self._states[windows_B % 2, lanes_B]
+        found_BPNH = self._states[windows_B % 2, slots_B]
         is_first_B = windows_B == 0
         found_BPNH = torch.where(is_first_B[:, None, None, None], torch.zeros_like(found_BPNH), found_BPNH)
         found_PNBH = found_BPNH.permute(1, 2, 0, 3).contiguous()
         return (found_PNBH[0], found_PNBH[1]) if self._num_parts == 2 else found_PNBH[0]
 
     @torch.no_grad()
-    def put(self, lanes_B: Tensor, windows_B: Tensor, state: State) -> None:
+    def put(self, slots_B: Tensor, windows_B: Tensor, state: State) -> None:
         """Keep the state after some windows, for those that come next."""
         parts = state if isinstance(state, tuple) else (state,)
         found_BPNH = torch.stack(parts).permute(2, 0, 1, 3)
-        self._states[1 - windows_B % 2, lanes_B] = found_BPNH.to(self._states.dtype)
+        self._states[1 - windows_B % 2, slots_B] = found_BPNH.to(self._states.dtype)
 
     @property
     def _states(self) -> Tensor:

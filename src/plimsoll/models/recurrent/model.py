@@ -131,9 +131,9 @@ class RecurrentLanguageModel(RecurrentModel):
         if config.tie_weights:
             self.head.weight = self.embedding.weight
 
-    def carry(self, num_lanes: int) -> None:
-        """Keep the state of so many lanes from one window of a stream to the next; before the model is moved."""
-        self.carried = CarriedState(self.recurrent, num_lanes)
+    def carry(self, num_slots: int) -> None:
+        """Keep the state of so many stream slots from one window of a stream to the next; before the model is moved."""
+        self.carried = CarriedState(self.recurrent, num_slots)
 
     def forward(
         self,
@@ -141,7 +141,7 @@ class RecurrentLanguageModel(RecurrentModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         *,
-        lanes: Tensor | None = None,
+        slots: Tensor | None = None,
         windows: Tensor | None = None,
         resets: Tensor | None = None,
     ) -> RecurrentOutput:
@@ -150,18 +150,18 @@ class RecurrentLanguageModel(RecurrentModel):
         An adaptive softmax has the loss with labels, and without them log-probabilities as logits.
         ``attention_mask`` changes nothing: no token sees the padding on its right, and padding has the label -100.
 
-        With ``lanes`` and ``windows`` (B,) these are windows of a stream (`plimsoll.data.samples.streams`): the state
+        With ``slots`` and ``windows`` (B,) these are windows of a stream (`plimsoll.data.samples.streams`): the state
         goes on from the window before, and begins anew before the tokens of ``resets`` (B, T). The last token is then
         not read, for the next window begins with it, and has no logits: they are (B, T - 1, V).
         """
-        if lanes is None or windows is None:
+        if slots is None or windows is None:
             hidden_BTH, _ = self.recurrent(self.dropout(self.embedding(input_ids)))
         else:
             embedded_BTE = self.dropout(self.embedding(input_ids[:, :-1]))
-            carried, cuts_BT = self._carried_by(lanes), None if resets is None else resets[:, :-1]
-            state = carried.state(lanes, windows)
+            carried, cuts_BT = self._carried_by(slots), None if resets is None else resets[:, :-1]
+            state = carried.state(slots, windows)
             hidden_BTH, state = run_with_resets(self.recurrent, embedded_BTE, state, cuts_BT)
-            carried.put(lanes, windows, state)
+            carried.put(slots, windows, state)
         hidden_BTH = self.dropout(hidden_BTH)
         if labels is None:
             return RecurrentOutput(None, self.logits_of(hidden_BTH))
@@ -174,17 +174,17 @@ class RecurrentLanguageModel(RecurrentModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         *,
-        lanes: Tensor | None = None,
+        slots: Tensor | None = None,
         windows: Tensor | None = None,
         resets: Tensor | None = None,
     ) -> RecurrentOutput:
         """Compute the loss of `forward` a stretch of time after another; see `plimsoll.models.recurrent.segments`."""
         if labels is None:
-            return type(self).forward(self, input_ids, attention_mask, lanes=lanes, windows=windows, resets=resets)
+            return type(self).forward(self, input_ids, attention_mask, slots=slots, windows=windows, resets=resets)
         read_BT, begin = input_ids, _NO_STATE
-        if lanes is not None and windows is not None:
+        if slots is not None and windows is not None:
             read_BT = input_ids[:, :-1]
-            begin = as_state(self._carried_by(lanes).state(lanes, windows))
+            begin = as_state(self._carried_by(slots).state(slots, windows))
         targets_BT = _next_tokens(labels, read_BT.shape[1])
 
         def run(state: State, ids_BS: Tensor, targets_BS: Tensor, resets_BS: Tensor | None = None) -> Passed:
@@ -195,8 +195,8 @@ class RecurrentLanguageModel(RecurrentModel):
 
         sequences = (read_BT, targets_BT) if resets is None else (read_BT, targets_BT, resets[:, :-1])
         passed = unroll(run, sequences, begin)
-        if lanes is not None and windows is not None:
-            self._carried_by(lanes).put(lanes, windows, as_hidden(passed.state))
+        if slots is not None and windows is not None:
+            self._carried_by(slots).put(slots, windows, as_hidden(passed.state))
         return RecurrentOutput(passed.sums[0] / (targets_BT != IGNORED_LABEL).sum(), None)
 
     def _loss(
@@ -223,11 +223,11 @@ class RecurrentLanguageModel(RecurrentModel):
         logits_BTV: Tensor = self.head(hidden_BTH)
         return logits_BTV
 
-    def _carried_by(self, lanes: Tensor) -> CarriedState:
+    def _carried_by(self, slots: Tensor) -> CarriedState:
         if self.carried is None:
             raise InputError(
-                f"a batch has windows of {len(lanes)} lanes, but the model keeps no state between two: call "
-                "model.carry(num_lanes) first"
+                f"a batch has windows of {len(slots)} stream slots, but the model keeps no state between two: call "
+                "model.carry(num_slots) first"
             )
         return self.carried
 
@@ -402,7 +402,7 @@ def _output_layer(config: RecurrentConfig) -> nn.Module:
 def _next_tokens(labels_BT: Tensor, num_read: int) -> Tensor:
     """What each token that is read predicts. The labels are shifted, not the logits: that would copy them.
 
-    Written into new memory, so that a rehearsal does not know it: it must not take its own labels for those of a text.
+    Written into new memory, so that a dry run does not know it: it must not take its own labels for those of a text.
     """
     targets_BT = torch.empty((len(labels_BT), num_read), dtype=labels_BT.dtype, device=labels_BT.device)
     targets_BT[:, : labels_BT.shape[1] - 1].copy_(labels_BT[:, 1:])

@@ -1,4 +1,4 @@
-"""One of several ranks in a rehearsal: the others need not be there, nor their machines.
+"""One of several ranks in a dry run: the others need not be there, nor their machines.
 
 The code that runs is that of a real rank; what it exchanges goes to torch's fake process group, which answers at once
 and moves nothing. So numbers that are added up are those of this rank alone, the others have what it has where values
@@ -52,7 +52,7 @@ def threads_of_rank(num_ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def rehearsed_ranks(world_size: int) -> Iterator[Ranks]:
+def dry_run_ranks(world_size: int) -> Iterator[Ranks]:
     """Be rank 0 of so many, of which the others are not there, while the block runs.
 
     Raises:
@@ -60,7 +60,7 @@ def rehearsed_ranks(world_size: int) -> Iterator[Ranks]:
     """
     if dist.is_initialized():
         raise InputError(
-            f"cannot rehearse {world_size} ranks in a process that is rank {dist.get_rank()} of {dist.get_world_size()}"
+            f"cannot dry-run {world_size} ranks in a process that is rank {dist.get_rank()} of {dist.get_world_size()}"
             ": use a process of its own, or predict and plan before torch.distributed.init_process_group"
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,9 +1,9 @@
-"""The training that `plimsoll train` would do, on fake tensors: the real step, rehearsed.
+"""The training that `plimsoll train` would do, on fake tensors: the real step, dry-run.
 
 What is traced is `TrainStep` itself, with its copies for the undo, its micro-batches and its evaluation, so that a
-prediction and a run cannot drift apart. Three steps are rehearsed: the first makes the optimizer's states, the second
+prediction and a run cannot drift apart. Three steps are dry-run: the first makes the optimizer's states, the second
 has them, the third comes after an evaluation; a fourth would be like the third. A batch of many micro-batches is
-rehearsed with two of them and a smaller last one: the first meets no gradients, those after it do. Of a batch
+dry-run with two of them and a smaller last one: the first meets no gradients, those after it do. Of a batch
 that is given, and whose samples are of different lengths, these are the two that need most. What was done before is
 noted again: passes (`plimsoll.step.folding.passes`), blocks of one (`plimsoll.step.folding.blocks`) and pieces of an
 update (`plimsoll.step.folding.updates`).
@@ -30,7 +30,7 @@ from plimsoll.device.cpu.random import copy_host_state
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.memory.lowering.base import Lowering
-from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with_unknown_lengths
+from plimsoll.memory.trace import DryRun, dry_run, failures_explained, with_unknown_lengths
 from plimsoll.models.build import build_model, import_library_of
 from plimsoll.models.distillation.loss import Distillation
 from plimsoll.models.optimizers import build_optimizer
@@ -43,7 +43,7 @@ from plimsoll.models.workload import (
     pick_samples,
     split_batch,
 )
-from plimsoll.planning.dry_run.ranks import rehearsed_ranks
+from plimsoll.planning.dry_run.ranks import dry_run_ranks
 from plimsoll.planning.teacher_loss import loss_for
 from plimsoll.records.device import Device, MemoryUse
 from plimsoll.records.job import Job
@@ -67,14 +67,14 @@ _FEW, _SHORT = 8, 64  # samples and tokens that are made up to compute with
 
 
 class StageBackend:
-    """`Backend` of a rehearsal: memory never runs out, so nothing is counted, limited or put back."""
+    """`Backend` of a dry run: memory never runs out, so nothing is counted, limited or put back."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
     def probe(self) -> Device:
         """Refuse: a step does not ask what its device is."""
-        raise AssertionError("a rehearsal has no device to describe")
+        raise AssertionError("a dry run has no device to describe")
 
     def use(self) -> MemoryUse:
         """Say that nothing is used."""
@@ -121,7 +121,7 @@ class StageBackend:
         """Do nothing."""
 
 
-def rehearse_job(
+def dry_run_job(
     job: Job,
     texts: TextSketch,
     lowering: Lowering,
@@ -138,15 +138,15 @@ def rehearse_job(
         lowering: the target.
         choices: the techniques, a micro-batch among them.
         lengths: the tokens that the batches of the steps are padded to; by default those of the longest there can be.
-        is_short: rehearse two steps, the first of one micro-batch. What follows an evaluation is then not seen, nor
+        is_short: dry-run two steps, the first of one micro-batch. What follows an evaluation is then not seen, nor
             what a first step may need beyond a second.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
         InputError: if the model cannot be traced.
     """
-    import_library_of(job)  # of which the rehearsal changes what it asks of tensors
-    num_samples = rehearsed_samples(samples_of_rank(job), samples_of(choices))
+    import_library_of(job)  # of which the dry run changes what it asks of tensors
+    num_samples = dry_run_samples(samples_of_rank(job), samples_of(choices))
     longest = texts.longest or job.sequence_length
     batches = [_batch(job, texts, num_samples, length) for length in lengths or (longest,) * 3]
     if is_short:
@@ -157,7 +157,7 @@ def rehearse_job(
     alone = Ranks()  # made here, as a real one is made before what is measured
 
     def trace_with(keeps_all: bool, folds_blocks: bool) -> Trace:
-        position, others = Position(), rehearsed_ranks(job.ranks) if job.ranks > 1 else nullcontext(alone)
+        position, others = Position(), dry_run_ranks(job.ranks) if job.ranks > 1 else nullcontext(alone)
         with _stage(lowering, position, keeps_all, folds_blocks) as stage, others as ranks:
             step = _train_job(job, texts, stage, position, lowering, choices, batches, held_out, ranks)
             trace = stage.trace()
@@ -168,7 +168,7 @@ def rehearse_job(
 
 
 def _train_job(  # noqa: PLR0917 -- one call
-    job: Job, texts: TextSketch, stage: Rehearsal, position: Position, lowering: Lowering, choices: Choices,
+    job: Job, texts: TextSketch, stage: DryRun, position: Position, lowering: Lowering, choices: Choices,
     batches: list[Any], held_out: Any | None, ranks: Ranks,
 ) -> TrainStep:  # fmt: skip
     """Do on a stage what a training process does."""
@@ -189,11 +189,11 @@ def _train_job(  # noqa: PLR0917 -- one call
     )  # fmt: skip
     stage.recorder.know_model(step.workload.model)  # a technique may have exchanged it
     with failures_explained("the model of this job", stage):
-        _rehearse(stage, step, choices, batches, held_out, has_states=bool(job.evaluate_every))
+        _dry_run(stage, step, choices, batches, held_out, has_states=bool(job.evaluate_every))
     return step
 
 
-def rehearse_step(
+def dry_run_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Any,
@@ -218,7 +218,7 @@ def rehearse_step(
         choices: the techniques, a micro-batch among them.
         clip_norm: see `model`.
         precision: see `model`.
-        is_short: see `rehearse_job`.
+        is_short: see `dry_run_job`.
 
     Raises:
         InputError: if the model fails, or cannot be traced.
@@ -241,7 +241,7 @@ def rehearse_step(
                 fake_optimizer,
                 loss,
                 units=batch_size_of if callable(units) else units,  # a function would read values that are not there
-                rungs=[choices],
+                fallbacks=[choices],
                 clip_norm=clip_norm,
                 precision=precision,
                 recut_loss=True,  # the plan knows whether
@@ -250,7 +250,7 @@ def rehearse_step(
                 ranks=alone,
             )
             with failures_explained(f"the model {type(model).__name__}", stage):
-                _rehearse(stage, step, choices, batches, None, has_states=False)
+                _dry_run(stage, step, choices, batches, None, has_states=False)
             trace = stage.trace()
             step.close()
         return trace
@@ -272,14 +272,14 @@ def _folding_blocks(trace_with: Callable[[bool, bool], Trace]) -> Callable[[bool
 @contextmanager
 def _stage(
     lowering: Lowering, position: Position, keeps_all: bool, folds_blocks: bool = True
-) -> Iterator[Rehearsal]:  # fmt: skip
-    with rehearsal(lowering, lambda: _phase(position), keeps_all) as stage, _fake_tensors_are_plain():
+) -> Iterator[DryRun]:  # fmt: skip
+    with dry_run(lowering, lambda: _phase(position), keeps_all) as stage, _fake_tensors_are_plain():
         stage.folds_blocks = folds_blocks
         yield stage
 
 
-def _rehearse(  # noqa: PLR0917 -- one call
-    stage: Rehearsal, step: TrainStep, choices: Choices, batches: list[Any], held_out: Any | None, has_states: bool
+def _dry_run(  # noqa: PLR0917 -- one call
+    stage: DryRun, step: TrainStep, choices: Choices, batches: list[Any], held_out: Any | None, has_states: bool
 ) -> None:
     """A step on each batch; an evaluation where the training has one: after two, or when the states are dropped."""
     if passes_repeat(step.workload, choices):
@@ -299,7 +299,7 @@ def _rehearse(  # noqa: PLR0917 -- one call
 
 
 def _take_steps(
-    stage: Rehearsal, step: TrainStep, batches: list[Any], held_out: Any | None, has_states: bool
+    stage: DryRun, step: TrainStep, batches: list[Any], held_out: Any | None, has_states: bool
 ) -> None:  # fmt: skip
     for number, batch in enumerate(batches, start=1):
         stage.recorder.step = number
@@ -312,7 +312,7 @@ def _take_steps(
         step.evaluate([stage.fake_batch(held_out)])
 
 
-def rehearsed_samples(batch_size: int, micro_batch: int) -> int:
+def dry_run_samples(batch_size: int, micro_batch: int) -> int:
     """A batch of at most `_MOST_PIECES` whole micro-batches that ends as the whole batch does.
 
     The second meets gradients, and where the last is smaller it is not the one that needs most.
@@ -335,7 +335,7 @@ def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Ch
     tokens; else the two of most tokens, the larger last, which meets gradients.
     """
     num_samples = batch_size_of(batch)
-    first = split_batch(batch, rehearsed_samples(num_samples, micro_batch))[0]
+    first = split_batch(batch, dry_run_samples(num_samples, micro_batch))[0]
     is_by_length = any(choice.technique == "by_length" for choice in choices)
     if not is_by_length and not any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return first

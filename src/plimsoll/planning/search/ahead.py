@@ -1,7 +1,7 @@
 """Which traces a search will probably need next, so that idle cores can begin them.
 
-A copy of the search finds out: it takes guesses for results, and stops where it needs a mix that it has no result of. A
-wrong guess costs the time of an idle core and changes no plan, since the search itself never sees guesses.
+A copy of the search finds out: it takes guesses for results, and stops where it needs a combination that it has no
+result of. A wrong guess costs the time of an idle core and changes no plan, since the search itself never sees guesses.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ from itertools import islice
 
 import numpy as np
 
-from plimsoll.planning.search.evaluation import Look, without_micro_batch
+from plimsoll.planning.search.evaluation import Evaluation, without_micro_batch
 from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Duration
 from plimsoll.records.prediction import Estimate
 from plimsoll.techniques import Choices
 
 Expect = Callable[[Sequence[Choices]], None]
-"""Told of several mixes that will be traced in this order, whatever each of them says."""
+"""Told of several combinations that will be traced in this order, whatever each of them says."""
 
 Likely = tuple[Choices, bool]
-"""A mix that may be traced, and whether it is at full length."""
+"""A combination that may be traced, and whether it is at full length."""
 
 Suppose = Callable[[Iterable[Likely]], None]
 """Told of what may be traced next, the likeliest first; it takes as many as can be begun."""
 
 
 class Untraced(Exception):
-    """A copy of the search needs a mix that was not traced."""
+    """A copy of the search needs a combination that was not traced."""
 
     def __init__(self, choices: Choices) -> None:
         super().__init__(choices)
         self.choices = choices
 
 
-def not_traced(choices: Choices) -> Look:
-    """Refuse to trace a mix."""
+def not_traced(choices: Choices) -> Evaluation:
+    """Refuse to trace a combination."""
     raise Untraced(choices)
 
 
 def asked_in_turn(
-    go_on: Callable[[], object], guess: Callable[[Choices], None], at_length: Mapping[Choices, Look]
+    go_on: Callable[[], object], guess: Callable[[Choices], None], at_length: Mapping[Choices, Evaluation]
 ) -> Iterator[Likely]:  # fmt: skip
     """Yield what a search asks for, each after what was asked for before is taken to be as guessed.
 
     Args:
         go_on: goes on from the beginning, as far as `not_traced`.
-        guess: takes a mix to be as guessed.
+        guess: takes a combination to be as guessed.
         at_length: what was asked for at full length.
     """
     asked: Choices | None = ()
@@ -65,13 +65,19 @@ def asked_in_turn(
             guess(asked)
 
 
-def as_guessed(choices: Choices, surrogate: Surrogate, looks: Iterable[Look]) -> Look:
+def as_guessed(choices: Choices, surrogate: Surrogate, evaluations: Iterable[Evaluation]) -> Evaluation:
     """Return what a trace of choices may say, but for peak and time that of what is most like it."""
-    mix = without_micro_batch(choices)
+    combination = without_micro_batch(choices)
     micro_batch = next(int(one.options["samples"]) for one in choices if one.technique == "micro_batch")
-    need, seconds = surrogate.guess([mix], np.zeros(1, dtype=int), np.asarray([micro_batch]))
+    need, seconds = surrogate.guess([combination], np.zeros(1, dtype=int), np.asarray([micro_batch]))
     need_bytes, likely_seconds = max(int(need[0]), 1), max(float(seconds[0]), 0.0)
-    alike = min(looks, key=lambda look: (len(set(mix) ^ set(look.mix)), abs(micro_batch - look.micro_batch)))
+    alike = min(
+        evaluations,
+        key=lambda evaluation: (
+            len(set(combination) ^ set(evaluation.combination)),
+            abs(micro_batch - evaluation.micro_batch),
+        ),
+    )
     return replace(
         alike,
         choices=choices,

@@ -2,7 +2,7 @@
 
 What a block keeps is read from the trace of the plain training, what it costs to run again from the work of its forward
 ops; which blocks to take is the integer program's (`plimsoll.planning.search.block_subset`). The choices are guesses
-until a mix with one of them is traced.
+until a combination with one of them is traced.
 """
 
 from __future__ import annotations

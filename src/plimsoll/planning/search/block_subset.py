@@ -1,7 +1,7 @@
 """Which blocks to checkpoint: the subset that recomputes least and stays under a line, by an integer program.
 
     minimise    sum of recompute_seconds[i] over the chosen blocks i
-    such that   for every block b:  saved_bytes[b] + sum over i < b of what block i keeps  <=  room_bytes
+    such that   for every block b:  saved_bytes[b] + sum over i < b of what block i keeps  <=  free_bytes
 
 where a block keeps ``saved_bytes`` if it is not chosen and ``kept_bytes`` if it is: the memory when b's backward
 begins, with all of b's activations there, kept or recomputed (https://arxiv.org/abs/1910.02653 in small). Solved by
@@ -21,7 +21,7 @@ _MOST_TRIES = 8
 
 
 def choose_blocks(
-    saved_bytes: Sequence[int], recompute_seconds: Sequence[float], kept_bytes: Sequence[int], room_bytes: int
+    saved_bytes: Sequence[int], recompute_seconds: Sequence[float], kept_bytes: Sequence[int], free_bytes: int
 ) -> tuple[int, ...] | None:
     """Return the numbers of the blocks to checkpoint, or ``None`` if not even all of them are enough.
 
@@ -29,16 +29,16 @@ def choose_blocks(
         saved_bytes: what each block keeps for backward, in order of the forward pass.
         recompute_seconds: how long each takes to run forward again, 0 or more.
         kept_bytes: what stays of each if it is checkpointed.
-        room_bytes: for the activations of all blocks together.
+        free_bytes: for the activations of all blocks together.
     """
     num_blocks = len(saved_bytes)
     saved, kept = np.asarray(saved_bytes, dtype=np.int64), np.asarray(kept_bytes, dtype=np.int64)
     gains = np.maximum(saved - kept, 0)
     need = np.cumsum(saved)  # when the backward of each block begins, with nothing checkpointed
     earlier = np.tril(np.ones((num_blocks, num_blocks), dtype=np.int64), -1)
-    if num_blocks == 0 or (need <= room_bytes).all():
+    if num_blocks == 0 or (need <= free_bytes).all():
         return ()
-    if (need - earlier @ gains > room_bytes).any():
+    if (need - earlier @ gains > free_bytes).any():
         return None
     from scipy.optimize import Bounds, LinearConstraint, milp  # half a second of a plan that checkpoints nothing
 
@@ -46,7 +46,7 @@ def choose_blocks(
     scale = max(int(need[-1]), 1)
     seconds = np.asarray(recompute_seconds, dtype=float)
     for tries in range(_MOST_TRIES):
-        room_share = room_bytes / scale * (1 - tries * _TIGHTER)
+        room_share = free_bytes / scale * (1 - tries * _TIGHTER)
         solution = milp(
             seconds / (seconds.max() or 1.0),
             integrality=np.ones(num_blocks),
@@ -57,6 +57,6 @@ def choose_blocks(
         if solution.x is None:
             break
         chosen = np.round(solution.x).astype(np.int64)
-        if (need - earlier @ (gains * chosen) <= room_bytes).all():
+        if (need - earlier @ (gains * chosen) <= free_bytes).all():
             return tuple(np.flatnonzero(chosen).tolist())
     return tuple(np.flatnonzero(can_help).tolist())  # it is known to fit; only the solver's tolerance lies between

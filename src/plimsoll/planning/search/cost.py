@@ -1,6 +1,6 @@
 """The seconds of one optimizer step, from its trace and what the device can do.
 
-    duration = step_duration(counted, speed, batch_size=64, micro_batch=8, rehearsed_samples=16)
+    duration = step_duration(counted, speed, batch_size=64, micro_batch=8, dry_run_samples=16)
 
 Each op takes what its products take at the device's rate for such products, or what its bytes take, whichever is more
 (a roofline); on a processor also the clearing of memory that the process grows by, since what its heap has given back
@@ -8,9 +8,9 @@ is taken anew each time; and its call. On a GPU a call puts a kernel into a queu
 called and the one before it has ended, so that small micro-batches take the time of their calls and large ones that of
 their kernels. A call from Python (a forward, a recomputation) costs more than one by autograd, and that more than one
 of an optimizer; the ops of a captured graph are launched together, for a few calls in all. Copies over the link run
-beside both as far as nobody waits for them (`plimsoll.planning.search.stream_slots`). Exchanges between ranks take what
-`ExchangeSpeed` says: gradients that are added up after the passes are waited for, and on a GPU what passes gather and
-scatter is fetched beside their kernels. A rehearsal has at most two micro-batches, from which those of the real step
+beside both as far as nobody waits for them (`plimsoll.planning.search.stream_timeline`). Exchanges between ranks take
+what `ExchangeSpeed` says: gradients that are added up after the passes are waited for, and on a GPU what passes gather
+and scatter is fetched beside their kernels. A dry run has at most two micro-batches, from which those of the real step
 follow; recomputation, copies and the work of any technique are ops of the trace like others.
 
 What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` holds that against
@@ -25,7 +25,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from plimsoll.device.launches import VIEW_SHARE
 from plimsoll.memory.captures import captured_rows
 from plimsoll.memory.predict import Counted
-from plimsoll.planning.search.stream_slots import Lanes
+from plimsoll.planning.search.stream_timeline import StreamTimeline
 from plimsoll.records.comparison import Calibration, Learned, Target
 from plimsoll.records.plan import Duration
 from plimsoll.records.speed import ExchangeKind, ExchangeSpeed, MovingKind, Speed, rate_at
@@ -66,7 +66,7 @@ def step_duration(
     *,
     batch_size: int,
     micro_batch: int,
-    rehearsed_samples: int,
+    dry_run_samples: int,
     learned: Learned | None = None,
     step: int | None = None,
     exchange: ExchangeSpeed | None = None,
@@ -74,18 +74,18 @@ def step_duration(
     """Compute the seconds of one optimizer step, or of one pass of a model that is applied.
 
     Args:
-        counted: a rehearsal of one or two micro-batches a step and a smaller last one, as its target counts it.
+        counted: a dry run of one or two micro-batches a step and a smaller last one, as its target counts it.
         speed: of the device it was lowered to.
         batch_size: samples of a real step.
         micro_batch: samples of one pass.
-        rehearsed_samples: samples of a step of the trace.
+        dry_run_samples: samples of a step of the trace.
         learned: measured over predicted seconds, from runs like this one (`learned_ratio`).
         step: which of the trace; by default the last one.
         exchange: what exchanges take, where the trace is of one of several ranks.
     """
     pieces, once = _stretches(counted, speed, step, exchange)
     seconds = once + sum(pieces)
-    if rehearsed_samples < batch_size:
+    if dry_run_samples < batch_size:
         seconds = once + _of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0)
     # The fastest run counts: other programs on the machine only slow a run down.
     likely, high = (learned.low, learned.high) if learned else (1.0, 1.0)
@@ -101,7 +101,7 @@ def update_seconds(counted: Counted, speed: Speed, exchange: ExchangeSpeed | Non
     return _stretches(counted, speed, None, exchange)[1]
 
 
-def moved_outside(counted: Counted, *, batch_size: int, micro_batch: int, rehearsed_samples: int) -> int:
+def moved_outside(counted: Counted, *, batch_size: int, micro_batch: int, dry_run_samples: int) -> int:
     """Count the bytes outside the device that one optimizer step reads and writes; arguments as `step_duration`."""
     ops = counted.trace.ops
     last_step = max(ops.step, default=0)
@@ -117,7 +117,7 @@ def moved_outside(counted: Counted, *, batch_size: int, micro_batch: int, rehear
             pieces.append(0)
         pieces[-1] += num_bytes
         last_phase = phase
-    if rehearsed_samples >= batch_size:
+    if dry_run_samples >= batch_size:
         return once + sum(pieces)
     return once + int(_of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0))
 
@@ -218,8 +218,8 @@ def _stretches(
     trace, fresh_bytes = counted.trace, counted.fresh_bytes
     ops = trace.ops
     names = [_plain_name(text) for text in trace.texts]
-    pieces: list[Lanes] = []
-    once, last_phase = Lanes(speed.overlaps), None
+    pieces: list[StreamTimeline] = []
+    once, last_phase = StreamTimeline(speed.overlaps), None
     beside, waits = dict(trace.copies) if speed.overlaps else {}, _waits_by_row(trace)
     is_captured = captured_rows(trace)
     kernels: dict[Hashable, float] = {}  # ops of one kind and size come again and again
@@ -231,7 +231,7 @@ def _stretches(
         stretch, phase = once, ops.phase[row]
         if phase in _OF_A_PIECE:
             if not pieces or (last_phase == "backward" and phase != "backward"):
-                pieces.append(Lanes(speed.overlaps))
+                pieces.append(StreamTimeline(speed.overlaps))
             stretch, last_phase = pieces[-1], phase
         for copy, by_processor in waits.get(row, ()):
             stretch.wait(copy, by_processor=by_processor, in_backward=phase == "backward")

@@ -1,4 +1,6 @@
-"""What a trace says of a mix of techniques: its peak, its time, and what of each phase's peak grows with the batch."""
+"""What a trace says of a combination of techniques: its peak, its time, and what of each phase's peak grows with the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plimsoll.memory.predict import Counted
-from plimsoll.records.plan import Choice, Duration, Rejected, Rung
+from plimsoll.records.plan import Choice, Configuration, Duration, Rejected
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Category, Phase
 from plimsoll.techniques import UNTRACED, Choices, in_order
@@ -26,8 +28,8 @@ class PhasePeak:
 
 
 @dataclass(frozen=True)
-class Look:
-    """A mix of techniques with a micro-batch, traced."""
+class Evaluation:
+    """A combination of techniques with a micro-batch, traced."""
 
     choices: Choices
     micro_batch: int
@@ -38,7 +40,7 @@ class Look:
     parts: dict[Category, int]
 
     @property
-    def mix(self) -> Choices:
+    def combination(self) -> Choices:
         """The choices but for the micro-batch."""
         return without_micro_batch(self.choices)
 
@@ -57,13 +59,13 @@ class Look:
         """The peak of the phase that sets the peak of all."""
         return max(self.phases.values(), key=lambda peak: peak.fixed_bytes + peak.growing_bytes)
 
-    def rung(self) -> Rung:
-        """As a rung of a plan."""
-        return Rung(choices=self.choices, peak=self.peak, step_time=self.step_time)
+    def configuration(self) -> Configuration:
+        """As a configuration of a plan."""
+        return Configuration(choices=self.choices, peak=self.peak, step_time=self.step_time)
 
 
-LookAt = Callable[[Choices], Look]
-"""Traces a mix; the same mix is traced once."""
+Evaluate = Callable[[Choices], Evaluation]
+"""Traces a combination; the same combination is traced once."""
 
 
 def without_micro_batch(choices: tuple[Choice, ...]) -> Choices:
@@ -103,15 +105,15 @@ def phase_peaks(counted: Counted) -> dict[Phase, PhasePeak]:
 
 @dataclass(frozen=True)
 class Found:
-    """The mix in force and its fallbacks; ``fits`` is False if ``chosen`` is only what needs least.
+    """The combination in force and its fallbacks; ``fits`` is False if ``chosen`` is only what needs least.
 
     ``candidates`` are others that are about as fast by the model, for a trial.
     """
 
-    chosen: Look
-    fallbacks: tuple[Look, ...]
-    plain: Look
+    chosen: Evaluation
+    fallbacks: tuple[Evaluation, ...]
+    plain: Evaluation
     fits: bool
     rejected: tuple[Rejected, ...]
-    openings: tuple[Look, ...]
-    candidates: tuple[Look, ...] = ()
+    lossy_alternatives: tuple[Evaluation, ...]
+    candidates: tuple[Evaluation, ...] = ()

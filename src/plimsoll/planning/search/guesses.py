@@ -1,4 +1,4 @@
-"""What is known and guessed of many mixes at once: of each with each of its micro-batches one row."""
+"""What is known and guessed of many combinations at once: of each with each of its micro-batches one row."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plimsoll.planning.search.combinations import Mix, about
-from plimsoll.planning.search.evaluation import Look, heap_of
+from plimsoll.planning.search.combinations import Combination, about
+from plimsoll.planning.search.evaluation import Evaluation, heap_of
 from plimsoll.planning.search.reasons import SAME_SECONDS
 from plimsoll.planning.search.surrogate import Column, Surrogate
 from plimsoll.records.plan import Choice, micro_batch_choice
@@ -18,9 +18,11 @@ from plimsoll.techniques import Choices
 
 @dataclass(frozen=True)
 class Guesses:
-    """Columns: the mix's number, its micro-batch, need and seconds of a step, whether it is possible, and traced."""
+    """Columns: the combination's number, its micro-batch, need and seconds of a step, whether it is possible, and
+    traced.
+    """
 
-    mixes: Sequence[Mix]
+    combinations: Sequence[Combination]
     numbers: Column
     sizes: Column
     needs: Column
@@ -28,13 +30,13 @@ class Guesses:
     possible: Column
     traced: Column
 
-    def mix(self, row: int) -> Choices:
+    def combination(self, row: int) -> Choices:
         """The choices of a row but for the micro-batch."""
-        return self.mixes[int(self.numbers[row])].choices
+        return self.combinations[int(self.numbers[row])].choices
 
     def choices(self, row: int) -> Choices:
         """The whole choices of a row."""
-        return (micro_batch_choice(int(self.sizes[row])), *self.mix(row))
+        return (micro_batch_choice(int(self.sizes[row])), *self.combination(row))
 
     def best_of(self, rows: Column) -> Choices | None:
         """Of those about as fast as the fastest, the fewest techniques, then the largest size."""
@@ -42,43 +44,51 @@ class Guesses:
             return None
         fastest = self.seconds[rows].min()
         near = rows[self.seconds[rows] <= fastest + SAME_SECONDS * abs(fastest)]  # a guess may be below 0
-        ranks = ((len(self.mix(row)), -self.sizes[row], self.seconds[row], str(self.mix(row)), row) for row in near)
+        ranks = (
+            (len(self.combination(row)), -self.sizes[row], self.seconds[row], str(self.combination(row)), row)
+            for row in near
+        )
         return self.choices(min(ranks)[-1])
 
     def leanest(self) -> Choices:
         """What needs least; of those that need about as little, the fewest techniques."""
         rows = np.flatnonzero(self.needs <= about(self.needs.min())).tolist()
-        row = min(rows, key=lambda row: (len(self.mix(row)), self.seconds[row], str(self.choices(row))))
+        row = min(rows, key=lambda row: (len(self.combination(row)), self.seconds[row], str(self.choices(row))))
         return self.choices(row)
 
 
 def guesses_of(
-    mixes: Sequence[Mix], surrogates: Mapping[Choice | None, Surrogate], looks: Iterable[Look]
+    combinations: Sequence[Combination], surrogates: Mapping[Choice | None, Surrogate], evaluations: Iterable[Evaluation]
 ) -> Guesses:  # fmt: skip
-    """Return what is known of mixes with each of their sizes: what was traced, or else what is guessed.
+    """Return what is known of combinations with each of their sizes: what was traced, or else what is guessed.
 
     Args:
-        mixes: at least one.
+        combinations: at least one.
         surrogates: of each heap.
         looks: what was traced.
     """
-    numbers = np.repeat(np.arange(len(mixes)), [len(mix.sizes) for mix in mixes])
-    starts = np.searchsorted(numbers, np.arange(len(mixes)))
-    sizes = np.concatenate([mix.sizes for mix in mixes])
+    numbers = np.repeat(np.arange(len(combinations)), [len(combination.sizes) for combination in combinations])
+    starts = np.searchsorted(numbers, np.arange(len(combinations)))
+    sizes = np.concatenate([combination.sizes for combination in combinations])
     needs, seconds, possible = np.zeros(len(numbers)), np.zeros(len(numbers)), np.ones(len(numbers), dtype=bool)
     of_heap = defaultdict[Choice | None, list[int]](list)
-    for number, mix in enumerate(mixes):
-        of_heap[heap_of(mix.choices)].append(number)
+    for number, combination in enumerate(combinations):
+        of_heap[heap_of(combination.choices)].append(number)
     for heap, members in of_heap.items():
         rows = np.flatnonzero(np.isin(numbers, members))
         within = np.searchsorted(members, numbers[rows])
-        guess = surrogates[heap].guess([mixes[number].choices for number in members], within, sizes[rows])
+        guess = surrogates[heap].guess([combinations[number].choices for number in members], within, sizes[rows])
         needs[rows], seconds[rows] = guess
-    is_traced, traced = np.zeros(len(numbers), dtype=bool), defaultdict[Choices, list[Look]](list)
-    for look in looks:
-        traced[look.mix].append(look)
-    for number, mix in enumerate(mixes):
-        for look in traced.get(mix.choices, ()):
-            for row in starts[number] + np.flatnonzero(mix.sizes == look.micro_batch):
-                needs[row], seconds[row], possible[row], is_traced[row] = look.need_bytes, look.seconds, look.fits, True
-    return Guesses(mixes, numbers, sizes, needs, seconds, possible, is_traced)
+    is_traced, traced = np.zeros(len(numbers), dtype=bool), defaultdict[Choices, list[Evaluation]](list)
+    for evaluation in evaluations:
+        traced[evaluation.combination].append(evaluation)
+    for number, combination in enumerate(combinations):
+        for evaluation in traced.get(combination.choices, ()):
+            for row in starts[number] + np.flatnonzero(combination.sizes == evaluation.micro_batch):
+                needs[row], seconds[row], possible[row], is_traced[row] = (
+                    evaluation.need_bytes,
+                    evaluation.seconds,
+                    evaluation.fits,
+                    True,
+                )
+    return Guesses(combinations, numbers, sizes, needs, seconds, possible, is_traced)

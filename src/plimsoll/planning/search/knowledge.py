@@ -1,4 +1,6 @@
-"""What a search knows: what it has looked at, what that teaches of techniques, and the mixes that there are of them."""
+"""What a search knows: what it has looked at, what that teaches of techniques, and the combinations that there are of
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ import numpy as np
 
 from plimsoll.planning.search.ahead import as_guessed
 from plimsoll.planning.search.block_options import some_blocks
-from plimsoll.planning.search.combinations import Allows, Mix, mixes_of
-from plimsoll.planning.search.evaluation import Look, in_heap
+from plimsoll.planning.search.choices import AvailableChoices, Problem
+from plimsoll.planning.search.combinations import Allows, Combination, combinations_of
+from plimsoll.planning.search.evaluation import Evaluation, in_heap
 from plimsoll.planning.search.guesses import Guesses, guesses_of
-from plimsoll.planning.search.options import Menu, Problem
 from plimsoll.planning.search.reasons import SAME_SECONDS
 from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice
@@ -27,19 +29,19 @@ class Known:
     ``only_guessed`` are options of which no trace has told yet.
     """
 
-    def __init__(self, menu: Menu, required: frozenset[str], allows: Allows) -> None:
-        self._menu, self._required, self._allows = menu, required, allows
-        self.looks: dict[Choices, Look] = {}
+    def __init__(self, available: AvailableChoices, required: frozenset[str], allows: Allows) -> None:
+        self._available, self._required, self._allows = available, required, allows
+        self.evaluations: dict[Choices, Evaluation] = {}
         self.surrogates: dict[Choice | None, Surrogate] = {}
         self.learned: dict[str, list[Choice]] = {}
         self.only_guessed: set[Choice] = set()
-        self._mixes_of: dict[str, list[Choice]] | None = None
-        self._mixes: list[Mix] = []
+        self._combinations_of: dict[str, list[Choice]] | None = None
+        self._combinations: list[Combination] = []
 
     def copied(self) -> Known:
         """Return what is known, to which something can be added by itself."""
         other = copy(self)
-        other.looks, other.only_guessed = dict(self.looks), set(self.only_guessed)
+        other.evaluations, other.only_guessed = dict(self.evaluations), set(self.only_guessed)
         other.surrogates = {heap: surrogate.copied() for heap, surrogate in self.surrogates.items()}
         return other
 
@@ -48,11 +50,11 @@ class Known:
         for heap, surrogate in self.surrogates.items():
             alike = in_heap(choices, heap)
             if self._allows(alike):
-                self.looks[alike] = as_guessed(alike, surrogate, self.looks.values())
+                self.evaluations[alike] = as_guessed(alike, surrogate, self.evaluations.values())
         self.only_guessed.difference_update(choices)
 
     def suppose(self, weaker: Sequence[Choice], strongest: Choice) -> Sequence[Choice]:
-        """Take weaker options to do as much, in less time, until one is traced as part of a mix."""
+        """Take weaker options to do as much, in less time, until one is traced as part of a combination."""
         for choice in weaker:
             for surrogate in self.surrogates.values():
                 surrogate.suppose(choice, strongest, technique_of(choice.technique).may_be_faster)
@@ -69,36 +71,40 @@ class Known:
                 found.append(some.choice)
         return found
 
-    def mixes(self) -> list[Mix]:
-        """Every mix of what was learned or guessed, with the sizes it can have."""
-        if self._mixes_of != self.learned:
-            self._mixes_of = dict(self.learned)
-            self._mixes = mixes_of(self._menu, self.learned, self._required, self._allows)
-        return self._mixes
+    def combinations(self) -> list[Combination]:
+        """Every combination of what was learned or guessed, with the sizes it can have."""
+        if self._combinations_of != self.learned:
+            self._combinations_of = dict(self.learned)
+            self._combinations = combinations_of(self._available, self.learned, self._required, self._allows)
+        return self._combinations
 
-    def telling_mixes(self) -> list[Mix]:
-        """Those with at most one choice that is only guessed, about which a trace of the mix then tells."""
-        return [mix for mix in self.mixes() if len(self.only_guessed.intersection(mix.choices)) <= 1]
+    def telling_combinations(self) -> list[Combination]:
+        """Those with at most one choice that is only guessed, about which a trace of the combination then tells."""
+        return [
+            combination
+            for combination in self.combinations()
+            if len(self.only_guessed.intersection(combination.choices)) <= 1
+        ]
 
-    def learned_mixes(self) -> list[Mix]:
+    def learned_combinations(self) -> list[Combination]:
         """Those of what was learned."""
-        return [mix for mix in self.mixes() if self.only_guessed.isdisjoint(mix.choices)]
+        return [combination for combination in self.combinations() if self.only_guessed.isdisjoint(combination.choices)]
 
-    def guesses(self, mixes: Sequence[Mix]) -> Guesses:
-        """What is traced or guessed of mixes."""
-        return guesses_of(mixes, self.surrogates, self.looks.values())
+    def guesses(self, combinations: Sequence[Combination]) -> Guesses:
+        """What is traced or guessed of combinations."""
+        return guesses_of(combinations, self.surrogates, self.evaluations.values())
 
-    def best_guess(self, mixes: Sequence[Mix], limit_bytes: int) -> Choices | None:
+    def best_guess(self, combinations: Sequence[Combination], limit_bytes: int) -> Choices | None:
         """The choices to take: what is traced or guessed to fit with room to spare, or is faster and may just fit."""
-        if not mixes:
+        if not combinations:
             return None
-        guesses = self.guesses(mixes)
+        guesses = self.guesses(combinations)
         may_fit = np.flatnonzero((guesses.needs <= limit_bytes) & guesses.possible)
         spare_bytes = np.where(guesses.traced, 0, _GUESSES_OFF * limit_bytes)[may_fit]
         fitting, seconds = may_fit[guesses.needs[may_fit] + spare_bytes <= limit_bytes], guesses.seconds
         best = guesses.best_of(fitting)
-        if best is not None and best not in self.looks:
+        if best is not None and best not in self.evaluations:
             return best
-        if best is None or seconds[may_fit].min() < (1 - SAME_SECONDS) * self.looks[best].seconds:
+        if best is None or seconds[may_fit].min() < (1 - SAME_SECONDS) * self.evaluations[best].seconds:
             return guesses.best_of(may_fit)
         return best

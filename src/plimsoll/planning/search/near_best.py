@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plimsoll.planning.search.evaluation import Look
-from plimsoll.records.plan import Rung
+from plimsoll.planning.search.evaluation import Evaluation
+from plimsoll.records.plan import Configuration
 from plimsoll.techniques import UNTRACED, Choices, technique_of
 
 MOST_CANDIDATES = 4
@@ -25,15 +25,15 @@ _DECISIVE = ("micro_batch", "checkpointing", *UNTRACED)
 _MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload", "layer_streaming")
 
 
-def can_follow(before: Choices, mix: Choices) -> bool:
-    """Whether a mix can come after another in a run: what changes the training and what has moved states stays."""
-    moved = [tuple(one for one in both if one.technique in _MOVES) for both in (before, mix)]
-    return _for_the_run(before) == _for_the_run(mix) and moved[1][: len(moved[0])] == moved[0]
+def can_follow(before: Choices, combination: Choices) -> bool:
+    """Whether a combination can come after another in a run: what changes the training and what has moved states stays."""
+    moved = [tuple(one for one in both if one.technique in _MOVES) for both in (before, combination)]
+    return _for_the_run(before) == _for_the_run(combination) and moved[1][: len(moved[0])] == moved[0]
 
 
 def candidates_beside(
-    chosen: Look, fallbacks: Sequence[Look], looks: Sequence[Look], limit_bytes: int
-) -> tuple[Look, ...]:
+    chosen: Evaluation, fallbacks: Sequence[Evaluation], evaluations: Sequence[Evaluation], limit_bytes: int
+) -> tuple[Evaluation, ...]:
     """Return the other candidates, the fastest first by what the model says.
 
     Args:
@@ -43,27 +43,29 @@ def candidates_beside(
         limit_bytes: what a plan may need.
     """
     near = [
-        look
-        for look in looks
-        if look is not chosen
-        and look.fits
-        and look.peak.likely_bytes <= limit_bytes
-        and look.seconds <= chosen.step_time.high_seconds
-        and _for_the_run(look.mix) == _for_the_run(chosen.mix)
-        and (not fallbacks or any(_can_fall(look.rung(), one.rung()) for one in fallbacks))
+        evaluation
+        for evaluation in evaluations
+        if evaluation is not chosen
+        and evaluation.fits
+        and evaluation.peak.likely_bytes <= limit_bytes
+        and evaluation.seconds <= chosen.step_time.high_seconds
+        and _for_the_run(evaluation.combination) == _for_the_run(chosen.combination)
+        and (not fallbacks or any(_can_fall(evaluation.configuration(), one.configuration()) for one in fallbacks))
     ]
-    near.sort(key=lambda look: (look.seconds, str(look.choices)))
-    unlike = dict[tuple[str, ...], Look]()
-    for look in near:
-        if _kind_of(look) != _kind_of(chosen) or look.seconds < chosen.seconds:
-            unlike.setdefault(_kind_of(look), look)
+    near.sort(key=lambda evaluation: (evaluation.seconds, str(evaluation.choices)))
+    unlike = dict[tuple[str, ...], Evaluation]()
+    for evaluation in near:
+        if _kind_of(evaluation) != _kind_of(chosen) or evaluation.seconds < chosen.seconds:
+            unlike.setdefault(_kind_of(evaluation), evaluation)
     first = list(unlike.values())
-    taken = [*first, *(look for look in near if look not in first)][: MOST_CANDIDATES - 1]
-    return tuple(look for look in near if look in taken)
+    taken = [*first, *(evaluation for evaluation in near if evaluation not in first)][: MOST_CANDIDATES - 1]
+    return tuple(evaluation for evaluation in near if evaluation in taken)
 
 
-def schedule(first: Rung, fallbacks: Sequence[Rung], others: Sequence[Rung] = ()) -> tuple[Rung, ...]:
-    """Put the rungs in order that a run can go down when memory runs out.
+def in_falling_order(
+    first: Configuration, fallbacks: Sequence[Configuration], others: Sequence[Configuration] = ()
+) -> tuple[Configuration, ...]:
+    """Put the fallbacks in order that a run can go down when memory runs out.
 
     Args:
         first: what is in force.
@@ -71,31 +73,38 @@ def schedule(first: Rung, fallbacks: Sequence[Rung], others: Sequence[Rung] = ()
         others: further ones, which come in between where they need less than what is before them.
     """
     found = [first]
-    for rung in fallbacks:
-        if _can_fall(found[-1], rung):
-            found.append(rung)
-    for rung in others:
-        place = next((number for number, one in enumerate(found) if _need_of(one) < _need_of(rung)), len(found))
+    for configuration in fallbacks:
+        if _can_fall(found[-1], configuration):
+            found.append(configuration)
+    for configuration in others:
+        place = next(
+            (number for number, one in enumerate(found) if _need_of(one) < _need_of(configuration)), len(found)
+        )
         after = found[place : place + 1]
-        is_less = _need_of(rung) < FALLS_SHARE * _need_of(found[place - 1])
-        if place and is_less and _can_fall(found[place - 1], rung) and all(_can_fall(rung, one) for one in after):
-            found.insert(place, rung)
+        is_less = _need_of(configuration) < FALLS_SHARE * _need_of(found[place - 1])
+        if (
+            place
+            and is_less
+            and _can_fall(found[place - 1], configuration)
+            and all(_can_fall(configuration, one) for one in after)
+        ):
+            found.insert(place, configuration)
     return tuple(found)
 
 
-def _can_fall(before: Rung, after: Rung) -> bool:
+def _can_fall(before: Configuration, after: Configuration) -> bool:
     is_smaller = after.others != before.others or after.micro_batch < before.micro_batch
     return is_smaller and _need_of(after) < _need_of(before) and can_follow(before.others, after.others)
 
 
-def _need_of(rung: Rung) -> float:
+def _need_of(configuration: Configuration) -> float:
     """The budget it is safe in; of what nothing was predicted for, such as single samples, nothing."""
-    return rung.peak.high_bytes if rung.peak is not None else 0
+    return configuration.peak.high_bytes if configuration.peak is not None else 0
 
 
-def _for_the_run(mix: Choices) -> Choices:
-    return tuple(choice for choice in mix if technique_of(choice.technique).is_for_the_run)
+def _for_the_run(combination: Choices) -> Choices:
+    return tuple(choice for choice in combination if technique_of(choice.technique).is_for_the_run)
 
 
-def _kind_of(look: Look) -> tuple[str, ...]:
-    return tuple(str(one) for one in look.choices if one.technique in _DECISIVE)
+def _kind_of(evaluation: Evaluation) -> tuple[str, ...]:
+    return tuple(str(one) for one in evaluation.choices if one.technique in _DECISIVE)

@@ -73,7 +73,7 @@ def _is_possible_with_other_ranks(pin: Pin, workload: Workload, setting: Setting
 def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
     """The choice that a pin means; ``None`` where it leaves open which of several."""
     technique = technique_of(pin.technique)
-    offered = technique.menu(workload, setting)
+    offered = technique.choices(workload, setting)
     if isinstance(offered, str):
         whole = micro_batch_choice(setting.batch_size)
         if pin.technique == whole.technique and whole.options["samples"] in {pin.value, pin.options.get("samples")}:

@@ -52,11 +52,11 @@ class Reading:
     """How what is not on the device gets there.
 
     With ``files_bytes_per_second`` it comes from the files, but for what the page cache keeps of them, which has
-    ``room_bytes`` beside the process. With ``link_bytes_per_second`` it comes from the host's memory, which has
-    ``room_bytes`` for it; ``None`` is where that is not known.
+    ``free_bytes`` beside the process. With ``link_bytes_per_second`` it comes from the host's memory, which has
+    ``free_bytes`` for it; ``None`` is where that is not known.
     """
 
-    room_bytes: int | None
+    free_bytes: int | None
     files_bytes_per_second: float | None = None
     link_bytes_per_second: float | None = None
 
@@ -74,17 +74,17 @@ class Reading:
 
     def read_bytes(self, streamed_bytes: int, used_bytes: int) -> int:
         """What a pass brings of what is streamed, where the process uses so much beside the page cache."""
-        if self.is_linked or self.room_bytes is None:
+        if self.is_linked or self.free_bytes is None:
             return streamed_bytes
-        return max(streamed_bytes - max(self.room_bytes - used_bytes, 0), 0)
+        return max(streamed_bytes - max(self.free_bytes - used_bytes, 0), 0)
 
     def missing_bytes(self, streamed_bytes: int) -> int:
         """What the host's memory has no room for, as far as is known; files are there."""
-        return max(streamed_bytes - self.room_bytes, 0) if self.is_linked and self.room_bytes is not None else 0
+        return max(streamed_bytes - self.free_bytes, 0) if self.is_linked and self.free_bytes is not None else 0
 
 
 @dataclass(frozen=True)
-class Look:
+class Evaluation:
     """What a trace says of a pass: the seconds of each of its steps, which are one, or a first and a last one.
 
     ``spread`` is how far off what is counted may be, as a share.
@@ -96,7 +96,7 @@ class Look:
     spread: float
 
 
-LookAt = Callable[[int, frozenset[str]], Look]
+Evaluate = Callable[[int, frozenset[str]], Evaluation]
 """Traces rows with the parts that stay on the device."""
 
 
@@ -137,15 +137,15 @@ class Placer:
 
     def __init__(  # noqa: PLR0917 -- called by keyword
         self, parts: Sequence[ModelPart], always: frozenset[str], limit_bytes: int, most_rows: int, num_passes: int,
-        reading: Reading, look: LookAt,
+        reading: Reading, evaluate: Evaluate,
     ) -> None:  # fmt: skip
         self._parts, self._limit_bytes, self._num_passes = parts, limit_bytes, num_passes
-        self._reading, self._look = reading, look
+        self._reading, self._evaluate = reading, evaluate
         self._rows = candidate_rows(most_rows)
         self.always = always
         self.all_names = frozenset(part.name for part in parts)
         few, many = self._rows[0], self._rows[min(len(self._rows) - 1, 8)]
-        self._ends = tuple((rows, look(rows, self.always)) for rows in sorted({few, many}))
+        self._ends = tuple((rows, evaluate(rows, self.always)) for rows in sorted({few, many}))
 
     def guesses(self) -> list[Guess]:
         """Say for each number of rows what is best kept on the device and what that is expected to take."""
@@ -172,14 +172,14 @@ class Placer:
         num_kept = min(-(-missing_bytes // smallest_bytes), len(blocks)) if smallest_bytes else 0
         return self.always.union(spread_out([part.name for part in blocks], num_kept) if num_kept else ())
 
-    def verified(self, guess: Guess) -> tuple[Guess, Look]:
+    def verified(self, guess: Guess) -> tuple[Guess, Evaluation]:
         """Trace a guess as a whole, with less and less on the device until it holds."""
         over_bytes = 0
         for _ in range(_MOST_ROUNDS):
-            look = self._look(guess.rows, guess.resident)
-            if look.fits and look.peak.high_bytes <= self._limit_bytes:
+            evaluation = self._evaluate(guess.rows, guess.resident)
+            if evaluation.fits and evaluation.peak.high_bytes <= self._limit_bytes:
                 break
-            over_bytes += max(look.peak.high_bytes - self._limit_bytes, 1)
+            over_bytes += max(evaluation.peak.high_bytes - self._limit_bytes, 1)
             smaller = self._guess(guess.rows, over_bytes)
             if smaller.resident == guess.resident:
                 fewer = [rows for rows in self._rows if rows < guess.rows]
@@ -187,11 +187,11 @@ class Placer:
                     break
                 smaller = self._guess(fewer[-1], over_bytes)
             guess = smaller
-        return self.measured(guess.rows, guess.resident, look), look
+        return self.measured(guess.rows, guess.resident, evaluation), evaluation
 
-    def measured(self, rows: int, resident: frozenset[str], look: Look) -> Guess:
+    def measured(self, rows: int, resident: frozenset[str], evaluation: Evaluation) -> Guess:
         """What a trace says, in place of what was expected."""
-        return self._with_reading(rows, resident, look.peak, look.steps_seconds)
+        return self._with_reading(rows, resident, evaluation.peak, evaluation.steps_seconds)
 
     def _guess(self, rows: int, kept_free_bytes: int = 0) -> Guess:
         bare, steps_seconds = self._between(rows)
@@ -222,19 +222,19 @@ class Placer:
     def _streamed_bytes(self, resident: frozenset[str]) -> int:
         return sum(part.num_bytes for part in self._parts if part.is_streamable and part.name not in resident)
 
-    def _kept_in(self, room_bytes: int) -> frozenset[str]:
+    def _kept_in(self, free_bytes: int) -> frozenset[str]:
         """The parts that stay on the device: all, or of those that every pass reads as many as there is room for."""
         free = [part for part in self._parts if part.name not in self.always]
-        if self._with_spread(sum(part.num_bytes for part in free)) <= room_bytes:
+        if self._with_spread(sum(part.num_bytes for part in free)) <= free_bytes:
             return self.all_names
         kept = set(self.always)
         for part in free:
-            if part.kind == "output" and self._with_spread(part.num_bytes) <= room_bytes:
+            if part.kind == "output" and self._with_spread(part.num_bytes) <= free_bytes:
                 kept.add(part.name)
-                room_bytes -= self._with_spread(part.num_bytes)
+                free_bytes -= self._with_spread(part.num_bytes)
         blocks = [part for part in free if part.kind == "block"]
         largest_bytes = max((self._with_spread(part.num_bytes) for part in blocks), default=1)
-        num_kept = min(max(room_bytes, 0) // largest_bytes, len(blocks))
+        num_kept = min(max(free_bytes, 0) // largest_bytes, len(blocks))
         return frozenset(kept.union(spread_out([part.name for part in blocks], num_kept) if num_kept else ()))
 
     def _with_spread(self, num_bytes: int) -> int:

@@ -1,11 +1,11 @@
-"""Why a mix that was looked at is not the plan, in words that say only what its numbers say."""
+"""Why a combination that was looked at is not the plan, in words that say only what its numbers say."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from plimsoll.planning.search.evaluation import Look
-from plimsoll.planning.search.options import Problem
+from plimsoll.planning.search.choices import Problem
+from plimsoll.planning.search.evaluation import Evaluation
 from plimsoll.records.plan import Numerics, Rejected
 from plimsoll.records.units import format_bytes
 from plimsoll.techniques import TECHNIQUES
@@ -14,19 +14,27 @@ SAME_SECONDS = 0.02
 """Of a step: the model of time cannot tell plans that differ by less."""
 
 
-def rejected(look: Look, chosen: Look, problem: Problem) -> Rejected:
+def rejected(evaluation: Evaluation, chosen: Evaluation, problem: Problem) -> Rejected:
     """Say why ``chosen`` was taken and ``look`` was not."""
-    is_compared, need, line_bytes = False, format_bytes(look.need_bytes), problem.limit_bytes + problem.margin_bytes
-    if not look.fits or look.need_bytes > line_bytes:
-        line, excess_bytes = format_bytes(line_bytes), look.need_bytes - line_bytes
+    is_compared, need, line_bytes = (
+        False,
+        format_bytes(evaluation.need_bytes),
+        problem.limit_bytes + problem.margin_bytes,
+    )
+    if not evaluation.fits or evaluation.need_bytes > line_bytes:
+        line, excess_bytes = format_bytes(line_bytes), evaluation.need_bytes - line_bytes
         more = f"{format_bytes(excess_bytes)} more" if need == line and excess_bytes > 0 else "more"
         reason = f"needs up to {need}, {more} than {line}"
-    elif look.need_bytes > problem.limit_bytes:
+    elif evaluation.need_bytes > problem.limit_bytes:
         reason = f"needs up to {need}, too near {format_bytes(line_bytes)} for a first look"
     else:
-        reason, is_compared = _pace(look.seconds, chosen.seconds), True
+        reason, is_compared = _pace(evaluation.seconds, chosen.seconds), True
     return Rejected(
-        choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time, is_compared=is_compared
+        choices=evaluation.choices,
+        reason=reason,
+        peak=evaluation.peak,
+        step_time=evaluation.step_time,
+        is_compared=is_compared,
     )
 
 

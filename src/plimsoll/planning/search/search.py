@@ -1,12 +1,13 @@
-"""Which mix: the fastest that fits, jointly over all techniques and micro-batches, and the smaller ones behind it.
+"""Which combination: the fastest that fits, jointly over all techniques and micro-batches, and the smaller ones behind
+it.
 
-A trace of a mix is exact and slow, so few are made: the plain training at two or three micro-batches, each technique
-that can reach what the peak is made of once on top of it, with the option that saves most, and then the mixes that a
-surrogate (`plimsoll.planning.search.surrogate`) takes for the fastest that fit, until the best guess is one that has
-been traced. Nothing is chosen untraced. The other options of a technique are traced once it may be in the plan, those
-of what may be faster once something fits. Every trace is counted with each heap (on CUDA: each way to set up the
-allocator), which costs little, and each heap has a surrogate of its own. Where the plain training fits and no room
-could make it faster, only techniques that may be faster are traced.
+A trace of a combination is exact and slow, so few are made: the plain training at two or three micro-batches, each
+technique that can reach what the peak is made of once on top of it, with the option that saves most, and then the
+combinations that a surrogate (`plimsoll.planning.search.surrogate`) takes for the fastest that fit, until the best
+guess is one that has been traced. Nothing is chosen untraced. The other options of a technique are traced once it may
+be in the plan, those of what may be faster once something fits. Every trace is counted with each heap (on CUDA: each
+way to set up the allocator), which costs little, and each heap has a surrogate of its own. Where the plain training
+fits and no room could make it faster, only techniques that may be faster are traced.
 
 The same problem always has the same plan: nothing is drawn, and nothing depends on the clock.
 """
@@ -22,19 +23,25 @@ import numpy as np
 
 from plimsoll.memory.lowering.cudnn_rnn import MOST_STEPS
 from plimsoll.planning.search.ahead import Expect, Likely, Suppose, asked_in_turn, not_traced
-from plimsoll.planning.search.combinations import LEAST_PART, SAME_BYTES, Mix, all_on_top, least_of, whole
-from plimsoll.planning.search.evaluation import Found, Look, LookAt, heap_of, in_heap
+from plimsoll.planning.search.choices import (
+    AvailableChoices,
+    Compatibility,
+    Problem,
+    available_choices,
+    lossy_alternatives_of,
+)
+from plimsoll.planning.search.combinations import LEAST_PART, SAME_BYTES, Combination, all_on_top, least_of, whole
+from plimsoll.planning.search.evaluation import Evaluate, Evaluation, Found, heap_of, in_heap
 from plimsoll.planning.search.knowledge import Known
 from plimsoll.planning.search.near_best import FALLS_SHARE, can_follow, candidates_beside
-from plimsoll.planning.search.options import Compatibility, Menu, Problem, menu_of, openings_of
 from plimsoll.planning.search.reasons import SAME_SECONDS, rejected
 from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.trace import Phase
 from plimsoll.techniques import ONLY_IN, UNTRACED, Choices, in_order, technique_of
 
-_MOST_LOOKS = 8  # at mixes, for the plan
-_MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
+_MOST_EVALUATIONS = 8  # at combinations, for the plan
+_MOST_LEANEST_EVALUATIONS = 2  # for what needs least, after a descent
 _SLOW = 1.1  # of the time with the whole batch: passes are too small
 _MAY_BE_AS_FAST = 1.1  # of the time of the fastest: where a guess says more, it is
 # What is guessed to need up to so much of the limit, and to take no more than so much of the time, is looked at, until
@@ -47,55 +54,55 @@ _FALLBACK_SHARES = (0.9, 0.75, 0.6)
 
 
 def search(
-    problem: Problem, look_at: LookAt, expect: Expect = lambda mixes: None, at_length: LookAt | None = None,
-    suppose: Suppose = lambda mixes: None,
+    problem: Problem, evaluate: Evaluate, expect: Expect = lambda combinations: None, at_length: Evaluate | None = None,
+    suppose: Suppose = lambda combinations: None,
 ) -> Found:  # fmt: skip
-    """Find the fastest mix that fits.
+    """Find the fastest combination that fits.
 
     Args:
         problem: the training, the limit, and what is decided already.
-        look_at: traces a mix.
-        expect: told of several mixes that will be traced whatever each of them says, so that they can be side by side.
-        at_length: looks at a mix in as many steps as show all that the training does; what is chosen holds there, too.
-        suppose: told of what may be traced next, while something else is.
+        evaluate: traces a combination.
+        expect: told of several combinations that will be traced whatever each of them says, so that they can be side by
+        side. at_length: looks at a combination in as many steps as show all that the training does; what is chosen
+        holds there, too. suppose: told of what may be traced next, while something else is.
 
     Raises:
         InputError: if the pinned choices contradict each other, or the training.
     """
-    return _Search(problem, look_at, expect, at_length, suppose).found()
+    return _Search(problem, evaluate, expect, at_length, suppose).found()
 
 
 class _Search:
     def __init__(
-        self, problem: Problem, look_at: LookAt, expect: Expect, at_length: LookAt | None, suppose: Suppose
+        self, problem: Problem, evaluate: Evaluate, expect: Expect, at_length: Evaluate | None, suppose: Suppose
     ) -> None:  # fmt: skip
         self._problem = problem
-        self._menu: Menu = menu_of(problem)
+        self._available: AvailableChoices = available_choices(problem)
         self._compatibility = Compatibility(problem)
-        self._known = Known(self._menu, problem.decided.required, self._compatibility.allows)
-        self._look_at, self._expect, self._at_length, self._suppose = look_at, expect, at_length, suppose
-        self._usual_heap = heap_of(self._menu.base)
-        self._reference: Look
+        self._known = Known(self._available, problem.decided.required, self._compatibility.allows)
+        self._evaluator, self._expect, self._at_length, self._suppose = evaluate, expect, at_length, suppose
+        self._usual_heap = heap_of(self._available.base)
+        self._reference: Evaluation
         self._asked: set[str] = set()
         self._num_missed = 0  # looks in a row
 
     def found(self) -> Found:
         """Search."""
         limit_bytes = self._problem.limit_bytes
-        plain = self._look(self._needed_to_run(), self._problem.setting.batch_size)
+        plain = self._evaluate(self._needed_to_run(), self._problem.setting.batch_size)
         self._plain_line(limit_bytes)
         chosen = self._fastest(limit_bytes)
         if chosen is None:
             leanest = self._leanest()
-            return self._result(leanest, (), plain, fits=False, openings=self._openings(leanest))
+            return self._result(leanest, (), plain, fits=False, lossy_alternatives=self._lossy_alternatives(leanest))
         chosen, fallbacks = self._around(chosen)
-        return self._result(chosen, fallbacks, plain, fits=True, openings=())
+        return self._result(chosen, fallbacks, plain, fits=True, lossy_alternatives=())
 
-    def _around(self, chosen: Look) -> tuple[Look, tuple[Look, ...]]:
+    def _around(self, chosen: Evaluation) -> tuple[Evaluation, tuple[Evaluation, ...]]:
         """What is better after all than the fastest guess, and the fallbacks."""
         limit_bytes = self._problem.limit_bytes
         chosen = self._stretched(chosen, limit_bytes)
-        self._look_beside(chosen)
+        self._evaluate_beside(chosen)
         faster = self._traced_within(limit_bytes, None)
         if faster is not None and faster.seconds < (1 - SAME_SECONDS) * chosen.seconds and self._holds(faster.choices):
             chosen = faster
@@ -106,9 +113,9 @@ class _Search:
         setting = self._problem.setting
         if setting.device != "cuda" or (setting.sequence_length or 0) <= MOST_STEPS:
             return ()
-        return tuple(choice for choice in self._menu.base if choice.technique == "time_segments")
+        return tuple(choice for choice in self._available.base if choice.technique == "time_segments")
 
-    def _fastest(self, limit_bytes: int) -> Look | None:
+    def _fastest(self, limit_bytes: int) -> Evaluation | None:
         fits_plainly, may_gain = self._judge_plain(limit_bytes)
         self._learn_techniques(only_faster=fits_plainly and not may_gain)
         chosen = self._best_within(limit_bytes)
@@ -124,9 +131,9 @@ class _Search:
     def _likely(self, choices: Choices | None = None) -> Iterator[Likely]:
         """What is asked for next if these choices are as guessed, and so on."""
         ahead = copy(self)
-        known, held = self._known.copied(), dict[Choices, Look]()
-        ahead._known, ahead._look_at, ahead._suppose = known, not_traced, lambda mixes: None
-        ahead._at_length = lambda choices: held.setdefault(choices, known.looks[choices])
+        known, held = self._known.copied(), dict[Choices, Evaluation]()
+        ahead._known, ahead._evaluator, ahead._suppose = known, not_traced, lambda combinations: None
+        ahead._at_length = lambda choices: held.setdefault(choices, known.evaluations[choices])
         if choices is not None:
             known.take_guess(choices)
         yield from asked_in_turn(ahead._go_on, known.take_guess, held)
@@ -141,47 +148,47 @@ class _Search:
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    def _look(self, mix: Choices, micro_batch: int) -> Look:
-        return self._look_at_choices(whole(mix, micro_batch))
+    def _evaluate(self, combination: Choices, micro_batch: int) -> Evaluation:
+        return self._evaluate_choices(whole(combination, micro_batch))
 
-    def _look_at_choices(self, choices: Choices) -> Look:
-        if choices not in self._known.looks:
-            self._known.looks[choices] = self._look_at(choices)
-        return self._known.looks[choices]
+    def _evaluate_choices(self, choices: Choices) -> Evaluation:
+        if choices not in self._known.evaluations:
+            self._known.evaluations[choices] = self._evaluator(choices)
+        return self._known.evaluations[choices]
 
     def _plain_line(self, limit_bytes: int) -> None:
         """Trace the base at a few micro-batches, one near where it stops fitting, which is the reference for others."""
-        base, sizes = self._menu.base, self._menu.sizes
-        large = self._look(base, sizes[0])
+        base, sizes = self._available.base, self._available.sizes
+        large = self._evaluate(base, sizes[0])
         # What grows takes its part of what the allocator holds beyond it, too.
         held_bytes = large.need_bytes - large.parts.get("fragmentation", 0)
         growing_bytes = large.largest_phase.growing_bytes * large.need_bytes / max(held_bytes, 1)
         room = (limit_bytes - large.need_bytes + growing_bytes) / max(growing_bytes, 1)  # of the whole batch
         wanted = max(1, min(int(0.9 * room * sizes[0]), sizes[0] // 2))
         smaller = max(size for size in sizes if size <= max(wanted, sizes[-1]))
-        self._reference = learned = small = self._look(base, smaller)
-        looks = {smaller: small, sizes[0]: large}
+        self._reference = learned = small = self._evaluate(base, smaller)
+        evaluations = {smaller: small, sizes[0]: large}
         middle = max(size for size in sizes if size <= max(isqrt(smaller * sizes[0]), smaller))
         if middle > 2 * smaller and small.seconds > _SLOW * large.seconds:
             # Small passes are bound by their calls: what gives larger ones room is told where it would be used.
-            looks[middle] = self._look(base, middle)
-            learned = looks[middle] if self._is_faster(looks[middle]) else small
-        self._plain_looks, self._learned_at = tuple(looks.values()), learned.micro_batch
-        offered = {name: self._menu.options[name] for name in UNTRACED if name in self._menu.options}
+            evaluations[middle] = self._evaluate(base, middle)
+            learned = evaluations[middle] if self._is_faster(evaluations[middle]) else small
+        self._plain_evaluations, self._learned_at = tuple(evaluations.values()), learned.micro_batch
+        offered = {name: self._available.options[name] for name in UNTRACED if name in self._available.options}
         allowed = {name: tuple(filter(self._goes_with_base, choices)) for name, choices in offered.items()}
         heaps = tuple(chain.from_iterable(allowed.values()))
         for heap in (self._usual_heap, *heaps):
-            counted = [self._look_at_choices(in_heap(look.choices, heap)) for look in looks.values()]
+            counted = [self._evaluate_choices(in_heap(evaluation.choices, heap)) for evaluation in evaluations.values()]
             self._known.surrogates[heap] = Surrogate(counted)
         self._asked.update(UNTRACED)
         self._known.learned.update({name: list(choices) for name, choices in allowed.items() if choices})
 
     def _goes_with_base(self, choice: Choice) -> bool:
-        return self._compatibility.allows(in_order((*self._menu.base, choice)))
+        return self._compatibility.allows(in_order((*self._available.base, choice)))
 
     def _judge_plain(self, limit_bytes: int) -> tuple[bool, bool]:
         """Whether the base fits, and whether more room could make it faster by more than can be told."""
-        guesses = self._known.guesses([Mix(self._menu.base, np.asarray(self._menu.sizes))])
+        guesses = self._known.guesses([Combination(self._available.base, np.asarray(self._available.sizes))])
         fits, seconds = guesses.needs <= limit_bytes, guesses.seconds
         if not fits.any():
             return False, True
@@ -189,11 +196,11 @@ class _Search:
 
     def _learn_techniques(self, only_faster: bool = False) -> None:
         """Trace techniques that can reach what the reference's peak is made of, or may be faster."""
-        wanted = [name for name in self._menu.options if self._may_be_of_use(name, only_faster)]
+        wanted = [name for name in self._available.options if self._may_be_of_use(name, only_faster)]
         self._asked.update(wanted)
-        useful = self._learn_each([self._menu.options[name][-1] for name in wanted])
+        useful = self._learn_each([self._available.options[name][-1] for name in wanted])
         for name in wanted:
-            technique, options = technique_of(name), self._menu.options[name]
+            technique, options = technique_of(name), self._available.options[name]
             *others, strongest = options
             learned = [strongest] if strongest in useful else []
             if name == "checkpointing":
@@ -207,7 +214,7 @@ class _Search:
             if learned:
                 self._known.learned[name] = learned
         if not only_faster:
-            self._learn_pairs([self._menu.options[name][-1] for name in wanted if name in self._known.learned])
+            self._learn_pairs([self._available.options[name][-1] for name in wanted if name in self._known.learned])
 
     def _learn_pairs(self, choices: Sequence[Choice]) -> None:
         """Trace two that save the same category together: one may move what the other leaves, or have no more to do."""
@@ -215,20 +222,21 @@ class _Search:
         self._suppose(self._likely())
         for first, second in _alike(choices):
             for heap, surrogate in self._known.surrogates.items():
-                mix = in_heap(whole((*self._menu.base, first, second), self._learned_at), heap)
-                if self._compatibility.allows(mix):
-                    surrogate.learn_together(first, second, self._look_at_choices(mix))
+                combination = in_heap(whole((*self._available.base, first, second), self._learned_at), heap)
+                if self._compatibility.allows(combination):
+                    surrogate.learn_together(first, second, self._evaluate_choices(combination))
 
     def _pairs(self, choices: Sequence[Choice]) -> Iterator[Choices]:
         """What is traced of two that save the same category."""
-        mixes = (whole((*self._menu.base, *pair), self._learned_at) for pair in _alike(choices))
-        return filter(self._compatibility.allows, mixes)
+        combinations = (whole((*self._available.base, *pair), self._learned_at) for pair in _alike(choices))
+        return filter(self._compatibility.allows, combinations)
 
     def _may_be_of_use(self, name: str, only_faster: bool) -> bool:
         technique = technique_of(name)
-        looks = [self._reference, *filter(self._is_faster, self._plain_looks)]
+        evaluations = [self._reference, *filter(self._is_faster, self._plain_evaluations)]
         reached_shares = (
-            sum(look.parts.get(part, 0) for part in technique.reaches) / look.need_bytes for look in looks
+            sum(evaluation.parts.get(part, 0) for part in technique.reaches) / evaluation.need_bytes
+            for evaluation in evaluations
         )
         may_help = not only_faster and max(reached_shares) >= LEAST_PART
         if name in ONLY_IN and not self._is_peak_of(ONLY_IN[name]):
@@ -245,15 +253,15 @@ class _Search:
         share = max((most[phase] for phase in phases & most.keys()), default=0) / max(most.values())
         return share * self._reference.need_bytes > self._problem.limit_bytes
 
-    def _is_faster(self, look: Look) -> bool:
+    def _is_faster(self, evaluation: Evaluation) -> bool:
         """Whether larger micro-batches than the reference would be worth a technique that gives them room."""
-        return look.seconds * (1 + SAME_SECONDS) < self._reference.seconds
+        return evaluation.seconds * (1 + SAME_SECONDS) < self._reference.seconds
 
     def _learn_each(self, choices: Sequence[Choice]) -> list[Choice]:
         """Trace several choices, each on top of the base; returns those that are of use."""
         sizes = [(choice, self._samples_to_learn(choice)) for choice in choices]
-        self._expect([whole((*self._menu.base, choice), size) for choice, size in sizes if size is not None])
-        self._suppose((mix, False) for mix in self._pairs(choices))
+        self._expect([whole((*self._available.base, choice), size) for choice, size in sizes if size is not None])
+        self._suppose((combination, False) for combination in self._pairs(choices))
         return list(filter(self._learn, choices))
 
     def _learn(self, choice: Choice) -> bool:
@@ -263,10 +271,10 @@ class _Search:
 
     def _samples_to_learn(self, choice: Choice) -> int | None:
         """The micro-batch at which a choice is traced on top of the base; ``None``: there is none."""
-        base, reaches = self._menu.base, technique_of(choice.technique).reaches
+        base, reaches = self._available.base, technique_of(choice.technique).reaches
         nearer = (self._learned_at, self._reference.micro_batch)
-        for size in dict.fromkeys((*nearer, self._menu.sizes[0])):
-            without = self._look(base, size)
+        for size in dict.fromkeys((*nearer, self._available.sizes[0])):
+            without = self._evaluate(base, size)
             left_bytes = without.need_bytes - sum(without.parts.get(category, 0) for category in reaches)
             if size not in nearer and left_bytes > self._problem.limit_bytes:
                 continue  # with all it reaches gone the whole batch would not fit
@@ -275,12 +283,12 @@ class _Search:
         return None
 
     def _learn_at(self, choice: Choice, micro_batch: int) -> bool:
-        base, is_useful, reaches = self._menu.base, False, technique_of(choice.technique).reaches
+        base, is_useful, reaches = self._available.base, False, technique_of(choice.technique).reaches
         for heap, surrogate in self._known.surrogates.items():
-            mix = () if heap == self._usual_heap else (heap,)
-            if self._compatibility.allows(in_order((*base, choice, *mix))):
-                look = self._look((*base, choice, *mix), micro_batch)
-                surrogate.learn_effect(choice, look, self._look((*base, *mix), micro_batch), reaches)
+            combination = () if heap == self._usual_heap else (heap,)
+            if self._compatibility.allows(in_order((*base, choice, *combination))):
+                evaluation = self._evaluate((*base, choice, *combination), micro_batch)
+                surrogate.learn_effect(choice, evaluation, self._evaluate((*base, *combination), micro_batch), reaches)
                 is_useful |= surrogate.is_useful(choice)
         return is_useful
 
@@ -291,60 +299,67 @@ class _Search:
         training is called impossible, that is looked at. Some go with the whole batch only, so that is looked at, too.
         Returns whether something fits.
         """
-        strongest = {name: options[-1] for name, options in self._menu.options.items()}
-        for size in dict.fromkeys((self._reference.micro_batch, self._menu.sizes[0])):
-            mixes = [Mix(mix.choices, np.asarray([size])) for mix in self._known.learned_mixes() if size in mix.sizes]
-            if not mixes:
+        strongest = {name: options[-1] for name, options in self._available.options.items()}
+        for size in dict.fromkeys((self._reference.micro_batch, self._available.sizes[0])):
+            combinations = [
+                Combination(combination.choices, np.asarray([size]))
+                for combination in self._known.learned_combinations()
+                if size in combination.sizes
+            ]
+            if not combinations:
                 continue
-            needs = self._known.guesses(mixes).needs
-            ranks = ((need, len(mix.choices), str(mix.choices)) for need, mix in zip(needs, mixes, strict=True))
-            least = min(zip(ranks, mixes, strict=True), key=lambda one: one[0])[1].choices
+            needs = self._known.guesses(combinations).needs
+            ranks = (
+                (need, len(combination.choices), str(combination.choices))
+                for need, combination in zip(needs, combinations, strict=True)
+            )
+            least = min(zip(ranks, combinations, strict=True), key=lambda one: one[0])[1].choices
             used = {choice.technique for choice in least}
             rest = {name: choice for name, choice in strongest.items() if name not in used}
-            look: Look | None = self._look(least, size)
-            while look is not None and look.need_bytes > limit_bytes:
-                look = self._next_down(look, rest)
-            if look is not None:
+            evaluation: Evaluation | None = self._evaluate(least, size)
+            while evaluation is not None and evaluation.need_bytes > limit_bytes:
+                evaluation = self._next_down(evaluation, rest)
+            if evaluation is not None:
                 return True
         return False
 
-    def _next_down(self, look: Look, rest: dict[str, Choice]) -> Look | None:
+    def _next_down(self, evaluation: Evaluation, rest: dict[str, Choice]) -> Evaluation | None:
         """A look at one more technique that needs less, those first that reach most; what does not is taken out."""
-        reached = {name: sum(look.parts.get(part, 0) for part in technique_of(name).reaches) for name in rest}
-        least_bytes = SAME_BYTES * look.need_bytes
+        reached = {name: sum(evaluation.parts.get(part, 0) for part in technique_of(name).reaches) for name in rest}
+        least_bytes = SAME_BYTES * evaluation.need_bytes
         for name in sorted(rest, key=lambda name: -reached[name]):
             if reached[name] < least_bytes:
                 break
             choice = rest.pop(name)
-            mix = in_order((*look.mix, choice))
-            if self._compatibility.allows((micro_batch_choice(look.micro_batch), *mix)):
-                following = self._look(mix, look.micro_batch)
-                if following.need_bytes < look.need_bytes - least_bytes:
+            combination = in_order((*evaluation.combination, choice))
+            if self._compatibility.allows((micro_batch_choice(evaluation.micro_batch), *combination)):
+                following = self._evaluate(combination, evaluation.micro_batch)
+                if following.need_bytes < evaluation.need_bytes - least_bytes:
                     return following
         return None
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
-    def _best_within(self, limit_bytes: int) -> Look | None:
-        """The fastest mix that fits, traced; ``None`` if none is found."""
-        for _ in range(_MOST_LOOKS):
-            best = self._known.best_guess(self._known.telling_mixes(), limit_bytes)
+    def _best_within(self, limit_bytes: int) -> Evaluation | None:
+        """The fastest combination that fits, traced; ``None`` if none is found."""
+        for _ in range(_MOST_EVALUATIONS):
+            best = self._known.best_guess(self._known.telling_combinations(), limit_bytes)
             if best is None:
                 break
-            if best in self._known.looks:
-                simpler = self._simpler(self._known.looks[best], limit_bytes)
+            if best in self._known.evaluations:
+                simpler = self._simpler(self._known.evaluations[best], limit_bytes)
                 if simpler is None and self._holds(best):
-                    return self._known.looks[best]
+                    return self._known.evaluations[best]
                 if simpler is None:
                     continue
                 best = simpler
             self._correct(best)
         return self._traced_within(limit_bytes, None)
 
-    def _stretched(self, chosen: Look, limit_bytes: int) -> Look:
+    def _stretched(self, chosen: Evaluation, limit_bytes: int) -> Evaluation:
         """Look at what would be much faster and is guessed not to fit by so much as guesses may be off."""
         while self._num_missed < _MOST_MISSED:
-            guesses = self._known.guesses(self._known.mixes())
+            guesses = self._known.guesses(self._known.combinations())
             may_be = guesses.possible & ~guesses.traced & (guesses.needs <= _FAR_OFF * limit_bytes)
             rows = np.flatnonzero(may_be & (guesses.seconds < _MUCH_FASTER * chosen.seconds))
             if not len(rows):
@@ -358,53 +373,72 @@ class _Search:
         return chosen
 
     def _holds(self, choices: Choices) -> bool:
-        """Whether a mix needs no more at full length than the line; else what it needs there is what is known of it."""
-        at_length = self._known.looks[choices] if self._at_length is None else self._at_length(choices)
+        """Whether a combination needs no more at full length than the line; else what it needs there is what is known
+        of it.
+        """
+        at_length = self._known.evaluations[choices] if self._at_length is None else self._at_length(choices)
         if at_length.fits and at_length.need_bytes <= self._problem.limit_bytes + self._problem.margin_bytes:
             return True
-        self._known.looks[choices] = at_length
+        self._known.evaluations[choices] = at_length
         self._known.surrogates[heap_of(choices)].correct(at_length)
         return False
 
-    def _traced_within(self, limit_bytes: int, after: Choices | None) -> Look | None:
-        looks = [look for look in self._known.looks.values() if look.fits and look.need_bytes <= limit_bytes]
-        return min((look for look in looks if self._can_be(look, after)), key=lambda look: look.seconds, default=None)
+    def _traced_within(self, limit_bytes: int, after: Choices | None) -> Evaluation | None:
+        evaluations = [
+            evaluation
+            for evaluation in self._known.evaluations.values()
+            if evaluation.fits and evaluation.need_bytes <= limit_bytes
+        ]
+        return min(
+            (evaluation for evaluation in evaluations if self._can_be(evaluation, after)),
+            key=lambda evaluation: evaluation.seconds,
+            default=None,
+        )
 
-    def _simpler(self, look: Look, limit_bytes: int) -> Choices | None:
+    def _simpler(self, evaluation: Evaluation, limit_bytes: int) -> Choices | None:
         """The choices less one, not traced yet, if they may be as fast after all: a guess said that they are not."""
-        shorter = [mix for mix in self._known.mixes() if len(mix.choices) == len(look.mix) - 1]
-        less = [mix for mix in shorter if set(mix.choices) < set(look.mix)]
+        shorter = [
+            combination
+            for combination in self._known.combinations()
+            if len(combination.choices) == len(evaluation.combination) - 1
+        ]
+        less = [combination for combination in shorter if set(combination.choices) < set(evaluation.combination)]
         if not less:
             return None
         guesses = self._known.guesses(less)
-        may_be = (guesses.sizes == look.micro_batch) & (guesses.needs <= limit_bytes)
-        rows = np.flatnonzero(may_be & (guesses.seconds <= _MAY_BE_AS_FAST * look.seconds))
-        return next((one for one in map(guesses.choices, rows.tolist()) if one not in self._known.looks), None)
+        may_be = (guesses.sizes == evaluation.micro_batch) & (guesses.needs <= limit_bytes)
+        rows = np.flatnonzero(may_be & (guesses.seconds <= _MAY_BE_AS_FAST * evaluation.seconds))
+        return next((one for one in map(guesses.choices, rows.tolist()) if one not in self._known.evaluations), None)
 
     def _correct(self, choices: Choices) -> None:
         """Look at choices with each heap, and let the surrogates learn from it."""
-        if in_heap(choices, self._usual_heap) not in self._known.looks:
+        if in_heap(choices, self._usual_heap) not in self._known.evaluations:
             self._suppose(self._likely(choices))
         for heap, surrogate in self._known.surrogates.items():
             alike = in_heap(choices, heap)
             if self._compatibility.allows(alike):
-                surrogate.correct(self._look_at_choices(alike))
+                surrogate.correct(self._evaluate_choices(alike))
         self._known.only_guessed.difference_update(choices)
 
-    def _can_be(self, look: Look, after: Choices | None) -> bool:
+    def _can_be(self, evaluation: Evaluation, after: Choices | None) -> bool:
         """Whether a look has what every plan must have, and can come after another."""
-        names = {choice.technique for choice in look.mix}
-        has_size = look.micro_batch in self._menu.sizes
-        has_all = set(self._menu.base) <= set(look.mix) and self._problem.decided.required <= names
-        return has_size and has_all and (after is None or can_follow(after, look.mix))
+        names = {choice.technique for choice in evaluation.combination}
+        has_size = evaluation.micro_batch in self._available.sizes
+        has_all = set(self._available.base) <= set(evaluation.combination) and self._problem.decided.required <= names
+        return has_size and has_all and (after is None or can_follow(after, evaluation.combination))
 
-    def _look_beside(self, chosen: Look) -> None:
+    def _evaluate_beside(self, chosen: Evaluation) -> None:
         """Trace what should be as fast with another micro-batch and probably fits, for a trial."""
-        most_seconds, mixes = (1 + SAME_SECONDS) * chosen.seconds, self._known.learned_mixes()
-        guesses = self._known.guesses(mixes)
-        alike = {heap: self._look_at_choices(in_heap(self._reference.choices, heap)) for heap in self._known.surrogates}
-        likely = {heap: look.peak.likely_bytes / look.need_bytes for heap, look in alike.items()}
-        needs = guesses.needs * np.asarray([likely[heap_of(mix.choices)] for mix in mixes])[guesses.numbers]
+        most_seconds, combinations = (1 + SAME_SECONDS) * chosen.seconds, self._known.learned_combinations()
+        guesses = self._known.guesses(combinations)
+        alike = {
+            heap: self._evaluate_choices(in_heap(self._reference.choices, heap)) for heap in self._known.surrogates
+        }
+        likely = {heap: evaluation.peak.likely_bytes / evaluation.need_bytes for heap, evaluation in alike.items()}
+        needs = (
+            guesses.needs
+            * np.asarray([likely[heap_of(combination.choices)] for combination in combinations])[guesses.numbers]
+        )
         fits = (needs <= self._problem.limit_bytes) & (guesses.seconds <= most_seconds) & guesses.possible
         rows = np.flatnonzero(fits & (guesses.sizes != chosen.micro_batch))
         if len(rows) and not guesses.traced[rows].any():
@@ -412,7 +446,7 @@ class _Search:
 
     # -- what is behind the plan ---------------------------------------------------------------------------------------
 
-    def _fallbacks(self, chosen: Look) -> Iterator[Look]:
+    def _fallbacks(self, chosen: Evaluation) -> Iterator[Evaluation]:
         """Smaller plans: the fastest that is known within shares of what the chosen one needs, and what needs least.
 
         None of them need be the fastest there is: what was traced for the plan does, and what techniques that the plan
@@ -421,60 +455,72 @@ class _Search:
         last, is_near = chosen, chosen.need_bytes > _NEAR_SHARE * self._problem.limit_bytes
         for share in _FALLBACK_SHARES if is_near else _FALLBACK_SHARES[-1:]:
             limit_bytes = int(share * chosen.need_bytes)
-            following = last if last.need_bytes <= limit_bytes else self._traced_within(limit_bytes, last.mix)
+            following = last if last.need_bytes <= limit_bytes else self._traced_within(limit_bytes, last.combination)
             if following is not None and following is not last:
                 yield following
                 last = following
         is_wanted = is_near or last is chosen
-        mix = all_on_top(last, self._menu, self._compatibility.allows) if is_wanted else last.mix
-        leanest = self._least_after(last, mix)
+        combination = all_on_top(last, self._available, self._compatibility.allows) if is_wanted else last.combination
+        leanest = self._least_after(last, combination)
         if leanest.need_bytes < FALLS_SHARE * last.need_bytes:
             yield leanest
             last = leanest
-        single = (micro_batch_choice(self._menu.sizes[-1]), *last.mix)
-        if last.micro_batch > self._menu.sizes[-1] and self._compatibility.allows(single):
-            look = self._look_at_choices(single)  # the last resort, should activations be more than predicted
-            if look.need_bytes < last.need_bytes:
-                yield look
+        single = (micro_batch_choice(self._available.sizes[-1]), *last.combination)
+        if last.micro_batch > self._available.sizes[-1] and self._compatibility.allows(single):
+            evaluation = self._evaluate_choices(single)  # the last resort, should activations be more than predicted
+            if evaluation.need_bytes < last.need_bytes:
+                yield evaluation
 
-    def _least_after(self, look: Look, mix: Choices) -> Look:
-        """What needs least after a look, of what was traced and, with the smallest micro-batch, of one mix."""
-        if mix != look.mix:
-            self._suppose(self._likely(whole(mix, self._menu.sizes[-1])))
-            self._look(mix, self._menu.sizes[-1])
-        return least_of(one for one in self._known.looks.values() if one.fits and self._can_be(one, look.mix))
+    def _least_after(self, evaluation: Evaluation, combination: Choices) -> Evaluation:
+        """What needs least after a look, of what was traced and, with the smallest micro-batch, of one combination."""
+        if combination != evaluation.combination:
+            self._suppose(self._likely(whole(combination, self._available.sizes[-1])))
+            self._evaluate(combination, self._available.sizes[-1])
+        return least_of(
+            one for one in self._known.evaluations.values() if one.fits and self._can_be(one, evaluation.combination)
+        )
 
-    def _leanest(self) -> Look:
-        """The mix that needs least, traced; of those that need about as little, the one of the fewest techniques."""
-        mixes = self._known.learned_mixes()
-        for _ in range(_MOST_LEANEST_LOOKS if mixes else 0):
-            guesses = self._known.guesses(mixes)
+    def _leanest(self) -> Evaluation:
+        """The combination that needs least, traced; of those that need about as little, the one of the fewest
+        techniques.
+        """
+        combinations = self._known.learned_combinations()
+        for _ in range(_MOST_LEANEST_EVALUATIONS if combinations else 0):
+            guesses = self._known.guesses(combinations)
             best = guesses.leanest()
-            if best in self._known.looks:
+            if best in self._known.evaluations:
                 break
             self._correct(best)
-        return least_of(look for look in self._known.looks.values() if self._can_be(look, None))
+        return least_of(evaluation for evaluation in self._known.evaluations.values() if self._can_be(evaluation, None))
 
-    def _openings(self, leanest: Look) -> tuple[Look, ...]:
-        """What lossy techniques would need, with what of the leanest mix goes with them, where that is less."""
-        looks = map(self._look_at, openings_of(self._problem, self._menu, leanest.choices))
-        return tuple(look for look in looks if look.need_bytes < (1 - SAME_BYTES) * leanest.need_bytes)
+    def _lossy_alternatives(self, leanest: Evaluation) -> tuple[Evaluation, ...]:
+        """What lossy techniques would need, with what of the leanest combination goes with them, where that is less."""
+        evaluations = map(self._evaluator, lossy_alternatives_of(self._problem, self._available, leanest.choices))
+        return tuple(
+            evaluation for evaluation in evaluations if evaluation.need_bytes < (1 - SAME_BYTES) * leanest.need_bytes
+        )
 
     def _result(
-        self, chosen: Look, fallbacks: tuple[Look, ...], plain: Look, *, fits: bool, openings: tuple[Look, ...]
+        self,
+        chosen: Evaluation,
+        fallbacks: tuple[Evaluation, ...],
+        plain: Evaluation,
+        *,
+        fits: bool,
+        lossy_alternatives: tuple[Evaluation, ...],
     ) -> Found:
         ours = in_heap(chosen.choices, self._usual_heap)
         others = [
-            look
-            for look in self._known.looks.values()
-            if look is not chosen and look not in fallbacks
-            and (heap_of(look.choices) == self._usual_heap or in_heap(look.choices, self._usual_heap) == ours)
+            evaluation
+            for evaluation in self._known.evaluations.values()
+            if evaluation is not chosen and evaluation not in fallbacks
+            and (heap_of(evaluation.choices) == self._usual_heap or in_heap(evaluation.choices, self._usual_heap) == ours)
         ]  # fmt: skip
-        reasons = [rejected(look, chosen, self._problem) for look in others]
-        possible = [look for look in self._known.looks.values() if self._can_be(look, None)]
+        reasons = [rejected(evaluation, chosen, self._problem) for evaluation in others]
+        possible = [evaluation for evaluation in self._known.evaluations.values() if self._can_be(evaluation, None)]
         candidates = candidates_beside(chosen, fallbacks, possible, self._problem.limit_bytes) if fits else ()
-        reasons += self._menu.rejected
-        return Found(chosen, fallbacks, plain, fits, tuple(reasons), openings, candidates)
+        reasons += self._available.rejected
+        return Found(chosen, fallbacks, plain, fits, tuple(reasons), lossy_alternatives, candidates)
 
 
 def _alike(choices: Sequence[Choice]) -> Iterator[tuple[Choice, Choice]]:

@@ -1,12 +1,12 @@
-"""Guesses of mixes that were not traced, from traces of the plain training and of single techniques.
+"""Guesses of combinations that were not traced, from traces of the plain training and of single techniques.
 
 Each phase is guessed by itself: what does not depend on the micro-batch changes by the sum of the effects of the
 choices, and of what grows with it each leaves a share; of two that save the same category the better one's share is
 left, and the slower one has only the rest to move. The need is that of the phase with the most, and what comes on top
 (the process, fragmentation) changes in proportion. The time is that of the plain training, whose passes take what a
 line between the traced ones says. What a choice adds grows with what the passes take in all; by what it reaches it may
-also be done once in each pass, whatever its size, or once a step. A whole mix that was traced corrects the guesses of
-mixes that are like it; nothing that is chosen stays a guess: it is traced as a whole.
+also be done once in each pass, whatever its size, or once a step. A whole combination that was traced corrects the
+guesses of combinations that are like it; nothing that is chosen stays a guess: it is traced as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.planning.search.evaluation import Look
+from plimsoll.planning.search.evaluation import Evaluation
 from plimsoll.records.plan import Choice
 from plimsoll.records.trace import Category, Phase
 from plimsoll.techniques import Choices
@@ -33,7 +33,7 @@ _WEAKER_SECONDS = 0.5  # of the time that the strongest option of a technique ad
 _OF_AN_UPDATE: frozenset[Category] = frozenset({"gradients", "optimizer states"})
 _OF_A_PASS = _OF_AN_UPDATE | {"parameters"}  # moved in each pass, whatever its size
 _TOGETHER: frozenset[Category] = frozenset({"activations", "gradients"})  # no single one, and none of an update
-_ALIKE = 4  # choices in which mixes may differ for the error of one to be taken for the other's
+_ALIKE = 4  # choices in which combinations may differ for the error of one to be taken for the other's
 
 
 class _Curve:
@@ -82,51 +82,58 @@ class _Difference(NamedTuple):
     seconds: float
 
 
-_Known = tuple[Column, _Effect]  # which of the mixes have a choice, and what it does
+_Known = tuple[Column, _Effect]  # which of the combinations have a choice, and what it does
 
 
 class Surrogate:
-    """Guesses bytes and seconds of mixes.
+    """Guesses bytes and seconds of combinations.
 
     Args:
         plain: the training without the techniques that are to be learned, at one or more micro-batches.
     """
 
-    def __init__(self, plain: Sequence[Look]) -> None:
-        looks = {look.micro_batch: look for look in plain}
+    def __init__(self, plain: Sequence[Evaluation]) -> None:
+        evaluations = {evaluation.micro_batch: evaluation for evaluation in plain}
         self._largest_phase = max(plain[0].phases, key=lambda phase: _growing(plain[0], phase))
-        names: list[Phase] = sorted({phase for look in plain for phase in look.phases})
-        self._base = set(plain[0].mix)
-        self._alive = {phase: _Curve([(size, _alive(look, phase)) for size, look in looks.items()]) for phase in names}
-        self._growing = {
-            phase: _Curve([(size, _growing(look, phase)) for size, look in looks.items()]) for phase in names
+        names: list[Phase] = sorted({phase for evaluation in plain for phase in evaluation.phases})
+        self._base = set(plain[0].combination)
+        self._alive = {
+            phase: _Curve([(size, _alive(evaluation, phase)) for size, evaluation in evaluations.items()])
+            for phase in names
         }
-        self._beyond = _Curve([(size, _beyond(look)) for size, look in looks.items()])
-        self._batch_size, self._smallest = max(looks), min(looks)
-        passes = {size: self._passes(size) for size in looks}
-        points = [(self._batch_size / passes[size], look.seconds / passes[size]) for size, look in looks.items()]
+        self._growing = {
+            phase: _Curve([(size, _growing(evaluation, phase)) for size, evaluation in evaluations.items()])
+            for phase in names
+        }
+        self._beyond = _Curve([(size, _beyond(evaluation)) for size, evaluation in evaluations.items()])
+        self._batch_size, self._smallest = max(evaluations), min(evaluations)
+        passes = {size: self._passes(size) for size in evaluations}
+        points = [
+            (self._batch_size / passes[size], evaluation.seconds / passes[size])
+            for size, evaluation in evaluations.items()
+        ]
         self._pass_seconds = _Curve(points)
         self._effects: dict[Choice, _Effect] = {}
         self._supposed: dict[Choice, Choice] = {}  # and the stronger one that it was supposed from
         self._together: dict[tuple[Choice, Choice], _Effect] = {}
         self._reference = plain[0]
-        self._off: dict[Choices, dict[int, tuple[float, float]]] = {}  # bytes and seconds, by mix and size
+        self._off: dict[Choices, dict[int, tuple[float, float]]] = {}  # bytes and seconds, by combination and size
 
     def copied(self) -> Surrogate:
         """Return one that learns by itself from what comes."""
         other = copy(self)
         other._effects, other._supposed = dict(self._effects), dict(self._supposed)
-        other._off = {mix: dict(points) for mix, points in self._off.items()}
+        other._off = {combination: dict(points) for combination, points in self._off.items()}
         return other
 
     def learn_effect(
-        self, choice: Choice, look: Look, without: Look, reaches: frozenset[Category] = frozenset()
+        self, choice: Choice, evaluation: Evaluation, without: Evaluation, reaches: frozenset[Category] = frozenset()
     ) -> None:  # fmt: skip
         """Learn what one choice does, to what its technique reaches, from two traces that differ in it alone."""
         fixed, shares = dict[Phase, float](), dict[Phase, float]()
-        phases = [phase for phase in self._alive if phase in look.phases and phase in without.phases]
+        phases = [phase for phase in self._alive if phase in evaluation.phases and phase in without.phases]
         for phase in phases:
-            after, before = look.phases[phase], without.phases[phase]
+            after, before = evaluation.phases[phase], without.phases[phase]
             grows = before.growing_bytes > 0
             new_bytes = 0 if grows else after.growing_bytes
             fixed[phase] = after.fixed_bytes - before.fixed_bytes + new_bytes
@@ -134,25 +141,28 @@ class Surrogate:
         self._effects[choice] = _Effect(
             fixed_bytes=fixed,
             shares_left=shares,
-            beyond_share=_share(_beyond(look), _beyond(without)),
-            beyond_bytes=max(_beyond(look) - max(_beyond(without), 0.0), 0.0),
+            beyond_share=_share(_beyond(evaluation), _beyond(without)),
+            beyond_bytes=max(_beyond(evaluation) - max(_beyond(without), 0.0), 0.0),
             saved_bytes=max(
-                (without.need_bytes - look.need_bytes, *(_alive(without, one) - _alive(look, one) for one in phases))
+                (
+                    without.need_bytes - evaluation.need_bytes,
+                    *(_alive(without, one) - _alive(evaluation, one) for one in phases),
+                )
             ),
-            seconds=look.seconds - without.seconds,
-            passes=self._passes(look.micro_batch),
+            seconds=evaluation.seconds - without.seconds,
+            passes=self._passes(evaluation.micro_batch),
             passes_seconds=without.seconds,
             reaches=reaches,
         )
         self._reference = without
 
-    def learn_together(self, first: Choice, second: Choice, look: Look) -> None:
+    def learn_together(self, first: Choice, second: Choice, evaluation: Evaluation) -> None:
         """Learn from a trace of both what two choices do beyond what each does alone."""
         self._together[first, second] = _Effect(
-            **self._difference(look)._asdict(),
+            **self._difference(evaluation)._asdict(),
             saved_bytes=0.0,
-            passes=self._passes(look.micro_batch),
-            passes_seconds=float(self._plain_seconds(np.asarray([look.micro_batch]))[0]),
+            passes=self._passes(evaluation.micro_batch),
+            passes_seconds=float(self._plain_seconds(np.asarray([evaluation.micro_batch]))[0]),
             reaches=_TOGETHER,
         )
 
@@ -170,7 +180,9 @@ class Surrogate:
             )
 
     def suppose(self, choice: Choice, strong: Choice, may_be_faster: bool) -> None:
-        """Take a weaker choice to do as much as a stronger one in less time, until it is in a mix that is traced."""
+        """Take a weaker choice to do as much as a stronger one in less time, until it is in a combination that is
+        traced.
+        """
         effect = self._effects.get(strong)
         if effect is not None:
             seconds = _WEAKER_SECONDS * effect.seconds
@@ -181,23 +193,26 @@ class Surrogate:
             self._effects[choice] = replace(effect, seconds=seconds)
             self._supposed[choice] = strong
 
-    def correct(self, look: Look) -> None:
-        """Learn from a trace of a whole mix; what was only supposed of a choice is put right first."""
-        size = np.asarray([look.micro_batch])
-        for choice in [one for one in look.mix if one in self._supposed]:
-            self._put_right(choice, self._supposed.pop(choice), look)
-        points = self._off.setdefault(look.mix, {})
-        points.pop(look.micro_batch, None)
-        off = self._off_of(_Members([look.mix]), np.zeros(1, dtype=int), size)
-        guess = self.guess([look.mix], np.zeros(1, dtype=int), size)
-        known = zip(off, guess, (look.need_bytes, look.seconds), strict=True)
+    def correct(self, evaluation: Evaluation) -> None:
+        """Learn from a trace of a whole combination; what was only supposed of a choice is put right first."""
+        size = np.asarray([evaluation.micro_batch])
+        for choice in [one for one in evaluation.combination if one in self._supposed]:
+            self._put_right(choice, self._supposed.pop(choice), evaluation)
+        points = self._off.setdefault(evaluation.combination, {})
+        points.pop(evaluation.micro_batch, None)
+        off = self._off_of(_Members([evaluation.combination]), np.zeros(1, dtype=int), size)
+        guess = self.guess([evaluation.combination], np.zeros(1, dtype=int), size)
+        known = zip(off, guess, (evaluation.need_bytes, evaluation.seconds), strict=True)
         need_off, seconds_off = (float(before[0] + value - guessed[0]) for before, guessed, value in known)
-        points[look.micro_batch] = (need_off, seconds_off)
+        points[evaluation.micro_batch] = (need_off, seconds_off)
 
-    def _put_right(self, choice: Choice, strong: Choice, look: Look) -> None:
-        """Take what a guess of a mix is off by to be due to one choice in it, no slower than a stronger one."""
-        effect, asked = self._effects[choice], ([look.mix], np.zeros(1, dtype=int), np.asarray([look.micro_batch]))
-        seconds, off = float(self.guess(*asked)[1][0]), self._difference(look)
+    def _put_right(self, choice: Choice, strong: Choice, evaluation: Evaluation) -> None:
+        """Take what a guess of a combination is off by to be due to one choice in it, no slower than a stronger one."""
+        effect, asked = (
+            self._effects[choice],
+            ([evaluation.combination], np.zeros(1, dtype=int), np.asarray([evaluation.micro_batch])),
+        )
+        seconds, off = float(self.guess(*asked)[1][0]), self._difference(evaluation)
         self._effects[choice] = replace(effect, seconds=effect.seconds + 1)
         of_a_second = float(self.guess(*asked)[1][0]) - seconds
         self._effects[choice] = replace(
@@ -207,33 +222,36 @@ class Surrogate:
             beyond_share=effect.beyond_share * off.beyond_share,
             beyond_bytes=effect.beyond_bytes + off.beyond_bytes,
             seconds=min(
-                effect.seconds + (look.seconds - seconds) / (of_a_second or 1.0), self._effects[strong].seconds
+                effect.seconds + (evaluation.seconds - seconds) / (of_a_second or 1.0), self._effects[strong].seconds
             ),
         )
 
-    def _difference(self, look: Look) -> _Difference:
+    def _difference(self, evaluation: Evaluation) -> _Difference:
         """By what the sum of the effects of its choices is off from a trace."""
-        known, asked = self._known(_Members([look.mix])), (np.zeros(1, dtype=int), np.asarray([look.micro_batch]))
+        known, asked = (
+            self._known(_Members([evaluation.combination])),
+            (np.zeros(1, dtype=int), np.asarray([evaluation.micro_batch])),
+        )
         fixed, shares = dict[Phase, float](), dict[Phase, float]()
-        for phase in self._alive.keys() & look.phases.keys():
+        for phase in self._alive.keys() & evaluation.phases.keys():
             fixed_bytes, growing_bytes = (float(one[0]) for one in self._phase_bytes(known, phase, *asked))
-            fixed[phase] = look.phases[phase].fixed_bytes - fixed_bytes
-            shares[phase] = look.phases[phase].growing_bytes / growing_bytes if growing_bytes > 0 else 1.0
+            fixed[phase] = evaluation.phases[phase].fixed_bytes - fixed_bytes
+            shares[phase] = evaluation.phases[phase].growing_bytes / growing_bytes if growing_bytes > 0 else 1.0
         beyond = float(self._beyond_bytes(known, *asked)[0])
         return _Difference(
-            fixed, shares, _share(_beyond(look), beyond), max(_beyond(look) - beyond, 0.0),
-            look.seconds - float(self._seconds(known, *asked)[0]),
+            fixed, shares, _share(_beyond(evaluation), beyond), max(_beyond(evaluation) - beyond, 0.0),
+            evaluation.seconds - float(self._seconds(known, *asked)[0]),
         )  # fmt: skip
 
-    def guess(self, mixes: Sequence[Choices], numbers: Column, micro_batches: Column) -> tuple[Column, Column]:
-        """Guess the budget that mixes are safe in, and the seconds of a step.
+    def guess(self, combinations: Sequence[Choices], numbers: Column, micro_batches: Column) -> tuple[Column, Column]:
+        """Guess the budget that combinations are safe in, and the seconds of a step.
 
         Args:
-            mixes: without micro-batches.
-            numbers: of each guess the number of its mix.
+            combinations: without micro-batches.
+            numbers: of each guess the number of its combination.
             micro_batches: of each guess, in samples.
         """
-        members = _Members(mixes)
+        members = _Members(combinations)
         known = self._known(members)
         needs = self._beyond_bytes(known, numbers, micro_batches)
         phases = [self._phase_bytes(known, phase, numbers, micro_batches) for phase in self._alive]
@@ -253,10 +271,10 @@ class Surrogate:
         self, known: Sequence[_Known], phase: Phase, numbers: Column, micro_batches: Column
     ) -> tuple[Column, Column]:
         """Of what is alive at the peak of a phase, what does not grow with the micro-batch and what does."""
-        num_mixes, growing = numbers.max(initial=0) + 1, self._growing[phase].at(micro_batches)
-        added = sum((has * effect.fixed_bytes.get(phase, 0.0) for has, effect in known), np.zeros(num_mixes))
+        num_combinations, growing = numbers.max(initial=0) + 1, self._growing[phase].at(micro_batches)
+        added = sum((has * effect.fixed_bytes.get(phase, 0.0) for has, effect in known), np.zeros(num_combinations))
         fixed = self._alive[phase].at(micro_batches) - growing + added[numbers]
-        return fixed, growing * self._share_left(known, phase, num_mixes)[numbers]
+        return fixed, growing * self._share_left(known, phase, num_combinations)[numbers]
 
     def _beyond_bytes(self, known: Sequence[_Known], numbers: Column, micro_batches: Column) -> Any:
         left, added = np.ones(numbers.max(initial=0) + 1), np.zeros(numbers.max(initial=0) + 1)
@@ -295,13 +313,13 @@ class Surrogate:
         return np.ceil(self._batch_size / np.asarray(micro_batches))
 
     @staticmethod
-    def _share_left(known: Sequence[_Known], phase: Phase, num_mixes: int) -> Column:
+    def _share_left(known: Sequence[_Known], phase: Phase, num_combinations: int) -> Column:
         """What choices leave of the bytes that grow. What two save of one category (activations) is saved once."""
-        left, least = np.ones(num_mixes), dict[frozenset[Category], Column]()
+        left, least = np.ones(num_combinations), dict[frozenset[Category], Column]()
         for has, effect in known:
             share = effect.shares_left.get(phase, 1.0)
             if len(effect.reaches) == 1:
-                before = least.get(effect.reaches, np.full(num_mixes, np.inf))
+                before = least.get(effect.reaches, np.full(num_combinations, np.inf))
                 least[effect.reaches] = np.minimum(before, np.where(has, share, np.inf))
             else:
                 left *= np.where(has, share, 1.0)
@@ -320,14 +338,14 @@ class Surrogate:
         return self._effects[choice].seconds <= _WORTH_SHARE * self._reference.seconds
 
     def _off_of(self, members: _Members, numbers: Column, micro_batches: Column) -> tuple[Column, Column]:
-        """By how much guesses are off: at the sizes that were traced of the mix, or of the one most like it."""
+        """By how much guesses are off: at the sizes that were traced of the combination, or of the one most like it."""
         off_bytes, off_seconds = np.zeros(len(numbers)), np.zeros(len(numbers))
-        known = sorted((mix for mix, points in self._off.items() if points), key=str)
+        known = sorted((combination for combination, points in self._off.items() if points), key=str)
         if known:
-            distances = np.stack([members.distances(mix) for mix in known])
+            distances = np.stack([members.distances(combination) for combination in known])
             nearest = np.where(distances.min(axis=0) <= _ALIKE, distances.argmin(axis=0), -1)[numbers]
-            for place, mix in enumerate(known):
-                rows, points = nearest == place, sorted(self._off[mix].items())
+            for place, combination in enumerate(known):
+                rows, points = nearest == place, sorted(self._off[combination].items())
                 sizes, at = np.log2([size for size, _ in points]), np.log2(micro_batches[rows])
                 off_bytes[rows] = np.interp(at, sizes, [one for _, (one, _) in points])
                 off_seconds[rows] = np.interp(at, sizes, [one for _, (_, one) in points])
@@ -335,12 +353,15 @@ class Surrogate:
 
 
 class _Members:
-    """Which choices each of many mixes has, in columns."""
+    """Which choices each of many combinations has, in columns."""
 
-    def __init__(self, mixes: Sequence[Choices]) -> None:
+    def __init__(self, combinations: Sequence[Choices]) -> None:
         self._places: dict[Choice, int] = {}
-        held = [[self._places.setdefault(choice, len(self._places)) for choice in mix] for mix in mixes]
-        self._has = np.zeros((len(mixes), len(self._places)), dtype=np.int64)
+        held = [
+            [self._places.setdefault(choice, len(self._places)) for choice in combination]
+            for combination in combinations
+        ]
+        self._has = np.zeros((len(combinations), len(self._places)), dtype=np.int64)
         for number, places in enumerate(held):
             self._has[number, places] = 1
 
@@ -353,20 +374,20 @@ class _Members:
         found: Column = self._has[:, self._places[choice]] > 0
         return found
 
-    def distances(self, mix: Choices) -> Column:
-        """In how many choices each of them and another mix differ."""
-        places = [self._places[choice] for choice in mix if choice in self]
-        found: Column = self._has.sum(axis=1) + len(mix) - 2 * self._has[:, places].sum(axis=1)
+    def distances(self, combination: Choices) -> Column:
+        """In how many choices each of them and another combination differ."""
+        places = [self._places[choice] for choice in combination if choice in self]
+        found: Column = self._has.sum(axis=1) + len(combination) - 2 * self._has[:, places].sum(axis=1)
         return found
 
 
-def _alive(look: Look, phase: Phase) -> float:
-    peak = look.phases.get(phase)
+def _alive(evaluation: Evaluation, phase: Phase) -> float:
+    peak = evaluation.phases.get(phase)
     return 0.0 if peak is None else peak.fixed_bytes + peak.growing_bytes
 
 
-def _growing(look: Look, phase: Phase) -> float:
-    peak = look.phases.get(phase)
+def _growing(evaluation: Evaluation, phase: Phase) -> float:
+    peak = evaluation.phases.get(phase)
     return 0.0 if peak is None else peak.growing_bytes
 
 
@@ -375,6 +396,6 @@ def _share(after: float, before: float) -> float:
     return min(max(after, 0.0) / before, 1.0) if before > 0 else 1.0
 
 
-def _beyond(look: Look) -> float:
+def _beyond(evaluation: Evaluation) -> float:
     """What a peak needs beyond what is alive: process, context, fragmentation, the upper half of the range."""
-    return look.need_bytes - max((_alive(look, phase) for phase in look.phases), default=0.0)
+    return evaluation.need_bytes - max((_alive(evaluation, phase) for phase in evaluation.phases), default=0.0)

@@ -39,21 +39,21 @@ class FoldedUpdates:
         self._step = 0
         self._done: dict[Hashable, _Done] = {}
 
-    def run(self, members: Members, do_piece: Callable[[], Any]) -> Any:
+    def run(self, members: Members, do_chunk: Callable[[], Any]) -> Any:
         """Update a piece and let its gradients go, or note that again.
 
         Args:
             members: the parameters of the piece.
-            do_piece: does it; ``None`` says that it is done.
+            do_chunk: does it; ``None`` says that it is done.
         """
         if len(members) > _MOST_PARAMETERS:
-            return do_piece()
+            return do_chunk()
         if self._step != self._recorder.step:
             self._step, self._done = self._recorder.step, {}
         with _disable_current_modes():  # to look at values is no part of the training
             kinds = tuple(self._kind_of(*member) for member in members)
         if None in kinds:
-            return do_piece()
+            return do_chunk()
         parameters = [parameter for _, parameter in members]
         ended = [row_of(self._recorder, one.grad) for one in parameters if one.grad is not None]
         done = self._done.get(kinds)
@@ -64,7 +64,7 @@ class FoldedUpdates:
             return None
         begin, settings = place_of(self._recorder), self._settings()
         before = {id(value) for one in parameters for value in self._states_of(one).values()}
-        event = do_piece()
+        event = do_chunk()
         states = [{**self._states_of(one)} for one in parameters]
         new = [
             value for one in states for value in one.values() if isinstance(value, Tensor) and id(value) not in before

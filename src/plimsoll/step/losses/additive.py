@@ -37,11 +37,11 @@ from plimsoll.errors import InputError
 from plimsoll.models.workload import Reason, Workload, batch_size_of, count_units, move_batch, pick_samples
 from plimsoll.records.loss_check import LossCheck, Verdict
 from plimsoll.records.run import OomEvent
-from plimsoll.step.collective import attempt_together
+from plimsoll.step.collective import attempt_collectively
 from plimsoll.step.losses.known import is_usual, known_additive, known_reason
 from plimsoll.step.losses.probe_samples import Kinds, first_rows, joined_samples, telling_rows
 from plimsoll.step.losses.without_dropout import undropped
-from plimsoll.step.micro_batches import mean_loss, shape_of, weighted_pieces
+from plimsoll.step.micro_batches import mean_loss, shape_of, weighted_micro_batches
 from plimsoll.step.oom_boundary import Position, attempt_twice, without_fail
 from plimsoll.step.undo.saved import Stateful, is_same_state
 from plimsoll.step.undo.step_state import Undo, left_alone
@@ -224,7 +224,7 @@ class Additivity:
         return found
 
     def _attempt(self, compare: Callable[[], _Found | None]) -> _Found | OomEvent | None:
-        return attempt_together(compare, self._backend, self._position, self._workload.ranks)
+        return attempt_collectively(compare, self._backend, self._position, self._workload.ranks)
 
     def _compare(self, rows: Any, samples_of_part: int, loss_of: LossOf, gradients: bool) -> _Found | None:
         workload = self._workload
@@ -241,7 +241,7 @@ class Additivity:
         ):
             whole = one(rows, 1.0)
             before.restore()  # a state that a loss keeps from pass to pass is then another one in the parts
-            pieces = weighted_pieces(rows, samples_of_part, shape, workload)
+            pieces = weighted_micro_batches(rows, samples_of_part, shape, workload)
             losses = [one(piece, share) for piece, share, _ in pieces]
             dtypes = mode.dtypes | {one.dtype for one in workload.model.parameters() if one.is_floating_point()}
             found = _difference(shape.num_samples, whole, losses, _most_difference(dtypes), mode.averages_weights)

@@ -10,7 +10,7 @@ micro-batches are replayed. All others run eagerly and add to the same gradients
 passes is compared with what it was at the capture: where it differs, the graph is dropped, and captured anew. Whatever
 forbids a capture, or fails in it, the steps run eagerly; that is said once, and the memory of the graph is given back.
 
-In a rehearsal nothing is captured: the ops of such a micro-batch are marked as a graph's (`plimsoll.memory.captures`),
+In a dry run nothing is captured: the ops of such a micro-batch are marked as a graph's (`plimsoll.memory.captures`),
 unless its forward is seen to read the data.
 """
 
@@ -50,7 +50,7 @@ class Replays:
         backend: of the device.
         position: where the training is.
         parameters: iterates over what has gradients.
-        rehearses: whether the training is a dry run.
+        dry-runs: whether the training is a dry run.
 
     Attributes:
         num_replays: micro-batches that were replayed.
@@ -59,12 +59,12 @@ class Replays:
 
     def __init__(
         self, workload: Workload, retry: Retry, backend: Backend, position: Position,
-        parameters: Callable[[], Iterable[nn.Parameter]], *, rehearses: bool = False,
+        parameters: Callable[[], Iterable[nn.Parameter]], *, is_dry_run: bool = False,
     ) -> None:  # fmt: skip
         self.num_replays = 0
         self.why_not: str | None = None
         self._workload, self._retry, self._backend, self._position = workload, retry, backend, position
-        self._parameters, self._rehearses = parameters, rehearses
+        self._parameters, self._is_dry_run = parameters, is_dry_run
         self._capture = Capture(workload, retry, backend, parameters)
         self._is_first = True
         self._first_shapes: set[Hashable] = set()
@@ -72,7 +72,7 @@ class Replays:
         self._shape: Hashable = None  # of what is captured
         self._captured_at = 0  # the step
         self._num_changes = self._num_idle = 0
-        self._reached: list[nn.Parameter] = []  # in a rehearsal what has gradients, and those that stay
+        self._reached: list[nn.Parameter] = []  # in a dry run what has gradients, and those that stay
         self._static: dict[nn.Parameter, Tensor] | None = None
 
     def begin(self) -> None:
@@ -101,10 +101,10 @@ class Replays:
         """
         is_first, self._is_first = self._is_first, False
         is_asked = self._backend.kind in GRAPHS and self.why_not is None
-        kind = "" if self._rehearses else self._workload.device.type
+        kind = "" if self._is_dry_run else self._workload.device.type
         shape = shape_of(piece, kind) if is_asked else None
-        if self._rehearses:
-            return self._rehearsed(shape, is_first, piece, eager)
+        if self._is_dry_run:
+            return self._in_dry_run(shape, is_first, piece, eager)
         # Where a dispatch mode looks at the passes, it is to see them.
         if shape is not None and not self._retry.undo.is_due and _get_current_dispatch_mode() is None:
             if is_first and self._held is None and shape in self._first_shapes - self._full:
@@ -180,8 +180,8 @@ class Replays:
         self.why_not = why
         warn_at_the_loop(f"micro-batches are not replayed as a CUDA graph, because {why}: the steps run without one")
 
-    def _rehearsed(self, shape: Hashable, is_first: bool, piece: Any, eager: Eager) -> Tensor:
-        """The pass of a rehearsal: from the second step on its ops are a graph's, and gradients stay between steps.
+    def _in_dry_run(self, shape: Hashable, is_first: bool, piece: Any, eager: Eager) -> Tensor:
+        """The pass of a dry run: from the second step on its ops are a graph's, and gradients stay between steps.
 
         They are held between passes only: autograd adds to them in place as long as nobody else has them.
         """

@@ -29,7 +29,7 @@ _CONTAINERS = {"list", "dict", "tuple", "deque", "defaultdict", "OrderedDict"}
 _METHODS_WITHOUT_GRAPH, _FUNCTIONS_WITHOUT_GRAPH = {"detach", "item", "tolist", "numpy"}, {"float", "int"}
 
 
-class Store(NamedTuple):
+class Assignment(NamedTuple):
     """One line that keeps a value: where it is, what it says, and what it would say with the graph left out."""
 
     place: str
@@ -37,7 +37,9 @@ class Store(NamedTuple):
     remedy: str
 
 
-def store_of(owners: Iterable[Any], variable: str, value: Any = None, also_without_graph: bool = False) -> Store | None:
+def assignment_of(
+    owners: Iterable[Any], variable: str, value: Any = None, also_without_graph: bool = False
+) -> Assignment | None:
     """Find the line that stores ``variable``.
 
     Args:
@@ -53,7 +55,7 @@ def store_of(owners: Iterable[Any], variable: str, value: Any = None, also_witho
         for function in _functions_of(owner):
             for node, line in _statements(function):
                 if (remedy := _remedy(node, wanted, value)) is not None:
-                    return Store(f"{_shown(inspect.getsourcefile(function))}:{line}", ast.unparse(node), remedy)
+                    return Assignment(f"{_shown(inspect.getsourcefile(function))}:{line}", ast.unparse(node), remedy)
     return None
 
 

@@ -26,10 +26,10 @@ from plimsoll.errors import InputError
 from plimsoll.memory.graph import GraphSize, graph_size, has_graph, storage_bytes
 from plimsoll.models.workload import Workload
 from plimsoll.records.diagnosis import GRAPH_IS_GONE
-from plimsoll.records.run import GraphLine, HeldGraph
-from plimsoll.step.retained.assignments import Store, callers, is_read, store_of
-from plimsoll.step.retained.tensors import Held, held_by
-from plimsoll.step.sampled_steps import Looks
+from plimsoll.records.run import GraphLine, RetainedGraph
+from plimsoll.step.retained.assignments import Assignment, assignment_of, callers, is_read
+from plimsoll.step.retained.tensors import RetainedTensor, retained_by
+from plimsoll.step.sampled_steps import SampledSteps
 from plimsoll.techniques.mechanisms.over_time import SecondBackward
 
 _MOST_MARKED = 8  # tensors of one holder in one look, the newest: a container may have thousands
@@ -55,7 +55,7 @@ class _Marks:
     name: str
     by_step: dict[int, list[weakref.ref[_Mark]]] = field(default_factory=dict)
     num_walks: int = 0
-    store: Store | None = None
+    store: Assignment | None = None
 
     def add(self, step: int, tensors: list[Tensor]) -> None:
         """Mark what no earlier step has marked: a graph that was made once and stays is not one of every step."""
@@ -87,12 +87,12 @@ class GraphWatch:
         self._workload = workload
         self._backend = backend
         self._marks: dict[str, _Marks] = {}
-        self._looks = Looks()
+        self._sampled_steps = SampledSteps()
 
     @property
     def is_due(self) -> bool:
         """Whether the step that is running will be looked at."""
-        return self._looks.is_due
+        return self._sampled_steps.is_due
 
     def note_loss(self, loss: Tensor, step: int) -> None:
         """Mark the graph of a loss of a step that is running, as the user's function returned it."""
@@ -117,12 +117,12 @@ class GraphWatch:
     def look(self, step: int) -> None:
         """Look, if it is time to, at what is alive after ``step``, when nothing of its graph should be."""
         is_due = self.is_due
-        self._looks.passed(looked=is_due)
+        self._sampled_steps.passed(looked=is_due)
         self.failure = ""
         if not is_due:
             return
         self.memory.append((step, self._backend.use().used_bytes))
-        held = [self._of_holder(one, step) for one in held_by(self._workload.model, self._workload.loss)]
+        held = [self._of_holder(one, step) for one in retained_by(self._workload.model, self._workload.loss)]
         found = [one for one in held if one is not None] or [*filter(None, [self._of_losses(step)])]
         if found:
             self.lines.append(GraphLine(step=step, held=tuple(found)))
@@ -131,17 +131,17 @@ class GraphWatch:
         """What was found after ``step``, if it was the last that was looked at and something was."""
         return self.lines[-1] if self.lines and self.lines[-1].step == step else None
 
-    def _of_holder(self, held: Held, step: int) -> HeldGraph | None:
+    def _of_holder(self, held: RetainedTensor, step: int) -> RetainedGraph | None:
         """What one holder keeps of marked steps; marks what it has now."""
         marks = self._marks.setdefault(held.name, _Marks(held.name))
         marked, alive = tuple(marks.by_step), marks.alive()
         marks.add(step, held.tensors[-_MOST_MARKED:])
         if len(alive) < _FEWEST_ALIVE:
             return None
-        marks.store = marks.store or store_of((*held.owners, *callers()), held.variable, held.value)
-        store = marks.store or Store("", "", "")
+        marks.store = marks.store or assignment_of((*held.owners, *callers()), held.variable, held.value)
+        store = marks.store or Assignment("", "", "")
         size = self._walked(marks, held.tensors)
-        return HeldGraph(
+        return RetainedGraph(
             holder=held.name,
             num_tensors=len(held.tensors),
             num_bytes=storage_bytes(held.tensors, self._workload.model.parameters()),
@@ -158,19 +158,21 @@ class GraphWatch:
         marks.num_walks += 1
         return graph_size(tensors, [*self._workload.model.parameters(), *tensors])
 
-    def _of_losses(self, now: int) -> HeldGraph | None:
+    def _of_losses(self, now: int) -> RetainedGraph | None:
         """The losses of earlier steps that are alive, kept by nobody who was found."""
         marks = self._marks.get(_ANYBODY, _Marks(_ANYBODY))
         alive = tuple(step for step in marks.alive() if step < now)
         if len(alive) < _FEWEST_ALIVE:
             return None
         marked = tuple(step for step in marks.by_step if step < now)
-        return HeldGraph(holder=_ANYBODY, num_tensors=len(alive), num_bytes=0, marked_steps=marked, alive_steps=alive)
+        return RetainedGraph(
+            holder=_ANYBODY, num_tensors=len(alive), num_bytes=0, marked_steps=marked, alive_steps=alive
+        )
 
 
 def _second_time(step: int, workload: Workload) -> InputError:
     """Say who keeps the graph that backward came to for the second time."""
-    held = held_by(workload.model, workload.loss)
+    held = retained_by(workload.model, workload.loss)
     carried = [one for one in held if is_read(one.owners, one.variable)] or held
     if not carried:
         return InputError(
@@ -179,7 +181,7 @@ def _second_time(step: int, workload: Workload) -> InputError:
             "`hidden = hidden.detach()` where it is carried from one pass to the next"
         )
     names = ", ".join(f"`{one.name}`" for one in carried)
-    stores = [store_of(one.owners, one.variable, one.value) for one in carried]
+    stores = [assignment_of(one.owners, one.variable, one.value) for one in carried]
     places = [f"; in {store.place}, write `{store.remedy}` for `{store.code}`" for store in stores if store]
     how = "".join(places) or f"; write `{carried[0].name} = {carried[0].name}.detach()` after each pass"
     return InputError(

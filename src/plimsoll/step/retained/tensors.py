@@ -28,7 +28,7 @@ OF_TORCH = frozenset(vars(nn.Module()))
 _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 
 
-class Held(NamedTuple):
+class RetainedTensor(NamedTuple):
     """Tensors with a graph in one attribute or variable.
 
     Attributes:
@@ -46,7 +46,7 @@ class Held(NamedTuple):
     tensors: list[Tensor]
 
 
-def held_by(model: nn.Module, loss: Callable[..., Any]) -> list[Held]:
+def retained_by(model: nn.Module, loss: Callable[..., Any]) -> list[RetainedTensor]:
     """Find what is kept with a graph by a model and the loss that it is trained with."""
     seen: set[int] = set()
     found = list(_of_modules("model", model, seen))
@@ -55,7 +55,7 @@ def held_by(model: nn.Module, loss: Callable[..., Any]) -> list[Held]:
     return found
 
 
-def _of_modules(root: str, model: nn.Module, seen: set[int]) -> Iterator[Held]:
+def _of_modules(root: str, model: nn.Module, seen: set[int]) -> Iterator[RetainedTensor]:
     for path, module in model.named_modules(prefix=root):
         seen.add(id(module))
         own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
@@ -92,13 +92,15 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _of_value(name: str, value: Any, owners: tuple[Any, ...], seen: set[int], depth: int = 0) -> Iterator[Held]:
+def _of_value(
+    name: str, value: Any, owners: tuple[Any, ...], seen: set[int], depth: int = 0
+) -> Iterator[RetainedTensor]:
     variable = name.rpartition(".")[2]
     if isinstance(value, _LEAVES) or depth > _DEEPEST:
         return
     if isinstance(value, Tensor):
         if has_graph(value):
-            yield Held(name, variable, owners, value, [value])
+            yield RetainedTensor(name, variable, owners, value, [value])
         return
     if id(value) in seen:
         return
@@ -107,7 +109,7 @@ def _of_value(name: str, value: Any, owners: tuple[Any, ...], seen: set[int], de
         yield from _of_modules(name, value, seen)
     elif isinstance(value, list | tuple | deque | Mapping):
         if tensors := _tensors_in(value):
-            yield Held(name, variable, owners, value, tensors)
+            yield RetainedTensor(name, variable, owners, value, tensors)
         for item in _last(value):
             if not isinstance(item, Tensor):
                 yield from _of_value(name, item, owners, seen, depth + 1)

@@ -118,7 +118,7 @@ def _are_same(some: list[Any], others: list[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def held_by(reached: Reached) -> Contents:
+def contents_of(reached: Reached) -> Contents:
     """Return what all that was reached holds, but for what passes have computed."""
     contents = Places([place for _, place in reached.places]).contents()
     contents.let_go()

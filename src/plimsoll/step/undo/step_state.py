@@ -34,9 +34,9 @@ from plimsoll.device.cpu import onednn
 from plimsoll.device.cuda import cudnn_dropout
 from plimsoll.device.off_device import is_marked
 from plimsoll.step.oom_boundary import fitting
-from plimsoll.step.sampled_steps import Looks
+from plimsoll.step.sampled_steps import SampledSteps
 from plimsoll.step.undo.between_batches import Between, Moment
-from plimsoll.step.undo.contents import Places, held_by
+from plimsoll.step.undo.contents import Places, contents_of
 from plimsoll.step.undo.hooks import SavedHooks, containers_of
 from plimsoll.step.undo.reachable import SMALL_BYTES, Place, Reached, may_hold_state, name_of_item, reached_from
 from plimsoll.step.undo.reached import Before, Watched
@@ -75,7 +75,7 @@ class Undo:
         self._between: list[Between] = []  # what the loop has changed after each of the batches
         self._roots, self._backend, self._extra_state, self._optimizer = dict(roots), backend, extra_state, optimizer
         self._reached: Reached | None = None
-        self._walked = held_by(Reached())  # what was in its places when it was found, or when that was still all
+        self._walked = contents_of(Reached())  # what was in its places when it was found, or when that was still all
         self._watched: Watched | None = None  # of it ...
         self._watched_for: tuple[Any, ...] = ()  # ... as long as this is so
         self.is_updating = False
@@ -97,7 +97,7 @@ class Undo:
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
         self._strangers: dict[int, StorageWeakRef] = {}  # written by passes, and reached from nowhere
-        self._looks = Looks()
+        self._sampled_steps = SampledSteps()
         for model in (one for one in roots.values() if isinstance(one, nn.Module)):
             cudnn_dropout.find_for(model)
             fitting(partial(onednn.prepare_for, model), backend, "oneDNN was prepared for an LSTM", " to a new process")
@@ -109,7 +109,7 @@ class Undo:
         self._random_state = self._backend.random_state()
         if self._reached is None:
             self._reached = self._walk()
-            self._walked = held_by(self._reached)
+            self._walked = contents_of(self._reached)
         self._kinds_in_hand = [self._kind_with_modes(batch)]
         before = self._remembered(self._reached, is_new=False)
         roots = [("batch", batch), *self._news(before), *(news for one in self._between for news in one.news)]
@@ -197,8 +197,8 @@ class Undo:
         if newly := self._newly_written():
             self._late |= {*newly} - self._copied_names()
             self._written.update(newly)
-        is_looked_at = self._writes is not None or self._looks.is_due
-        self._looks.passed(looked=is_looked_at)
+        is_looked_at = self._writes is not None or self._sampled_steps.is_due
+        self._sampled_steps.passed(looked=is_looked_at)
         if self._writes is not None:
             copies = [one for before in self._before for one in before.copies if one[0]]
             self._written.update(name for name, saved in copies if name not in self._written and saved.is_changed())
@@ -224,7 +224,7 @@ class Undo:
         if self._stays and self._reached is not None:  # what comes and goes is not held
             more = reached_from(self._stays, self._reached)
             self._reached.add(more)
-            self._walked.extend(held_by(more))
+            self._walked.extend(contents_of(more))
             self._watched, self._stays = None, []
 
     def leave(self) -> bool:

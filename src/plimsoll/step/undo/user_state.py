@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy
 
-from plimsoll.step.sampled_steps import Looks
+from plimsoll.step.sampled_steps import SampledSteps
 from plimsoll.step.undo.reachable import (
     SMALL_BYTES,
     Place,
@@ -94,7 +94,7 @@ class Kept:
         self.copied: list[Known] = []
         self.others: list[Known] = []
         self.is_due = True
-        self._roots, self._apart, self._looks = roots, apart, Looks()
+        self._roots, self._apart, self._sampled_steps = roots, apart, SampledSteps()
         self._lasting: list[Reached] = []  # of each part what is not exchanged
         self._places: list[list[Known]] = []  # of those
         self._exchanging: list[list[Known]] = []  # of these the ones in which something is
@@ -111,7 +111,7 @@ class Kept:
 
     def begin(self, *, is_again: bool = False) -> None:
         """Find what there is before a work, and copy what is due; ``is_again``: the work has failed before."""
-        self.is_due = is_again or self._looks.is_due
+        self.is_due = is_again or self._sampled_steps.is_due
         roots = self._roots()
         has_all = all(id(value) in self._held for group in roots for _, value in group)
         if not self._lasting or not has_all or self._is_news():
@@ -149,7 +149,7 @@ class Kept:
         if self.is_due:
             arrays = (one for part in self.parts for one in part.arrays)
             self._written.update(name for name, array in arrays if self.is_written(name, array))
-        self._looks.passed(looked=self.is_due)
+        self._sampled_steps.passed(looked=self.is_due)
         if self._has_come(changed) or self._is_first:
             self.forget()
         for places in self._exchanging:

@@ -61,7 +61,7 @@ from plimsoll.step.failpoints import failpoint
 from plimsoll.step.folding.updates import FoldedUpdates
 from plimsoll.step.oom_boundary import Position, attempt
 from plimsoll.step.undo.snapshot import MOST_TRIES, Change
-from plimsoll.step.update.copies import Learned, Memory, PieceCopy, WholeCopy
+from plimsoll.step.update.copies import ChunkCopy, Learned, Memory, WholeCopy
 from plimsoll.step.update.scratch import ADDRESS_OF, Layout, Scratch
 from plimsoll.step.update.sparse import bytes_of, is_sparse
 from plimsoll.step.update.transient_memory import (
@@ -75,7 +75,7 @@ from plimsoll.step.update.transient_memory import (
 )  # fmt: skip
 
 # A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
-_PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
+_CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # Parameters that lie on the host in a training on a GPU are updated there: in its cache, but by fewer calls, since many
 # threads share the work of each.
 _OUTSIDE_PIECE_BYTES = 8 << 20
@@ -87,7 +87,7 @@ _OUTSIDE_KEPT_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 
 
 @dataclass(slots=True)
-class _Piece:
+class _Chunk:
     """Some parameters of each parameter group: ``groups`` maps the group's index to them.
 
     One that is not separable stands for the whole optimizer, and has the parameters with gradients.
@@ -129,19 +129,19 @@ class _Piece:
         goes_on = bool(self.left) and self.num_failures < MOST_TRIES
         return self.can_be_cut() or self.num_failures == 1 or goes_on
 
-    def halves(self) -> list[_Piece]:
+    def halves(self) -> list[_Chunk]:
         """The piece as two, or itself if it cannot be cut."""
         if not self.can_be_cut():
             return [self]
         members = self.members()
-        parts = [_Piece(is_separable=True), _Piece(is_separable=True)]
+        parts = [_Chunk(is_separable=True), _Chunk(is_separable=True)]
         for number, (group, parameter) in enumerate(members):
             parts[number * 2 // len(members)].add(group, parameter)
         return parts
 
 
 _Place = tuple[torch.device, bool]
-"""A device, and whether what is there lies outside of it (a rehearsal has one device only)."""
+"""A device, and whether what is there lies outside of it (a dry run has one device only)."""
 
 
 def _place_of(parameter: nn.Parameter) -> _Place:
@@ -157,7 +157,7 @@ class StepCommit:
         optimizer: the optimizer; its gradients are released as they are used.
         backend: the device's backend.
         position: where the run is, for the record of an error.
-        piece_bytes: always go in pieces, of parameters of so many bytes; ``None``: at once, or what suits the device.
+        chunk_bytes: always go in pieces, of parameters of so many bytes; ``None``: at once, or what suits the device.
         ranks: who does the same step on the same gradients; as long as it can be undone here, it can be undone on all.
     """
 
@@ -166,7 +166,7 @@ class StepCommit:
         optimizer: torch.optim.Optimizer,
         backend: Backend,
         position: Position,
-        piece_bytes: int | None = None,
+        chunk_bytes: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -178,12 +178,12 @@ class StepCommit:
         self._position = position
         self._scratch = _scratch_by_place(backend)
         self._plain: list[nn.Parameter] = []  # found to be so: looking again in every step would cost more
-        self._pieces: list[_Piece] = []
+        self._chunks: list[_Chunk] = []
         self._made_for: object = None
         if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # one around another may have no hooks
             optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
-        self._goes_at_once = piece_bytes is None and (ranks is None or ranks.is_alone)
-        self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
+        self._goes_at_once = chunk_bytes is None and (ranks is None or ranks.is_alone)
+        self._chunk_bytes = chunk_bytes or _CHUNK_BYTES[backend.kind]
         self._ranks = ranks or Ranks()
         self._is_undone_by_all = False
         self._changes_gradients: bool | None = None
@@ -193,7 +193,7 @@ class StepCommit:
     def forget(self) -> None:
         """Let go of the scratch memory, and of the optimizer's states: views of them are kept from step to step."""
         self._scratch = _scratch_by_place(self._backend)
-        self._plain, self._pieces, self._made_for = [], [], None
+        self._plain, self._chunks, self._made_for = [], [], None
         self._learned.kept.forget()
 
     @property
@@ -212,7 +212,7 @@ class StepCommit:
         self.was_called = True
         self.outcome = None
         if not self._is_done_at_once():
-            self._do_in_pieces()
+            self._do_in_chunks()
 
     def _is_done_at_once(self) -> bool:
         """Do the whole update if what it takes at most is known and there; otherwise leave everything as it is.
@@ -265,84 +265,84 @@ class StepCommit:
         room = self._backend.reserved(sizes)
         return room is not None and stack.enter_context(room) is None
 
-    def _do_in_pieces(self) -> None:
-        pieces, switches = self._whole(), _switches_of(self.optimizer)
+    def _do_in_chunks(self) -> None:
+        chunks, switches = self._whole(), _switches_of(self.optimizer)
         self._changes_gradients = self._changers.get(switches)
-        creates_states = bool(self._stateless(pieces))
+        creates_states = bool(self._stateless(chunks))
         # They come where gradients go: in a heap with both, what one leaves is lost to the other.
         with self._backend.without_holes() if creates_states else nullcontext():
-            self._do_one_by_one(pieces[::-1], must_prove=creates_states and not keeps_states_outside(self.optimizer))
+            self._do_one_by_one(chunks[::-1], must_prove=creates_states and not keeps_states_outside(self.optimizer))
         if self.outcome is None:
-            self._changers[switches] = any(piece.changes_gradients for piece in pieces)
+            self._changers[switches] = any(chunk.changes_gradients for chunk in chunks)
 
-    def _do_one_by_one(self, waiting: list[_Piece], must_prove: bool) -> None:
+    def _do_one_by_one(self, waiting: list[_Chunk], must_prove: bool) -> None:
         nothing_happened = True
         while waiting:
-            piece = waiting.pop()
+            chunk = waiting.pop()
             self._is_undone_by_all = nothing_happened
             must_fit = waiting[::-1] if must_prove and nothing_happened else []
-            others = [one for one in must_fit if one.place == piece.place]
-            with outside_the_device() if piece.place[1] else nullcontext():
-                do_piece = partial(self._do, piece, others)
-                event = do_piece() if others or self.folded is None else self.folded.run(piece.members(), do_piece)
+            others = [one for one in must_fit if one.place == chunk.place]
+            with outside_the_device() if chunk.place[1] else nullcontext():
+                do_chunk = partial(self._do, chunk, others)
+                event = do_chunk() if others or self.folded is None else self.folded.run(chunk.members(), do_chunk)
             if event is None:
                 nothing_happened = False
                 continue
             self._backend.release()
-            if piece.may_be_tried_again():
+            if chunk.may_be_tried_again():
                 self.recovered.append(event.model_copy(update={"action": "part of the update undone, done again"}))
-                waiting.extend(reversed(piece.halves()))
+                waiting.extend(reversed(chunk.halves()))
             elif nothing_happened:
                 self.outcome = event
                 return
             else:
                 raise _torn(event)
 
-    def _whole(self) -> list[_Piece]:
+    def _whole(self) -> list[_Chunk]:
         """The pieces of the whole step: those of the step before, unless something about them has changed."""
         members, can_be_cut = _members(self.optimizer), is_separable(self.optimizer)
         made_for = (can_be_cut, [(group, id(parameter), parameter.nbytes) for group, parameter in members])
         if made_for != self._made_for:  # the ids are of living parameters: the pieces hold them
-            self._pieces, self._made_for = _pieces(members, can_be_cut, self._piece_bytes), made_for
-        for piece in self._pieces:
-            piece.num_failures, piece.left = 0, []
-        return self._pieces
+            self._chunks, self._made_for = _chunks(members, can_be_cut, self._chunk_bytes), made_for
+        for chunk in self._chunks:
+            chunk.num_failures, chunk.left = 0, []
+        return self._chunks
 
-    def _do(self, piece: _Piece, others: list[_Piece]) -> OomEvent | None:
+    def _do(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
         """Update one piece and release its gradients, or leave it as it was.
 
         ``others``: the pieces whose update must be proven to fit as well.
         """
-        copy = self._copy_of(piece)
+        copy = self._copy_of(chunk)
         if copy is None:
-            return self._do_without_copy(piece, others)
+            return self._do_without_copy(chunk, others)
         is_done = False
         try:
-            event = attempt(lambda: self._run(piece, copy), self._backend, self._position)
+            event = attempt(lambda: self._run(chunk, copy), self._backend, self._position)
             if event is None and self._stateless(others):
-                times = self._state_bytes(piece) / max(piece.num_bytes, 1)
+                times = self._state_bytes(chunk) / max(chunk.num_bytes, 1)
                 event = self._lacks_room(others, times, is_next=True)
             event = self._agreed(event)
-            if event is None and isinstance(copy, PieceCopy):
+            if event is None and isinstance(copy, ChunkCopy):
                 copy.keep()
             is_done = event is None
         finally:
             if not is_done:
-                self._undo(piece, copy)
+                self._undo(chunk, copy)
         if event is None:
-            piece.layout = copy.layout
-            piece.release_gradients()
+            chunk.layout = copy.layout
+            chunk.release_gradients()
         return event
 
-    def _run(self, piece: _Piece, copy: PieceCopy | WholeCopy) -> None:
-        work = partial(self._step_on, piece)
+    def _run(self, chunk: _Chunk, copy: ChunkCopy | WholeCopy) -> None:
+        work = partial(self._step_on, chunk)
         if isinstance(copy, WholeCopy):
-            copy.run(work, piece.left if piece.num_failures > 1 else [])
+            copy.run(work, chunk.left if chunk.num_failures > 1 else [])
         else:
             copy.run(work)
-            piece.changes_gradients = bool(copy.changes_gradients)
+            chunk.changes_gradients = bool(copy.changes_gradients)
 
-    def _undo(self, piece: _Piece, copy: PieceCopy | WholeCopy) -> None:
+    def _undo(self, chunk: _Chunk, copy: ChunkCopy | WholeCopy) -> None:
         """Bring back what was copied; where memory runs out in that, once more when it is released.
 
         Raises:
@@ -361,70 +361,70 @@ class StepCommit:
                     f"{', '.join(copy.lost)} cannot be put back: reload the last checkpoint"
                 )
             # All ranks try as often; and where gradients are lost, what is to be done again is the whole step.
-            is_further = piece.num_failures < 2 or copy.changes != piece.left
+            is_further = chunk.num_failures < 2 or copy.changes != chunk.left
             may_go_on = is_further and self._ranks.is_alone and not copy.has_lost_gradients
-            piece.left = copy.changes if may_go_on else []
-            piece.num_failures += copy.has_lost_gradients
+            chunk.left = copy.changes if may_go_on else []
+            chunk.num_failures += copy.has_lost_gradients
 
-    def _copy_of(self, piece: _Piece) -> PieceCopy | WholeCopy | None:
+    def _copy_of(self, chunk: _Chunk) -> ChunkCopy | WholeCopy | None:
         """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
-        copy = attempt(lambda: self._copied(piece), self._backend, self._position)
+        copy = attempt(lambda: self._copied(chunk), self._backend, self._position)
         if isinstance(copy, OomEvent):
-            self._scratch[piece.place[1]].clear()
+            self._scratch[chunk.place[1]].clear()
             self._backend.release()
-            copy = attempt(lambda: self._copied(piece), self._backend, self._position)
-        if isinstance(copy, OomEvent) or (piece.num_failures and self._lacks_room([piece]) is not None):
+            copy = attempt(lambda: self._copied(chunk), self._backend, self._position)
+        if isinstance(copy, OomEvent) or (chunk.num_failures and self._lacks_room([chunk]) is not None):
             return None
-        piece.layout = copy.layout
+        chunk.layout = copy.layout
         return copy
 
-    def _copied(self, piece: _Piece) -> PieceCopy | WholeCopy:
-        memory = Memory(piece.layout, self._scratch[piece.place[1]], copier_of(self.optimizer))
-        if piece.is_separable:
+    def _copied(self, chunk: _Chunk) -> ChunkCopy | WholeCopy:
+        memory = Memory(chunk.layout, self._scratch[chunk.place[1]], copier_of(self.optimizer))
+        if chunk.is_separable:
             memory = memory._replace(lender=lender_of(self.optimizer))
-            return PieceCopy(self.optimizer, piece.members(), memory, self._changes_gradients)
-        return WholeCopy(self.optimizer, self._learned, memory, self._backend, is_again=piece.num_failures > 0)
+            return ChunkCopy(self.optimizer, chunk.members(), memory, self._changes_gradients)
+        return WholeCopy(self.optimizer, self._learned, memory, self._backend, is_again=chunk.num_failures > 0)
 
-    def _lacks_room(self, pieces: list[_Piece], times: float = MOST_STATES, is_next: bool = False) -> OomEvent | None:
+    def _lacks_room(self, chunks: list[_Chunk], times: float = MOST_STATES, is_next: bool = False) -> OomEvent | None:
         """The event if what updates of the pieces take at most, one after another, is not there.
 
         That is all new states, ``times`` the parameters where it is not known, and the most temporaries of any. On a
         GPU the gradients that the piece before gives back make up for the temporaries of those that are ``is_next``;
         on the CPU an aligned block does not fit in the hole of one of its size.
         """
-        blocks = blocks_of_states(self.optimizer, self._stateless(pieces), times)
+        blocks = blocks_of_states(self.optimizer, self._stateless(chunks), times)
         if not is_next or self._backend.kind == "cpu":
-            blocks += max((blocks_of_temporaries(self.optimizer, piece.members()) for piece in pieces), key=sum)
-        return attempt(lambda: prove_room(blocks, pieces[0].place[0]), self._backend, self._position)
+            blocks += max((blocks_of_temporaries(self.optimizer, chunk.members()) for chunk in chunks), key=sum)
+        return attempt(lambda: prove_room(blocks, chunks[0].place[0]), self._backend, self._position)
 
     def _agreed(self, event: OomEvent | None) -> OomEvent | None:
         """The first piece is done on all ranks or on none; after that, what fails here is mended here."""
         return agreed(event, self._position, self._ranks) if self._is_undone_by_all else event
 
-    def _do_without_copy(self, piece: _Piece, others: list[_Piece]) -> OomEvent | None:
-        self._scratch[piece.place[1]].clear()
+    def _do_without_copy(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
+        self._scratch[chunk.place[1]].clear()
         self._backend.release()
-        no_room = self._agreed(self._lacks_room([piece, *others]))
+        no_room = self._agreed(self._lacks_room([chunk, *others]))
         if no_room is not None:
             return no_room
-        event = attempt(lambda: self._step_on(piece), self._backend, self._position)
+        event = attempt(lambda: self._step_on(chunk), self._backend, self._position)
         if event is not None:
             raise _torn(event)
-        piece.release_gradients()
+        chunk.release_gradients()
         return None
 
-    def _step_on(self, piece: _Piece) -> None:
+    def _step_on(self, chunk: _Chunk) -> None:
         """Update a piece, or everything, by groups that are as they are."""
-        with only(self.optimizer, piece.groups) if piece.is_separable else nullcontext():
+        with only(self.optimizer, chunk.groups) if chunk.is_separable else nullcontext():
             self.optimizer.step()
         failpoint("optimizer")
 
-    def _stateless(self, pieces: list[_Piece]) -> Members:
+    def _stateless(self, chunks: list[_Chunk]) -> Members:
         """The parameters whose states this step will create."""
-        return [member for piece in pieces for member in without_states(self.optimizer, piece.members())]
+        return [member for chunk in chunks for member in without_states(self.optimizer, chunk.members())]
 
-    def _state_bytes(self, piece: _Piece) -> int:
-        states = (self.optimizer.state.get(parameter, {}) for parameter in piece.parameters)
+    def _state_bytes(self, chunk: _Chunk) -> int:
+        states = (self.optimizer.state.get(parameter, {}) for parameter in chunk.parameters)
         return sum(bytes_of(value) for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
@@ -440,18 +440,18 @@ def _is_on_the_host(parameter: nn.Parameter) -> bool:
     return type(parameter) in ADDRESS_OF and parameter.is_cpu and not is_marked(parameter)
 
 
-def _pieces(members: Members, can_be_cut: bool, piece_bytes: int) -> list[_Piece]:
-    """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter); tables on the host last."""
-    pieces: list[_Piece] = [] if can_be_cut else [_Piece(is_separable=False)]  # which has a step to do in any case
+def _chunks(members: Members, can_be_cut: bool, chunk_bytes: int) -> list[_Chunk]:
+    """The members, largest first, in pieces of at most ``chunk_bytes`` (or one parameter); tables on the host last."""
+    chunks: list[_Chunk] = [] if can_be_cut else [_Chunk(is_separable=False)]  # which has a step to do in any case
     for group, parameter in sorted(members, key=_order):
-        most_bytes = min(piece_bytes, _OUTSIDE_PIECE_BYTES) if is_marked(parameter) else piece_bytes
-        is_full = pieces and (
-            pieces[-1].num_bytes + _cut_bytes(parameter) > most_bytes or pieces[-1].place != _place_of(parameter)
+        most_bytes = min(chunk_bytes, _OUTSIDE_PIECE_BYTES) if is_marked(parameter) else chunk_bytes
+        is_full = chunks and (
+            chunks[-1].num_bytes + _cut_bytes(parameter) > most_bytes or chunks[-1].place != _place_of(parameter)
         )
-        if not pieces or (can_be_cut and is_full):
-            pieces.append(_Piece(can_be_cut))
-        pieces[-1].add(group, parameter)
-    return pieces
+        if not chunks or (can_be_cut and is_full):
+            chunks.append(_Chunk(can_be_cut))
+        chunks[-1].add(group, parameter)
+    return chunks
 
 
 def _scratch_by_place(backend: Backend) -> dict[bool, Scratch]:

@@ -1,6 +1,6 @@
 """What an update changes, copied just before it, so that it can be undone bit for bit.
 
-`PieceCopy` is of some parameters of an optimizer that treats each alone (see
+`ChunkCopy` is of some parameters of an optimizer that treats each alone (see
 `plimsoll.models.optimizers.is_separable`): their values and states, and of embedding tables with sparse gradients the
 rows that change (`plimsoll.step.update.sparse`). States that an update only borrows
 (`plimsoll.device.off_device.Lender`) are their own copy, until the update is kept.
@@ -79,7 +79,7 @@ class _Values:
             tensor.copy_(value)
 
 
-class PieceCopy:
+class ChunkCopy:
     """Some parameters of an optimizer and their states, as they are now.
 
     Args:

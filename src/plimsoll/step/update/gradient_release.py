@@ -30,17 +30,17 @@ from plimsoll.step.failpoints import failpoint
 from plimsoll.step.update.commit import only
 
 # Pieces on a GPU are larger because each costs launches.
-_PIECE_BYTES = {"cpu": 2 << 20, "cuda": 16 << 20}
+_CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 16 << 20}
 
 
-class EarlyUpdate:
+class GradientRelease:
     """The updates of one step of one optimizer, done in backward; a new one for each step.
 
     Args:
         optimizer: the optimizer; nothing in its step may look at several parameters together.
         copy_outside: copies a tensor to where it takes no memory of the device.
         kind: the kind of the device.
-        piece_bytes: gradients that may wait, in bytes; ``None`` for what suits the device.
+        chunk_bytes: gradients that may wait, in bytes; ``None`` for what suits the device.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class EarlyUpdate:
         optimizer: torch.optim.Optimizer,
         copy_outside: Callable[[Tensor], Tensor],
         kind: str,
-        piece_bytes: int | None = None,
+        chunk_bytes: int | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._copy_outside = copy_outside
-        self._piece_bytes = piece_bytes or _PIECE_BYTES[kind]
+        self._chunk_bytes = chunk_bytes or _CHUNK_BYTES[kind]
         self._group_of = {
             parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
@@ -96,32 +96,32 @@ class EarlyUpdate:
                 "optimizer_in_backward"
             )
         self._waiting.append(parameter)
-        if sum(one.nbytes for one in self._waiting) >= self._piece_bytes:
+        if sum(one.nbytes for one in self._waiting) >= self._chunk_bytes:
             self._update()
 
     def _update(self) -> None:
         """Update what waits, after what undoes it has been noted."""
         if not self._waiting:
             return
-        piece, self._waiting = self._waiting, []
+        chunk, self._waiting = self._waiting, []
         members: dict[int, list[nn.Parameter]] = {}
-        for parameter in piece:
+        for parameter in chunk:
             self._before[parameter] = _Before(parameter, self._optimizer.state.get(parameter), self._copy_outside)
             members.setdefault(self._group_of[parameter], []).append(parameter)
         with only(self._optimizer, members):
             self._optimizer.step()
         failpoint("optimizer")
-        for parameter in piece:
+        for parameter in chunk:
             parameter.grad = None
 
 
-def early_update(workload: Workload, micro_batch: int, num_samples: int) -> EarlyUpdate | None:
+def gradient_release(workload: Workload, micro_batch: int, num_samples: int) -> GradientRelease | None:
     """Make what updates in the backward of a step, or ``None`` where it is not asked for or not possible."""
     needs_all = workload.clip_norm is not None or workload.precision == "fp16" or not is_separable(workload.optimizer)
     is_cut = micro_batch < num_samples or workload.cuts_by_length or not workload.ranks.is_alone
     if workload.copy_outside is None or is_cut or needs_all:
         return None
-    return EarlyUpdate(workload.optimizer, workload.copy_outside, workload.device.type)
+    return GradientRelease(workload.optimizer, workload.copy_outside, workload.device.type)
 
 
 class _Before:

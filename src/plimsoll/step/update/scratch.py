@@ -18,7 +18,7 @@ ADDRESS_OF: dict[type[torch.Tensor], Callable[[torch.Tensor], int]] = {
     torch.Tensor: torch.Tensor.data_ptr,
     nn.Parameter: torch.Tensor.data_ptr,
 }
-"""Where the memory of a tensor begins, for classes whose memory can be copied together; a rehearsal adds its own."""
+"""Where the memory of a tensor begins, for classes whose memory can be copied together; a dry run adds its own."""
 
 
 class Layout:

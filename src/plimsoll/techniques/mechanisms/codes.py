@@ -1,6 +1,6 @@
 """A frozen weight in codes of 8 or of 4 bits, and the dense weight made of them again.
 
-Codes and scales are plain tensors, which are counted, saved, loaded and rehearsed as others are. torchao's tensors
+Codes and scales are plain tensors, which are counted, saved, loaded and dry-run as others are. torchao's tensors
 (0.18) are not used: their storage says that it has the dense weight's bytes, so that what is counted by storages would
 be wrong, and they cannot do ``aten.addmm``, which GPT-2's ``Conv1D`` calls.
 

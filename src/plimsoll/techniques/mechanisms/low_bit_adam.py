@@ -36,7 +36,7 @@ LEAST_ELEMENTS = 4096
 
 _BLOCK_ELEMENTS = {8: 256, 4: 128}  # torchao's
 # Numbers that are updated together, in some 60 ops. With fewer, what is taken in between (8 floats for each) would be
-# less, and stay in a cache; but a rehearsal takes a fraction of a millisecond for each op, whatever its size.
+# less, and stay in a cache; but a dry run takes a fraction of a millisecond for each op, whatever its size.
 _PART_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}
 _MOST_TEMPORARIES = 12  # times 4 bytes for each number that is updated; a test counts them
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
@@ -245,7 +245,7 @@ def is_quantized(parameter: Tensor) -> bool:
 @cache
 def table_of(bits: int, has_sign: bool) -> Table:
     """The codes for moments with a sign or without, as in torchao."""
-    with _disable_current_modes():  # a rehearsal's: they are numbers, not a part of the training
+    with _disable_current_modes():  # a dry run's: they are numbers, not a part of the training
         numbers = _numbers(bits, has_sign).numpy()
     least = np.append(_least(numbers), np.float32(np.inf))
     nearest_0 = np.arange(1 << 16, dtype=np.uint32) << 16

@@ -320,7 +320,7 @@ def _with_added(total: Tensor, part: Tensor) -> Tensor:
     """Add to a sum in place."""
     if part.layout is not torch.sparse_coo:
         return total.add_(part)
-    # As `add_` does it; but that cannot be rehearsed where there is a single row, which it takes for coalesced.
+    # As `add_` does it; but that cannot be dry-run where there is a single row, which it takes for coalesced.
     return total.index_add_(0, part._indices()[0], part._values())
 
 

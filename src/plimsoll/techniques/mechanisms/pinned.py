@@ -1,6 +1,6 @@
 """Tensors in the host's memory for a training on CUDA: pinned, so that copies run beside the computation.
 
-Where there is no CUDA (a rehearsal, a test in which the CPU stands in) they are ordinary tensors of the CPU that a
+Where there is no CUDA (a dry run, a test in which the CPU stands in) they are ordinary tensors of the CPU that a
 trace counts outside the device. torch rounds the size of a pinned block up to a power of two; that is not counted.
 """
 
@@ -27,7 +27,7 @@ class PinnedPool:
         """
         is_pinned = (device or tensor.device).type == "cuda" and not isinstance(tensor, FakeTensor)
         with torch.no_grad(), outside_the_device():
-            # No device is said: in a rehearsal for CUDA that is the host.
+            # No device is said: in a dry run for CUDA that is the host.
             made = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, pin_memory=is_pinned)
         self._made.add(made)
         return made

@@ -71,7 +71,7 @@ class Attributes:
         for (name, attribute), found in _kept(self._module):
             if self._before.get((name, attribute)) != found:
                 owner = self._module.get_submodule(name)
-                where = _line_of_store(owner, attribute)
+                where = _line_of_assignment(owner, attribute)
                 if attribute in owner._buffers:
                     raise InputError(
                         f"{type(owner).__name__} changes its buffer `{attribute}` as it computes{where}, and would do "
@@ -130,7 +130,7 @@ def _of_array(array: NDArray[Any]) -> tuple[Any, ...]:
     return id(array) if array.size > _MOST_READ else None, array.shape, array.reshape(-1)[::step].tobytes()
 
 
-def _line_of_store(module: nn.Module, attribute: str) -> str:
+def _line_of_assignment(module: nn.Module, attribute: str) -> str:
     """Where the methods of a module's class set an attribute, but for its ``__init__``; empty if that is not found."""
     for kind in type(module).__mro__:
         for name, method in vars(kind).items():

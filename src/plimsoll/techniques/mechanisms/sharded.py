@@ -345,7 +345,7 @@ def _show_room(gathered: Tensor) -> None:
 
 def mesh_of(workload: Workload) -> DeviceMesh:
     """Return the ranks as torch's mesh of one dimension."""
-    with _disable_current_modes():  # it works with real numbers, also in a rehearsal
+    with _disable_current_modes():  # it works with real numbers, also in a dry run
         return init_device_mesh(workload.device.type, (workload.ranks.world_size,))
 
 

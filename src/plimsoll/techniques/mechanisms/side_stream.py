@@ -11,7 +11,7 @@ source or its target.
 
 A `Transfer` keeps the tensors on the device until the device has waited for it: their memory goes back to torch's
 allocator, and so to the next kernel, no earlier than the copy has ended. What is held, and how long, follows from the
-order of calls alone, so that a rehearsal on fake tensors holds the same (``record_stream`` would free by the clock).
+order of calls alone, so that a dry run on fake tensors holds the same (``record_stream`` would free by the clock).
 Memory on the host is torch's to protect: its cache of pinned blocks waits for the copies of a block before it gives it
 away again. Who writes to a tensor on the host, or reads what was sent there, calls `Transfer.synchronize` before.
 """

@@ -34,7 +34,7 @@ _LIKE_THE_FIRST_IN_HALVES = 1e-2
 
 
 class Span(NamedTuple):
-    """A slice of rows; ``num_passes`` is 1, but in a rehearsal, where one stands for others of its size."""
+    """A slice of rows; ``num_passes`` is 1, but in a dry run, where one stands for others of its size."""
 
     start: int
     stop: int
@@ -247,7 +247,7 @@ class _Sliced(torch.autograd.Function):
 
 
 def _spans(num_rows: int, num_rows_of_slice: int, is_fake: bool) -> Iterator[Span]:
-    """The slices; of those alike in a rehearsal the first, which meets no gradients, and one for the others."""
+    """The slices; of those alike in a dry run the first, which meets no gradients, and one for the others."""
     starts = range(0, num_rows, num_rows_of_slice)
     for number, start in enumerate(starts):
         num_passes = 1

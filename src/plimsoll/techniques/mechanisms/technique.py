@@ -39,8 +39,8 @@ class Technique(Protocol):
     ``name`` is the registry's key, the word on the command line, the page in ``docs/techniques`` and the test's id.
     ``reaches`` are the categories of memory that it can make smaller: the planner does not try it where the peak has
     none of them. ``is_for_the_run`` says that it is installed before the first step and stays for all of a plan's
-    rungs, because it changes what is trained. ``may_be_faster`` says that a step may take less time with it: it is then
-    tried also where memory is plenty.
+    fallbacks, because it changes what is trained. ``may_be_faster`` says that a step may take less time with it: it is
+    then tried also where memory is plenty.
     """
 
     name: ClassVar[str]
@@ -50,7 +50,7 @@ class Technique(Protocol):
     is_for_the_run: ClassVar[bool]
     may_be_faster: ClassVar[bool]
 
-    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+    def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Return what can be chosen, weakest first, or a sentence that says why nothing can.
 
         The workload may be on the meta device: look at modules and shapes, run nothing.

@@ -91,7 +91,7 @@ def test_what_is_left_can_be_trained_and_made_smaller_again():
 
 
 def test_it_offers_an_eighth_a_quarter_and_a_half():
-    assert [str(choice) for choice in CHANNELS.menu(Bundle(small_model("bert", "meta")))] == [
+    assert [str(choice) for choice in CHANNELS.choices(Bundle(small_model("bert", "meta")))] == [
         "channels=0.125", "channels=0.25", "channels=0.5",
     ]  # fmt: skip
 
@@ -101,8 +101,8 @@ def test_experts_and_models_without_such_layers_are_refused_with_what_was_looked
     config = transformers.MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
     with torch.device("meta"):
         experts = transformers.MixtralForCausalLM(config)
-    assert "channels in a MixtralExperts: looked for two linear layers" in CHANNELS.menu(Bundle(experts))
-    said = CHANNELS.menu(Bundle(nn.Linear(2, 2)))
+    assert "channels in a MixtralExperts: looked for two linear layers" in CHANNELS.choices(Bundle(experts))
+    said = CHANNELS.choices(Bundle(nn.Linear(2, 2)))
     assert "Linear has no feed-forward pair: looked for two linear layers x -> intermediate_size -> x" in said
     with pytest.raises(WeightsError, match="no feed-forward pair"):
         CHANNELS.shrink(Bundle(nn.Linear(2, 2)), chosen(), Calibration())

@@ -33,4 +33,4 @@ def test_multiplying_in_float8_needs_a_gpu_for_it():
     if torch.cuda.is_available():
         pytest.skip("there may be a GPU for it")
     assert "needs a GPU of compute capability 8.9 or more" in SHRINKERS["float8"].refusal(bundle, choice)
-    assert SHRINKERS["float8"].menu(bundle) == SHRINKERS["float8"].refusal(bundle, choice)
+    assert SHRINKERS["float8"].choices(bundle) == SHRINKERS["float8"].refusal(bundle, choice)

@@ -91,12 +91,12 @@ def test_the_configuration_of_grouped_heads_says_how_many_are_left():
 
 
 def test_it_offers_what_leaves_whole_groups():
-    assert [str(choice) for choice in HEADS.menu(Bundle(small_model("bert", "meta")))] == ["heads=0.25", "heads=0.5"]
-    assert [str(choice) for choice in HEADS.menu(Bundle(small_model("llama", "meta")))] == ["heads=0.5"]
+    assert [str(choice) for choice in HEADS.choices(Bundle(small_model("bert", "meta")))] == ["heads=0.25", "heads=0.5"]
+    assert [str(choice) for choice in HEADS.choices(Bundle(small_model("llama", "meta")))] == ["heads=0.5"]
 
 
 def test_what_cannot_be_is_refused_with_what_was_looked_for():
-    assert "Linear has no attention: looked for linear layers named query, q_proj" in HEADS.menu(
+    assert "Linear has no attention: looked for linear layers named query, q_proj" in HEADS.choices(
         Bundle(nn.Linear(1, 1))
     )
     said = HEADS.refusal(Bundle(small_model("llama", "meta")), chosen(share=0.1))
@@ -107,13 +107,13 @@ def test_what_cannot_be_is_refused_with_what_was_looked_for():
     assert "a share of 0.95 of 4 heads is all of them: give a share from 0.25 to 0.75" in said
     shared = small_model("bert", "meta")
     shared.config.shrunk = {"shared": {"bert.encoder.layer.1": "bert.encoder.layer.0"}}
-    assert "2 layers of BertForSequenceClassification share their weights: use heads before" in HEADS.menu(
+    assert "2 layers of BertForSequenceClassification share their weights: use heads before" in HEADS.choices(
         Bundle(shared)
     )
     with torch.device("meta"):
         config = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=40)
         slopes = transformers.BloomForCausalLM(config)
-    assert "`transformer` of BloomForCausalLM has num_heads too" in HEADS.menu(Bundle(slopes))
+    assert "`transformer` of BloomForCausalLM has num_heads too" in HEADS.choices(Bundle(slopes))
 
 
 def test_it_needs_what_its_importance_does():

@@ -94,19 +94,19 @@ def test_where_heads_stay_the_width_is_a_multiple_of_their_number():
 
 
 def test_it_offers_what_can_be():
-    assert [str(choice) for choice in HIDDEN.menu(Bundle(small_model("bert", "meta")))] == [
+    assert [str(choice) for choice in HIDDEN.choices(Bundle(small_model("bert", "meta")))] == [
         "hidden(share=0.25,importance=activation)",
         "hidden(share=0.5,importance=activation)",
     ]
-    offered = HIDDEN.menu(Bundle(small_model("llama", "meta", hidden_size=32)))
+    offered = HIDDEN.choices(Bundle(small_model("llama", "meta", hidden_size=32)))
     assert [choice.options["share"] for choice in offered] == [0.125, 0.25, 0.5]
 
 
 def test_what_cannot_be_is_refused():
-    assert "Linear has no hidden size between blocks: looked for hidden_size" in HIDDEN.menu(Bundle(nn.Linear(1, 1)))
+    assert "Linear has no hidden size between blocks: looked for hidden_size" in HIDDEN.choices(Bundle(nn.Linear(1, 1)))
     bundle = Bundle(small_model("bert", "meta"))
     Heads().shrink(bundle, Choice(technique="heads"), Calibration())
-    assert "whose sizes do not follow its hidden size: use hidden before other methods" in HIDDEN.menu(bundle)
+    assert "whose sizes do not follow its hidden size: use hidden before other methods" in HIDDEN.choices(bundle)
 
 
 def test_it_needs_what_its_importance_does():

@@ -45,7 +45,7 @@ def test_layers_that_the_kernel_has_not_stay_dense():
 
 def test_sizes_without_a_kernel_are_refused():
     bundle = Bundle(made("bert", hidden_size=24, intermediate_size=40))
-    fault = SHRINKERS["int4"].menu(bundle)
+    fault = SHRINKERS["int4"].choices(bundle)
     assert fault == (
         "int4(group=32): no linear layer reads a multiple of 32 numbers and gives a multiple of 16 (24 x 24, 24 x 40, "
         "40 x 24): use int8"
@@ -55,7 +55,7 @@ def test_sizes_without_a_kernel_are_refused():
 
 
 def test_the_menu_has_small_and_large_groups():
-    assert SHRINKERS["int4"].menu(Bundle(made("bert", hidden_size=128))) == (
+    assert SHRINKERS["int4"].choices(Bundle(made("bert", hidden_size=128))) == (
         choice_of("int4", group=32),
         choice_of("int4", group=128),
     )

@@ -30,7 +30,7 @@ def test_the_layers_may_follow(tmp_path):
 
 
 def test_a_table_that_is_the_output_too_is_refused():
-    fault = SHRINKERS["int8_embeddings"].menu(Bundle(made("gpt2")))
+    fault = SHRINKERS["int8_embeddings"].choices(Bundle(made("gpt2")))
     assert "the table of 100 tokens is shared with another layer" in fault
 
 

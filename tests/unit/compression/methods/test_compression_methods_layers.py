@@ -101,7 +101,7 @@ def test_what_the_configuration_says_of_each_layer_is_shortened():
 
 def test_it_offers_three_quarters_and_a_half():
     bundle = Bundle(small_model("bert", "meta", num_hidden_layers=12))
-    assert [str(choice) for choice in LAYERS.menu(bundle)] == ["layers=9", "layers=6"]
+    assert [str(choice) for choice in LAYERS.choices(bundle)] == ["layers=9", "layers=6"]
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_models_without_a_stack_of_their_own_are_refused():
 
     with torch.device("meta"):
         shared = transformers.AlbertModel(transformers.AlbertConfig(hidden_size=16, num_attention_heads=2))
-    assert "they may share their weights" in LAYERS.menu(Bundle(shared))
-    assert "Linear has no one stack of layers: looked for" in LAYERS.menu(Bundle(nn.Linear(2, 2)))
+    assert "they may share their weights" in LAYERS.choices(Bundle(shared))
+    assert "Linear has no one stack of layers: looked for" in LAYERS.choices(Bundle(nn.Linear(2, 2)))
 
 
 def test_it_needs_nothing_for_even_layers():

@@ -111,8 +111,8 @@ def test_padding_does_not_count():
 
 def test_bad_input_is_refused_with_what_to_do():
     given = bundle("bert")
-    assert "no linear layers in blocks" in METHOD.menu(bundle("lstm-lm"))
-    assert [one.options["share"] for one in METHOD.menu(given)] == [0.25, 0.5]
+    assert "no linear layers in blocks" in METHOD.choices(bundle("lstm-lm"))
+    assert [one.options["share"] for one in METHOD.choices(given)] == [0.25, 0.5]
     faults = {
         "give a number between 0 and 1": choice(share=1.5),
         "give one of them": choice(share=0.5, rank=3),

@@ -56,8 +56,8 @@ def test_the_row_of_padding_stays():
 
 
 def test_bad_input_is_refused_with_what_to_do():
-    assert "train it with a smaller `model.embedding_size`" in METHOD.menu(bundle("lstm-lm"))
-    assert "read by" in METHOD.menu(bundle("t5-whole"))
+    assert "train it with a smaller `model.embedding_size`" in METHOD.choices(bundle("lstm-lm"))
+    assert "read by" in METHOD.choices(bundle("t5-whole"))
     given = bundle("gpt2")
     assert "give a smaller rank or share" in METHOD.refusal(given, choice(rank=32))
     assert "give one of them" in METHOD.refusal(given, choice(rank=3, share=0.5))

@@ -27,5 +27,5 @@ def test_the_largest_stay_and_of_equals_the_first():
 
 def test_it_is_not_offered_and_says_why():
     method = SHRINKERS["two_four"]
-    assert "0 bytes and 0 seconds; on a GPU of compute capability 8.0 or more" in method.menu(Bundle(made("bert")))
+    assert "0 bytes and 0 seconds; on a GPU of compute capability 8.0 or more" in method.choices(Bundle(made("bert")))
     assert "`two_four` has no option `share`" in method.refusal(Bundle(made("bert")), choice_of("two_four", share=0.5))

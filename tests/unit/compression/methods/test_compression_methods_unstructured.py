@@ -22,7 +22,7 @@ def test_the_smallest_share_of_each_layer_is_zero_and_nothing_is_smaller(tmp_pat
 
 
 def test_it_is_not_offered_and_says_why():
-    said = SHRINKERS["unstructured"].menu(Bundle(made("bert")))
+    said = SHRINKERS["unstructured"].choices(Bundle(made("bert")))
     assert "saves nothing: zeros are stored and multiplied like any number, 0 bytes of the file" in said
 
 

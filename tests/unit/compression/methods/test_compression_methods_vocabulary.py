@@ -109,8 +109,8 @@ def test_bad_input_is_refused_with_what_to_do():
     given = bundle("gpt2")
     no_tokenizer = METHOD.refusal(Bundle(given.model), CHOICE)
     assert "give a model folder that has its tokenizer.json" in no_tokenizer
-    assert METHOD.menu(Bundle(given.model)) == no_tokenizer
-    assert METHOD.menu(given) == (CHOICE,)
+    assert METHOD.choices(Bundle(given.model)) == no_tokenizer
+    assert METHOD.choices(given) == (CHOICE,)
     wrong = Choice(technique="vocabulary", options={"min_count": 0})
     assert "give a whole number from 1 on" in METHOD.refusal(given, wrong)
     assert "no option `share`" in METHOD.refusal(given, Choice(technique="vocabulary", options={"share": 0.5}))

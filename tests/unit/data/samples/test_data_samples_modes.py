@@ -113,9 +113,9 @@ def test_streams_count_each_predicted_token_once(folder: Path, tmp_path: Path):
     samples, _ = open_datasets(prepare(job, tmp_path), job)
     assert (found.name, found.num_samples, found.padding_share) == ("streams of 64", len(samples), 0)
     assert isinstance(samples, StreamDataset)
-    num_predicted = round(found.useful_tokens * samples.lanes.num_windows)
+    num_predicted = round(found.useful_tokens * samples.slots.num_windows)
     assert num_predicted == int((samples.lengths(np.arange(len(samples))) - 1).sum())
-    assert found.num_dropped_tokens == samples.lanes.num_dropped_tokens < job.batch_size
+    assert found.num_dropped_tokens == samples.slots.num_dropped_tokens < job.batch_size
 
 
 def test_windows_that_overlap_count_each_predicted_token_once():

@@ -1,96 +1,104 @@
-"""Where lanes are and how far gradients reach, with every number by hand, and for all small streams by counting."""
+"""Where stream slots are and how far gradients reach, with every number by hand, and for all small streams by counting."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plimsoll.data.samples.stream_slots import Lanes, first_tokens, lanes_of_stream, training_lanes, truncated_reach
+from plimsoll.data.samples.stream_slots import (
+    StreamSlots,
+    first_tokens,
+    slots_of_stream,
+    training_slots,
+    truncated_reach,
+)
 from plimsoll.errors import DataError, InputError
 from plimsoll.records.run import GradientReach
 
 
-def windows_of(lanes: Lanes) -> list[tuple[int, int]]:
+def windows_of(slots: StreamSlots) -> list[tuple[int, int]]:
     """The first and the last token of each sample."""
-    starts, lengths = lanes.places(np.arange(lanes.num_samples))
+    starts, lengths = slots.places(np.arange(slots.num_samples))
     return list(zip(starts.tolist(), (starts + lengths - 1).tolist(), strict=True))
 
 
 def test_two_lanes_of_eleven_tokens():
-    """10 tokens are predicted, 5 in each lane, in windows of 4 tokens that predict 3, and then 2."""
-    lanes = Lanes(100, 11, 2, 4)
-    assert (lanes.lane_tokens, lanes.num_windows, lanes.num_samples, lanes.num_dropped_tokens) == (5, 2, 4, 0)
-    assert windows_of(lanes) == [(100, 103), (105, 108), (103, 105), (108, 110)]
+    """10 tokens are predicted, 5 in each stream slot, in windows of 4 tokens that predict 3, and then 2."""
+    slots = StreamSlots(100, 11, 2, 4)
+    assert (slots.slot_tokens, slots.num_windows, slots.num_samples, slots.num_dropped_tokens) == (5, 2, 4, 0)
+    assert windows_of(slots) == [(100, 103), (105, 108), (103, 105), (108, 110)]
 
 
-@given(num_tokens=st.integers(2, 80), num_lanes=st.integers(1, 9), length=st.integers(2, 9), begin=st.integers(0, 5))
+@given(num_tokens=st.integers(2, 80), num_slots=st.integers(1, 9), length=st.integers(2, 9), begin=st.integers(0, 5))
 def test_each_token_but_the_first_is_predicted_once_and_few_are_left_over(
-    num_tokens: int, num_lanes: int, length: int, begin: int
+    num_tokens: int, num_slots: int, length: int, begin: int
 ):
-    if num_tokens <= num_lanes:
+    if num_tokens <= num_slots:
         with pytest.raises(DataError, match=f"a stream of {num_tokens} tokens is too short for batch_size = "):
-            Lanes(begin, num_tokens, num_lanes, length)
+            StreamSlots(begin, num_tokens, num_slots, length)
         return
-    lanes = Lanes(begin, num_tokens, num_lanes, length)
-    windows = windows_of(lanes)
+    slots = StreamSlots(begin, num_tokens, num_slots, length)
+    windows = windows_of(slots)
     predicted = sorted(place for first, last in windows for place in range(first + 1, last + 1))
-    assert predicted == list(range(begin + 1, begin + num_tokens - lanes.num_dropped_tokens))
-    assert 0 <= lanes.num_dropped_tokens < num_lanes
+    assert predicted == list(range(begin + 1, begin + num_tokens - slots.num_dropped_tokens))
+    assert 0 <= slots.num_dropped_tokens < num_slots
     assert all(1 <= last - first <= length - 1 for first, last in windows)
-    for earlier, later in zip(windows, windows[num_lanes:], strict=False):
+    for earlier, later in zip(windows, windows[num_slots:], strict=False):
         assert earlier[1] == later[0]
-    for step in range(lanes.num_windows):
-        batch = windows[step * num_lanes : (step + 1) * num_lanes]
+    for step in range(slots.num_windows):
+        batch = windows[step * num_slots : (step + 1) * num_slots]
         assert len({last - first for first, last in batch}) == 1
 
 
 @given(
     num_tokens=st.integers(2, 60),
-    num_lanes=st.integers(1, 5),
+    num_slots=st.integers(1, 5),
     length=st.integers(2, 9),
     ends=st.sets(st.integers(0, 70), max_size=12),
     with_texts=st.booleans(),
     segment_steps=st.one_of(st.none(), st.integers(1, 12)),
 )
 def test_the_reach_is_what_counting_gives(
-    num_tokens: int, num_lanes: int, length: int, ends: set[int], with_texts: bool, segment_steps: int | None
+    num_tokens: int, num_slots: int, length: int, ends: set[int], with_texts: bool, segment_steps: int | None
 ):
-    if num_tokens <= num_lanes:
+    if num_tokens <= num_slots:
         return
-    lanes = Lanes(3, num_tokens, num_lanes, length)
+    slots = StreamSlots(3, num_tokens, num_slots, length)
     text_ends = np.array(sorted(ends), np.int64)
     reaches = []
-    for first, last in windows_of(lanes):
+    for first, last in windows_of(slots):
         reach = 0
         for place in range(first, last):  # the tokens that are read; each predicts the next
             is_cut = segment_steps is not None and (place - first) % segment_steps == 0
             reach = 1 if is_cut or (with_texts and place - 1 in ends) else reach + 1
             reaches.append(reach)
-    found = lanes.reach(text_ends if with_texts else None, segment_steps)
+    found = slots.reach(text_ends if with_texts else None, segment_steps)
     assert found.most_tokens == max(reaches)
     assert found.mean_tokens == pytest.approx(np.mean(reaches))
 
 
 def test_the_mean_reach_of_full_windows_is_half_of_them():
-    reach = Lanes(0, 10 * 4 * 9 + 1, 4, 10).reach()
+    reach = StreamSlots(0, 10 * 4 * 9 + 1, 4, 10).reach()
     assert (reach.most_tokens, reach.mean_tokens) == (9, 5.0)
 
 
 def test_a_share_is_held_out_from_the_end_and_both_are_in_one_piece():
-    train, held_out = lanes_of_stream(1000, 0.1, 4, 10)
+    train, held_out = slots_of_stream(1000, 0.1, 4, 10)
     assert (train.begin, train.num_tokens) == (0, 900)
     assert held_out is not None
     assert (held_out.begin, held_out.num_tokens) == (900, 100)
-    assert lanes_of_stream(1000, 0.0, 4, 10)[1] is None
+    assert slots_of_stream(1000, 0.0, 4, 10)[1] is None
 
 
 def test_too_little_text_is_refused_in_numbers():
-    assert training_lanes(0, 37, 4, 10).num_windows == 1
-    few = r"has 36 tokens, but batch_size = 4 lanes with one window of sequence_length = 10 each need 37: .*=3$"
+    assert training_slots(0, 37, 4, 10).num_windows == 1
+    few = r"has 36 tokens, but batch_size = 4 stream slots with one window of sequence_length = 10 each need 37: .*=3$"
     with pytest.raises(DataError, match=few):
-        training_lanes(0, 36, 4, 10)
-    with pytest.raises(DataError, match=r"a stream of 4 tokens is too short for batch_size = 4 lanes.*larger share"):
-        lanes_of_stream(400, 0.01, 4, 10)
+        training_slots(0, 36, 4, 10)
+    with pytest.raises(
+        DataError, match=r"a stream of 4 tokens is too short for batch_size = 4 stream slots.*larger share"
+    ):
+        slots_of_stream(400, 0.01, 4, 10)
 
 
 def test_the_first_tokens_of_texts_are_found():
@@ -115,17 +123,17 @@ def test_truncated_segments_reach_back_to_their_begin():
     ("numbers", "reason"),
     [
         ((-5, 100, 4, 36), "begin = -5: give at least 0"),
-        ((0, 100, 0, 36), "num_lanes = 0: give at least 1"),
+        ((0, 100, 0, 36), "num_slots = 0: give at least 1"),
         ((0, 100, 4, 1), "sequence_length = 1: give at least 2"),
     ],
 )
 def test_numbers_that_are_none_are_refused(numbers, reason):
     with pytest.raises(InputError, match=reason):
-        Lanes(*numbers)
+        StreamSlots(*numbers)
 
 
 def test_a_smaller_batch_is_suggested_only_if_it_works():
-    with pytest.raises(DataError, match=r"a shorter sequence_length \(at most 31 with one lane\)$"):
-        training_lanes(0, 31, 4, 100)
+    with pytest.raises(DataError, match=r"a shorter sequence_length \(at most 31 with one stream slot\)$"):
+        training_slots(0, 31, 4, 100)
     with pytest.raises(DataError, match=r"batch_size=3$"):
-        training_lanes(0, 31, 4, 11)
+        training_slots(0, 31, 4, 11)

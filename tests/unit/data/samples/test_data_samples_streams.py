@@ -10,7 +10,7 @@ import torch
 from plimsoll.data.batches.batching import Buckets
 from plimsoll.data.batches.loader import Loader
 from plimsoll.data.batches.order import BlockShuffle
-from plimsoll.data.samples.stream_slots import Lanes
+from plimsoll.data.samples.stream_slots import StreamSlots
 from plimsoll.data.samples.streams import StreamDataset
 from plimsoll.data.samples.windows import IGNORED_LABEL
 from plimsoll.errors import DataError
@@ -20,7 +20,7 @@ TEXTS = [[1, 2, 3, 4], [5], [6, 7, 8]]  # 1 2 3 4 0 5 0 6 7 8 0
 
 
 def dataset_of(folder: Path, resets: bool = False) -> StreamDataset:
-    return StreamDataset(store_of(folder, TEXTS), Lanes(0, 11, 2, 4), resets)
+    return StreamDataset(store_of(folder, TEXTS), StreamSlots(0, 11, 2, 4), resets)
 
 
 def test_a_batch_has_the_next_window_of_each_lane(tmp_path: Path):
@@ -69,7 +69,9 @@ def test_the_loader_goes_through_the_stream_in_order_in_every_epoch(tmp_path: Pa
     ],
 )
 def test_windows_in_another_order_are_refused(tmp_path: Path, batches, shuffle, why):
-    with pytest.raises(DataError, match=f"windows of a stream of 2 lanes make batches in their order only.*{why}"):
+    with pytest.raises(
+        DataError, match=f"windows of a stream of 2 stream slots make batches in their order only.*{why}"
+    ):
         Loader(dataset_of(tmp_path), batches, shuffle=shuffle)
 
 

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from plimsoll.data.samples.teacher_cache import LOG_P, WORDS, Taught, TaughtFiles, ends_of, open_taught
+from plimsoll.data.samples.teacher_cache import (
+    LOG_P,
+    WORDS,
+    TeacherCacheFiles,
+    WithTeacher,
+    ends_of,
+    open_teacher_cache,
+)
 from plimsoll.errors import DataError, OutputError
 from plimsoll.files.checksums import Checked
 from plimsoll.files.store import stored
@@ -50,7 +57,7 @@ def write(folder: Path, *parts: int) -> Path:
 
     def fill(place: Path) -> dict[str, object]:
         for num_samples in parts:
-            with TaughtFiles(place, ends, 2, 1000) as files:
+            with TeacherCacheFiles(place, ends, 2, 1000) as files:
                 files.write(*said(files.num_done, num_samples))
         return files.facts()
 
@@ -61,7 +68,7 @@ def write(folder: Path, *parts: int) -> Path:
 @pytest.mark.parametrize("parts", [(3,), (1, 2), (2, 1)])
 def test_samples_have_what_was_said_of_them_in_any_order(tmp_path, parts):
     """Also where the writer was interrupted between two samples."""
-    taught = Taught(Samples(), open_taught(write(tmp_path / "teacher", *parts)))
+    taught = WithTeacher(Samples(), open_teacher_cache(write(tmp_path / "teacher", *parts)))
     batch = taught.batch(np.array([2, 1]))
     assert batch[WORDS].dtype == torch.int32
     assert torch.equal(batch[WORDS][0], said(2, 1)[0][0])
@@ -73,7 +80,7 @@ def test_samples_have_what_was_said_of_them_in_any_order(tmp_path, parts):
 
 
 def test_files_take_no_private_memory(tmp_path):
-    rows = open_taught(write(tmp_path / "teacher", 3))
+    rows = open_teacher_cache(write(tmp_path / "teacher", 3))
     assert isinstance(rows.words, Checked)  # as is each file of a store that is mapped
     assert isinstance(rows.log_p, Checked)
     assert isinstance(rows.words.base, np.memmap)
@@ -86,19 +93,19 @@ def test_samples_that_are_judged_as_a_whole_have_a_row_each(tmp_path):
     ends = ends_of(samples, is_by_token=False)
 
     def fill(place: Path) -> dict[str, object]:
-        with TaughtFiles(place, ends, 2, None) as files:
+        with TeacherCacheFiles(place, ends, 2, None) as files:
             files.write(None, torch.arange(6).view(3, 1, 2).float())
         return files.facts()
 
     stored(tmp_path / "teacher", fill, goes_on=True)
-    batch = Taught(samples, open_taught(tmp_path / "teacher")).batch(np.array([2, 0]))
+    batch = WithTeacher(samples, open_teacher_cache(tmp_path / "teacher")).batch(np.array([2, 0]))
     assert batch[LOG_P].tolist() == [[4, 5], [0, 1]]
     assert WORDS not in batch
 
 
 def test_many_words_have_larger_numbers(tmp_path):
     ends = np.array([4])
-    with TaughtFiles(tmp_path, ends, 1, 1 << 17) as files:
+    with TeacherCacheFiles(tmp_path, ends, 1, 1 << 17) as files:
         files.write(torch.full((1, 4, 1), 100_000, dtype=torch.int32), torch.zeros(1, 4, 1))
     assert files.rows.words is not None
     assert files.rows.words.tolist() == [[100_000]] * 4
@@ -106,10 +113,10 @@ def test_many_words_have_larger_numbers(tmp_path):
 
 def test_what_is_gone_is_said(tmp_path):
     with pytest.raises(DataError, match="the words of the teacher .* are gone"):
-        open_taught(tmp_path / "teacher")
+        open_teacher_cache(tmp_path / "teacher")
 
 
 def test_a_disk_without_room_is_said_before(tmp_path):
     with pytest.raises(OutputError, match="the cache needs about"):
-        TaughtFiles(tmp_path, np.array([1 << 50]), 64, 1000)
+        TeacherCacheFiles(tmp_path, np.array([1 << 50]), 64, 1000)
     assert not (tmp_path / "log_p.bin").exists()

@@ -230,8 +230,8 @@ answer(forked=forked, executed=executed, refused=refused, soft_after=soft())
 
 def test_children_are_not_bound_by_the_limit_and_the_users_own_limit_comes_back():
     result, _ = _run(_CHILDREN)
-    room_bytes, budget = result["forked"]
-    assert 200 * MIB < room_bytes <= 220 * MIB  # the allowance of 512 MiB less the block of 300
+    free_bytes, budget = result["forked"]
+    assert 200 * MIB < free_bytes <= 220 * MIB  # the allowance of 512 MiB less the block of 300
     assert budget is None
     assert result["executed"] == 1 << 29
     assert result["refused"]

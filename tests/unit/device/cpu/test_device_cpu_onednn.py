@@ -86,26 +86,26 @@ def passes():
         return str(error)
     return hashlib.sha256(b"".join(weight.grad.numpy().tobytes() for weight in layer.parameters())).hexdigest()
 
-def passes_in(room_bytes):
+def passes_in(free_bytes):
     limits, hog = resource.getrlimit(resource.RLIMIT_DATA), []
     resource.setrlimit(resource.RLIMIT_DATA, (process.data_bytes() + (8 << 20), limits[1]))
     try:
         while True:
             hog.append(torch.empty(1 << 14))
     except (RuntimeError, MemoryError):
-        del hog[-room_bytes >> 16 :]
+        del hog[-free_bytes >> 16 :]
         passes()
     hog.clear()
     resource.setrlimit(resource.RLIMIT_DATA, limits)
     onednn.clear_error()
 
-def said(room_bytes, prepared):
+def said(free_bytes, prepared):
     reader, writer = os.pipe()
     if os.fork() == 0:
         if prepared:
             onednn.prepare_for(layer)
-        if room_bytes:
-            passes_in(room_bytes)
+        if free_bytes:
+            passes_in(free_bytes)
         os.write(writer, passes().encode())
         os._exit(0)
     os.close(writer)

@@ -12,7 +12,7 @@ from page_cache import cached_share, mapped_weights
 from plimsoll.device.cpu.pages import (
     Stretch,
     bring,
-    cache_room_bytes,
+    cache_free_bytes,
     cold_bytes_per_second,
     drop,
     prefer_large,
@@ -86,7 +86,7 @@ def test_the_rate_of_a_file_is_that_of_its_bytes(tmp_path):
 
 
 def test_the_cache_has_room():
-    assert 0 < cache_room_bytes() < 1 << 50
+    assert 0 < cache_free_bytes() < 1 << 50
 
 
 def test_large_pages_are_asked_for_and_change_nothing():

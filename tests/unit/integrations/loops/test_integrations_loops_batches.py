@@ -30,11 +30,11 @@ def test_units_by_labels(model, labels, expected):
 
 
 def test_pieces_are_joined_by_what_their_loss_averages_over():
-    pieces = [
+    micro_batches = [
         (torch.tensor(1.0), (torch.zeros(2, 3), {"a": torch.zeros(2)}), torch.zeros(2)),
         (torch.tensor(4.0), (torch.ones(1, 3), {"a": torch.ones(1)}), torch.ones(1)),
     ]
-    loss, (logits, more), labels = joined(pieces, [2, 1])
+    loss, (logits, more), labels = joined(micro_batches, [2, 1])
     assert loss.item() == 2.0
     assert logits.tolist() == [[0] * 3, [0] * 3, [1] * 3]
     assert more["a"].tolist() == labels.tolist() == [0, 0, 1]
@@ -49,6 +49,6 @@ def test_one_piece_and_no_loss_stay_as_they_are():
 
 def test_texts_of_unequal_length_are_made_as_long_as_the_longest():
     """As pieces of an evaluation generate them."""
-    pieces = [(None, torch.ones(2, 3), None), (None, torch.ones(1, 4), None)]
-    _, texts, _ = joined(pieces, [2, 1])
+    micro_batches = [(None, torch.ones(2, 3), None), (None, torch.ones(1, 4), None)]
+    _, texts, _ = joined(micro_batches, [2, 1])
     assert texts.tolist() == [[1, 1, 1, -100], [1, 1, 1, -100], [1, 1, 1, 1]]

@@ -34,8 +34,8 @@ def test_inside_a_limit_predictions_and_metrics_are_those_of_the_trainer(tmp_pat
     else:
         trainer = evaluator(tmp_path, **arguments)
     expected = trainer.predict(trainer.eval_dataset)
-    room_bytes = process.private_memory().private_bytes + (256 << 20)
-    with plimsoll.limited(room_bytes), plimsoll.transformers.protected(trainer, recut_loss=True) as protection:
+    free_bytes = process.private_memory().private_bytes + (256 << 20)
+    with plimsoll.limited(free_bytes), plimsoll.transformers.protected(trainer, recut_loss=True) as protection:
         found = trainer.predict(trainer.eval_dataset)
     assert not protection.events
     torch.testing.assert_close(found.predictions, expected.predictions, rtol=0, atol=0)
@@ -55,8 +55,8 @@ def test_a_batch_that_is_cut_inside_a_limit_has_the_same_predictions(tmp_path: P
             exhaust_memory()
 
     handle = trainer.model.register_forward_pre_hook(too_large, with_kwargs=True)
-    room_bytes = process.private_memory().private_bytes + (256 << 20)
-    with plimsoll.limited(room_bytes), plimsoll.transformers.protected(trainer, recut_loss=True) as protection:
+    free_bytes = process.private_memory().private_bytes + (256 << 20)
+    with plimsoll.limited(free_bytes), plimsoll.transformers.protected(trainer, recut_loss=True) as protection:
         found = trainer.predict(trainer.eval_dataset)
     handle.remove()
     assert {event.phase for event in protection.events} == {"evaluation"}

@@ -132,8 +132,8 @@ def test_tests_and_predictions_are_those_of_whole_batches(cut: type[Module]):
     predicted = torch.cat(trainer_with(OomProof(units="samples")).predict(short, loader(20, 16)))  # type: ignore[arg-type]
     torch.testing.assert_close(predicted, expected)
     (whole,) = trainer_with().test(Module(100), loader(20, 16), verbose=False)
-    (pieces,) = trainer_with(OomProof(units="samples")).test(short, loader(20, 16), verbose=False)
-    assert pieces == pytest.approx(whole)
+    (micro_batches,) = trainer_with(OomProof(units="samples")).test(short, loader(20, 16), verbose=False)
+    assert micro_batches == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_only_what_is_offered_is_planned_and_random_numbers_are_as_before():
     state = torch.get_rng_state()
     plan = plan_for("4GiB", {"micro_batch"}, model)
     assert torch.equal(torch.get_rng_state(), state)
-    assert {choice.technique for rung in plan.rungs for choice in rung.choices} == {"micro_batch"}
+    assert {choice.technique for fallback in plan.fallbacks for choice in fallback.choices} == {"micro_batch"}
 
 
 def test_where_nothing_fits_the_error_says_what_would():
@@ -40,7 +40,7 @@ def test_where_nothing_fits_the_error_says_what_would():
     ("budget", "batch", "options", "message"),
     [
         ("1GiB", None, {"micro_batch": 2}, "given with micro_batch, which the plan"),
-        ("1GiB", None, {"rungs": []}, "given with rungs, which the plan"),
+        ("1GiB", None, {"fallbacks": []}, "given with fallbacks, which the plan"),
         (None, {}, {}, "without a budget: give budget="),
     ],
 )

@@ -67,4 +67,4 @@ def test_the_loss_of_a_subclass_is_planned_with(tmp_path: Path):
     with plimsoll.transformers.protected(trainer, budget="4GiB") as protection:
         assert protection.plan is not None
     # Nothing says how pieces would be weighted.
-    assert {rung.micro_batch for rung in protection.plan.rungs} == {BATCH_SAMPLES}
+    assert {fallback.micro_batch for fallback in protection.plan.fallbacks} == {BATCH_SAMPLES}

@@ -11,7 +11,7 @@ from plimsoll.errors import DataError, InputError, OutOfMemoryError
 from plimsoll.integrations.loops.transaction import Transaction
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.failpoints import armed, exhaust_memory
-from plimsoll.step.recovery import Ladder
+from plimsoll.step.recovery import FallbackSchedule
 from plimsoll.step.retry import scaler_as_now
 from plimsoll.techniques import TECHNIQUES
 
@@ -28,13 +28,13 @@ class Loop:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)  # puts a step of its own on the optimizer
         self.transaction = Transaction(self.model, self.optimizer, **{"units": "samples", **options})
         self.num_steps_per_update = num_steps_per_update
-        self.pieces = []
+        self.micro_batches = []
 
     def loss_of(self, piece, share):
         return (self.model(piece["x"]) - piece["y"]).square().mean()
 
     def one_pass(self, piece, share):
-        self.pieces.append(len(piece["x"]))
+        self.micro_batches.append(len(piece["x"]))
         loss = self.loss_of(piece, share)
         (loss * share / self.num_steps_per_update).backward()
         return loss.detach()
@@ -101,7 +101,7 @@ def test_pieces_add_up_to_the_batch():
     for loop in (whole, cut):
         loop.model[1].p = 0.0
     assert torch.allclose(cut.train(), whole.train(), atol=1e-6)
-    assert cut.pieces == [3, 1] * 6
+    assert cut.micro_batches == [3, 1] * 6
 
 
 def test_a_first_batch_that_does_not_fit_is_cut():
@@ -150,7 +150,7 @@ def test_what_the_loop_changes_is_put_back_before_each_new_try():
 
 def test_a_plans_rungs_are_gone_through():
     torch.manual_seed(0)
-    loop = Loop(rungs=[[micro_batch_choice(4)], [micro_batch_choice(2)]])
+    loop = Loop(fallbacks=[[micro_batch_choice(4)], [micro_batch_choice(2)]])
     with armed("forward", 1):
         loop.train(num_batches=1)
     assert loop.transaction.events[0].action == "micro-batch 4 -> 2"
@@ -201,8 +201,8 @@ def test_a_scaler_made_anew_has_the_scale_and_knows_no_gradients():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rungs": [[micro_batch_choice(4), Choice(technique="adafactor")]]}, r"adafactor.*--forbid adafactor"),
-        ({"rungs": [[micro_batch_choice(4)]], "micro_batch": 2}, "leave one of the two out"),
+        ({"fallbacks": [[micro_batch_choice(4), Choice(technique="adafactor")]]}, r"adafactor.*--forbid adafactor"),
+        ({"fallbacks": [[micro_batch_choice(4)]], "micro_batch": 2}, "leave one of the two out"),
         ({"micro_batch": 0}, "at least 1"),
         ({"units": "words"}, "choose samples, tokens"),
         ({"make": torch.optim.LBFGS}, "use another optimizer"),
@@ -218,17 +218,17 @@ def test_any_batch_is_taken_where_the_loop_would_take_it():
     nothing_to_learn = {"x": torch.randn(4, 3), "y": torch.randn(4, 1), "labels": torch.full((4, 2), -100)}
     with armed("forward", 1):
         loop.transaction.run(nothing_to_learn, loop.one_pass, loop.finish, loop.loss_of)
-    assert loop.pieces == [2, 2]
+    assert loop.micro_batches == [2, 2]
     uneven = {"x": torch.randn(4, 3), "y": torch.randn(4, 1), "labels": torch.zeros(1)}
     loop.transaction.run(uneven, loop.one_pass, loop.finish, loop.loss_of)
-    assert loop.pieces[-1] == 4
+    assert loop.micro_batches[-1] == 4
 
 
 def test_techniques_around_the_loss_need_a_loss_that_is_the_callers():
-    rungs = [[micro_batch_choice(4), Choice(technique="activation_offload", options={"to": "disk"})]]
+    fallbacks = [[micro_batch_choice(4), Choice(technique="activation_offload", options={"to": "disk"})]]
     with pytest.raises(InputError, match="activation_offload"):
-        Loop(rungs=rungs)
-    Loop(rungs=rungs, loss=lambda model, batch: model(batch["x"]).mean())
+        Loop(fallbacks=fallbacks)
+    Loop(fallbacks=fallbacks, loss=lambda model, batch: model(batch["x"]).mean())
 
 
 def test_a_batch_without_a_target_is_refused():
@@ -264,12 +264,12 @@ def test_no_batch_is_cut_unasked_though_there_was_no_room_for_the_techniques(
     num_failures, num_steps_per_update, monkeypatch
 ):
     monkeypatch.setitem(TECHNIQUES, "cache", ShortOfRoom(num_failures))
-    loop = Loop(num_steps_per_update, rungs=[[Choice(technique="cache"), micro_batch_choice(1)]])
+    loop = Loop(num_steps_per_update, fallbacks=[[Choice(technique="cache"), micro_batch_choice(1)]])
     loop.loss_of = lambda piece, share: (loop.model(piece["x"]) - piece["y"]).square().max()
     before = [one.detach().clone() for one in loop.model.parameters()]
     with pytest.raises(InputError, match="the loss of a batch is not the sum of those of its parts"):
         loop.train()
-    assert loop.pieces == []
+    assert loop.micro_batches == []
     assert all(map(torch.equal, before, loop.model.parameters()))
 
 
@@ -391,10 +391,12 @@ def test_techniques_do_not_change_in_the_middle_of_a_window(kind, hits, monkeypa
     """Longer texts may need others: here the second batch of the second window does."""
     undisturbed = KeptLoop(kind).train()
     monkeypatch.setitem(TECHNIQUES, "cache", ShortOfRoom(0))
-    rungs = [[micro_batch_choice(4)], [Choice(technique="cache"), micro_batch_choice(4)]]
-    disturbed = KeptLoop(kind, rungs=rungs)
+    fallbacks = [[micro_batch_choice(4)], [Choice(technique="cache"), micro_batch_choice(4)]]
+    disturbed = KeptLoop(kind, fallbacks=fallbacks)
     chosen = iter([0, 0, 0, 0, 1, 1, 1, 1, 1])
-    monkeypatch.setattr(Ladder, "choose", lambda ladder, elements: next(chosen))
+    monkeypatch.setattr(FallbackSchedule, "choose", lambda fallback_schedule, elements: next(chosen))
     with armed("forward", *hits):
         assert torch.equal(disturbed.train(), undisturbed)
-    assert len(disturbed.pieces) == 9 + sum({6: 2, 9: 2}[hit] for hit in hits)  # what went through and is done again
+    assert len(disturbed.micro_batches) == 9 + sum(
+        {6: 2, 9: 2}[hit] for hit in hits
+    )  # what went through and is done again

@@ -7,7 +7,7 @@ from torch import nn
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.memory.trace import rehearsal, trace_training
+from plimsoll.memory.trace import dry_run, trace_training
 from plimsoll.records.trace import Trace
 
 
@@ -72,7 +72,7 @@ def test_attention_takes_a_kernel_of_cuda():
 
 
 def test_an_lstm_is_one_call_of_cudnn_over_weights_in_one_buffer():
-    with rehearsal(cuda()) as place:
+    with dry_run(cuda()) as place:
         place.recorder.step = 1
         model = place.fake_model(nn.LSTM(4, 8)).to("cuda")
         output, _ = model(torch.randn(5, 3, 4, device="cuda"))

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from plimsoll.errors import InputError
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.packing import pack_padded_sequence as pack
-from plimsoll.memory.trace import rehearsal
+from plimsoll.memory.trace import dry_run
 
 LENGTHS = [[5, 3, 2], [2, 5, 3], [4, 4, 4], [5, 1, 1], [1]]
 
@@ -25,7 +25,7 @@ def test_shapes_and_counts_are_those_of_the_real_ones(lengths: list[int], batch_
     data, known = torch.ones(shape, requires_grad=True), torch.tensor(lengths)
     real, real_padded, real_lengths = packed_and_padded(data, known, batch_first)
     real_padded.sum().backward()
-    with rehearsal(CpuLowering()) as place:
+    with dry_run(CpuLowering()) as place:
         fake_data = place.fake_batch(data.detach()).requires_grad_()
         fake, padded, padded_lengths = packed_and_padded(fake_data, place.fake_batch(known), batch_first)
         padded.sum().backward()
@@ -39,7 +39,7 @@ def test_shapes_and_counts_are_those_of_the_real_ones(lengths: list[int], batch_
 
 
 def test_a_total_length_pads_further():
-    with rehearsal(CpuLowering()) as place:
+    with dry_run(CpuLowering()) as place:
         packed = pack_padded_sequence(torch.empty(3, 2, 4), place.fake_batch(torch.tensor([3, 1])))
         padded, _ = pad_packed_sequence(packed, total_length=7)
     assert padded.shape == (7, 2, 4)
@@ -47,7 +47,7 @@ def test_a_total_length_pads_further():
 
 def test_the_counts_stay_until_backward():
     """Real packing saves them for its backward pass: 3 counts of 8 bytes."""
-    with rehearsal(CpuLowering()) as place:
+    with dry_run(CpuLowering()) as place:
         data = torch.empty(3, 2, 4, requires_grad=True)
         packed, counts = pack(data, place.fake_batch(torch.tensor([3, 1])), False)
         loss = packed.sum()
@@ -62,7 +62,7 @@ def test_the_counts_stay_until_backward():
 
 
 def test_lengths_must_be_known():
-    with rehearsal(CpuLowering()), pytest.raises(InputError, match="not known before the run"):
+    with dry_run(CpuLowering()), pytest.raises(InputError, match="not known before the run"):
         pack_padded_sequence(torch.empty(3, 2, 4), torch.empty(2, dtype=torch.int64), enforce_sorted=True)
 
 
@@ -90,7 +90,7 @@ def test_what_torch_refuses_is_refused_with_the_sample_and_a_remedy(
     known = torch.tensor(lengths, dtype=torch.int64)
     with pytest.raises(RuntimeError, match=of_torch):
         pack_padded_sequence(torch.ones(shape), known, enforce_sorted=is_sorted)
-    with rehearsal(CpuLowering()) as place, pytest.raises(InputError, match=of_plimsoll):
+    with dry_run(CpuLowering()) as place, pytest.raises(InputError, match=of_plimsoll):
         pack_padded_sequence(place.fake_batch(torch.ones(shape)), place.fake_batch(known), enforce_sorted=is_sorted)
 
 
@@ -100,10 +100,10 @@ def test_lengths_beyond_the_last_step_are_refused_though_torch_packs_them_for_a_
     assert (len(packed.data), int(packed.batch_sizes.sum())) == (10, 11)
     with pytest.raises(RuntimeError, match=r"start \(10\) \+ length \(1\) exceeds"):
         torch.nn.GRU(2, 2)(packed)
-    with rehearsal(CpuLowering()) as place, pytest.raises(InputError, match="of 6 steps, .* in a batch of 5 steps"):
+    with dry_run(CpuLowering()) as place, pytest.raises(InputError, match="of 6 steps, .* in a batch of 5 steps"):
         pack_padded_sequence(place.fake_batch(torch.ones(5, 3, 2)), place.fake_batch(torch.tensor([6, 3, 2])))
 
 
 def test_many_lengths_are_not_all_shown():
-    with rehearsal(CpuLowering()) as place, pytest.raises(InputError, match=r"\[1, 1, 1, 1, 1, 1, 1, 1\] \.\.\.: give"):
+    with dry_run(CpuLowering()) as place, pytest.raises(InputError, match=r"\[1, 1, 1, 1, 1, 1, 1, 1\] \.\.\.: give"):
         pack(torch.empty(3, 2, 4), place.fake_batch(torch.ones(50, dtype=torch.int64)), False)

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.memory.trace import Rehearsal, rehearsal, trace_training
+from plimsoll.memory.trace import DryRun, dry_run, trace_training
 
 
 def places_of(make) -> list[bool]:
     """Whether the storages that some code makes are on the host, in order of birth."""
 
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         kept.append(make())
 
     kept: list = []
@@ -109,7 +109,7 @@ def test_what_is_computed_of_both_is_on_the_device():
 
 
 def test_a_batch_is_on_the_host_until_it_is_moved():
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         batch = place.fake_batch({"x": torch.zeros(1000)})
         assert batch["x"].to("cuda").sum() is not None
 
@@ -119,7 +119,7 @@ def test_a_batch_is_on_the_host_until_it_is_moved():
 
 
 def test_optimizers_count_their_steps_on_the_host():
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         model = nn.Linear(10, 10).to("cuda")
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
@@ -142,7 +142,7 @@ def test_steps_that_were_counted_before_the_trace_are_on_the_host_too():
     model(torch.randn(2, 10)).sum().backward()
     optimizer.step()
 
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         fake, its_optimizer = place.fake_training(model, optimizer)
         fake(torch.randn(2, 10, device="cuda")).sum().backward()
         its_optimizer.step()
@@ -160,7 +160,7 @@ def test_steps_that_were_counted_before_the_trace_are_on_the_host_too():
 def test_a_model_of_the_user_is_taken_to_be_on_the_device_and_stays_the_same_object():
     model = nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters())
-    with rehearsal(CudaLowering((8, 0))) as place:
+    with dry_run(CudaLowering((8, 0))) as place:
         place.recorder.step = 1
         fake, its_optimizer = place.fake_training(model, optimizer)
         weight = fake.weight
@@ -174,7 +174,7 @@ def test_a_model_of_the_user_is_taken_to_be_on_the_device_and_stays_the_same_obj
 
 
 def test_a_model_made_in_the_function_is_on_the_host_until_it_is_moved():
-    def train(place: Rehearsal) -> None:
+    def train(place: DryRun) -> None:
         model = nn.Linear(100, 100, bias=False)
         model.to("cuda")
         assert copy.deepcopy(model).weight is not model.weight

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from distillations import SAMPLES, VOCABULARY, batch_of, gradients_of, largest_difference, model_of, plain_loss
 from plimsoll.errors import InputError
-from plimsoll.models.distillation.chunked import FullTargets, Mix, TopTargets, chunked_distillation, softened
+from plimsoll.models.distillation.chunked import Combination, FullTargets, TopTargets, chunked_distillation, softened
 from plimsoll.models.head_apart import head_apart
 
 WORDS = 7
@@ -96,7 +96,7 @@ def test_neither_is_changed() -> None:
     assert torch.equal(student, before[1])
 
 
-MIX = Mix(3.0, 0.5)
+MIX = Combination(3.0, 0.5)
 POSITION = SAMPLES * VOCABULARY
 """Logits of one position of all samples."""
 
@@ -104,8 +104,10 @@ POSITION = SAMPLES * VOCABULARY
 def chunked(student: nn.Module, teacher: nn.Module, batch: dict[str, Tensor], num_positions: int = 2) -> Tensor:
     fields = {name: value for name, value in batch.items() if name != "labels"}
     with torch.no_grad():
-        taught, _ = head_apart(teacher, fields)
-    targets = FullTargets(lambda begin, end: taught.head(taught.hidden_BTH[:, begin:end]).detach(), MIX.temperature)
+        teacher_output, _ = head_apart(teacher, fields)
+    targets = FullTargets(
+        lambda begin, end: teacher_output.head(teacher_output.hidden_BTH[:, begin:end]).detach(), MIX.temperature
+    )
     parts, _ = head_apart(student, fields)
     return chunked_distillation(parts, batch["labels"], targets, MIX, num_positions * POSITION)
 

@@ -14,7 +14,7 @@ from distillations import KINDS, LABELS, VOCABULARY, batch_of, model_of, task_of
 from plimsoll.device.off_device import outside_the_device
 from plimsoll.errors import JobError
 from plimsoll.memory.lowering.cpu import CpuLowering
-from plimsoll.memory.trace import rehearsal
+from plimsoll.memory.trace import dry_run
 from plimsoll.models.build import save_model
 from plimsoll.models.distillation.teacher import digest_of, load_teacher, require_same_tokens, sketch_teacher
 from plimsoll.models.hugging_face import TextShape
@@ -49,7 +49,7 @@ def test_a_teacher_says_what_it_said_when_it_was_saved(folders: dict[str, Path],
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rehearsal_reads_nothing(folders: dict[str, Path], kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folders[kind] / "config.json").read_text())
-    with rehearsal(CpuLowering()) as stage, outside_the_device():
+    with dry_run(CpuLowering()) as stage, outside_the_device():
         teacher = load_teacher(tmp_path, task_of(kind), shape_of(kind))
         assert all(hasattr(one, "fake_mode") for one in teacher.parameters())
         stage.recorder.know_teacher(teacher)

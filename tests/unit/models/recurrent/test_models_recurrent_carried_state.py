@@ -29,13 +29,13 @@ def tokens() -> torch.Tensor:
     return torch.randint(VOCABULARY, (NUM_LANES, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-def window(tokens: torch.Tensor, number: int, lanes: slice = slice(None)) -> dict[str, torch.Tensor]:
+def window(tokens: torch.Tensor, number: int, slots: slice = slice(None)) -> dict[str, torch.Tensor]:
     begin, end = list(pairwise(CUTS))[number]
-    ids = tokens[lanes, begin : end + 1]
+    ids = tokens[slots, begin : end + 1]
     return {
         "input_ids": ids,
         "labels": ids,
-        "lanes": torch.arange(NUM_LANES)[lanes],
+        "lanes": torch.arange(NUM_LANES)[slots],
         "windows": torch.full((len(ids),), number),
     }
 
@@ -117,10 +117,10 @@ def test_after_a_reset_nothing_before_it_is_known_and_no_gradient_goes_there(arc
     model(**window(tokens, 0))
     model.carried.training_state[1, 1] = float("nan")  # what is reset may be anything
     output = model(**window(tokens, 1), resets=resets)
-    for lane, begins in ((0, [2]), (1, [0, 3])):
+    for slot, begins in ((0, [2]), (1, [0, 3])):
         for begin, end in pairwise([*begins, 4]):
-            alone = model(input_ids=tokens[lane : lane + 1, 4 + begin : 4 + end]).logits
-            torch.testing.assert_close(output.logits[lane : lane + 1, begin:end], alone, rtol=0, atol=1e-6)
+            alone = model(input_ids=tokens[slot : slot + 1, 4 + begin : 4 + end]).logits
+            torch.testing.assert_close(output.logits[slot : slot + 1, begin:end], alone, rtol=0, atol=1e-6)
     whole = model(input_ids=tokens).logits
     torch.testing.assert_close(output.logits[2], whole[2, 4:8], rtol=0, atol=1e-6)
     torch.testing.assert_close(output.logits[0, :2], whole[0, 4:6], rtol=0, atol=1e-6)
@@ -146,26 +146,30 @@ def test_without_resets_nothing_is_cut():
 
 def test_a_state_is_of_the_dtype_of_its_layers_and_takes_others():
     carried = CarriedState(nn.GRU(3, 4).double(), 2)
-    lanes, windows = torch.arange(2), torch.zeros(2, dtype=torch.long)
-    carried.put(lanes, windows, torch.ones(1, 2, 4, dtype=torch.bfloat16))
-    assert torch.equal(carried.state(lanes, windows + 1), torch.ones(1, 2, 4, dtype=torch.float64))
+    slots, windows = torch.arange(2), torch.zeros(2, dtype=torch.long)
+    carried.put(slots, windows, torch.ones(1, 2, 4, dtype=torch.bfloat16))
+    assert torch.equal(carried.state(slots, windows + 1), torch.ones(1, 2, 4, dtype=torch.float64))
 
 
 def test_a_model_that_keeps_no_state_refuses_windows_of_streams(tokens):
     model = build()
     model.carried = None
-    with pytest.raises(InputError, match=r"windows of 3 lanes, but the model keeps no state.*: call model\.carry"):
+    with pytest.raises(
+        InputError, match=r"windows of 3 stream slots, but the model keeps no state.*: call model\.carry"
+    ):
         model(**window(tokens, 0))
 
 
-@pytest.mark.parametrize("num_lanes", [0, -3])
-def test_no_lanes_are_refused(num_lanes):
-    with pytest.raises(InputError, match=f"the state of {num_lanes} lanes: give the samples of a batch, at least 1"):
-        build().carry(num_lanes)
+@pytest.mark.parametrize("num_slots", [0, -3])
+def test_no_lanes_are_refused(num_slots):
+    with pytest.raises(
+        InputError, match=f"the state of {num_slots} stream slots: give the samples of a batch, at least 1"
+    ):
+        build().carry(num_slots)
 
 
 def test_a_batch_of_more_lanes_than_are_carried_is_refused(tokens):
     model = build()
     model.carry(2)
-    with pytest.raises(InputError, match=r"has 3 samples, .* state of 2 lanes: call `model\.carry\(3\)`"):
+    with pytest.raises(InputError, match=r"has 3 samples, .* state of 2 stream slots: call `model\.carry\(3\)`"):
         model(**window(tokens, 0))

@@ -12,7 +12,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.planning.dry_run import processes as module
 from plimsoll.planning.dry_run.processes import Asked, Tracers
-from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 
@@ -72,7 +72,7 @@ def test_they_are_the_same_event_by_event(tracers, lowering):
     tracers.suppose([one])
     assert has_begun(tracers, one)
     tracers.expect([one])  # once more changes nothing
-    assert tracers.take(one) == (rehearse_job(JOB, TEXTS, lowering, one.choices, is_short=True), False)
+    assert tracers.take(one) == (dry_run_job(JOB, TEXTS, lowering, one.choices, is_short=True), False)
     assert tracers.take(one) is None
 
 

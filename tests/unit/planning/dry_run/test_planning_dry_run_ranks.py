@@ -11,8 +11,8 @@ from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.work import WorkCounter, hearing
-from plimsoll.planning.dry_run.ranks import joined_alone, rehearsed_ranks, threads_of_rank
-from plimsoll.planning.dry_run.step import rehearse_job
+from plimsoll.planning.dry_run.ranks import dry_run_ranks, joined_alone, threads_of_rank
+from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.techniques.mechanisms import sharded
@@ -25,11 +25,11 @@ def peak_bytes(ranks: int, batch_size: int) -> int:
         {"model": "lstm", "data": "nowhere.txt", "sequence_length": 8, "batch_size": batch_size, "ranks": ranks}
     )
     choices = (micro_batch_choice(-(-batch_size // ranks)),)
-    return live_bytes(rehearse_job(job, TEXTS, CpuLowering(), choices)).peak_bytes
+    return live_bytes(dry_run_job(job, TEXTS, CpuLowering(), choices)).peak_bytes
 
 
 def test_one_of_many_ranks_agrees_with_nobody_and_adds_up_its_own():
-    with rehearsed_ranks(64) as ranks:
+    with dry_run_ranks(64) as ranks:
         assert (ranks.rank, ranks.world_size, ranks.is_alone) == (0, 64, False)
         assert (ranks.agree(False), ranks.agree(True)) == (False, True)
         assert ranks.add_up(torch.tensor([3.0])).tolist() == [3.0]
@@ -39,8 +39,8 @@ def test_one_of_many_ranks_agrees_with_nobody_and_adds_up_its_own():
 
 
 def test_a_rank_of_a_real_training_rehearses_no_other():
-    with joined_alone(), pytest.raises(InputError, match=r"cannot rehearse 3 ranks in a process that is rank 0 of 1"):
-        rehearsed_ranks(3).__enter__()
+    with joined_alone(), pytest.raises(InputError, match=r"cannot dry-run 3 ranks in a process that is rank 0 of 1"):
+        dry_run_ranks(3).__enter__()
     assert not dist.is_initialized()
 
 
@@ -77,7 +77,7 @@ def test_ranks_share_the_cores_that_the_process_may_use(monkeypatch, num_ranks, 
 
 
 def test_an_exchange_moves_the_whole_tensor():
-    with rehearsed_ranks(4), hearing():
+    with dry_run_ranks(4), hearing():
         counter = WorkCounter(lambda tensor: False)
         whole, part = torch.zeros(12), torch.zeros(3)
         with Counting(counter) as counting:

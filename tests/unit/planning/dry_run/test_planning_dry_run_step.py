@@ -23,9 +23,9 @@ from plimsoll.planning.dry_run.step import (
     StageBackend,
     _batch,
     _telling_samples,
-    rehearse_job,
-    rehearse_step,
-    rehearsed_samples,
+    dry_run_job,
+    dry_run_samples,
+    dry_run_step,
 )
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
@@ -64,7 +64,7 @@ def test_a_rehearsed_step_needs_what_the_real_one_needs(micro_batch, clip_norm):
     batch = torch.randint(50, (4, 6))
     options = {"units": lambda ids: ids.numel(), "clip_norm": clip_norm}
     choices = (micro_batch_choice(micro_batch or 4),)
-    trace = rehearse_step(model, optimizer, batch, loss, CpuLowering(), precision="fp32", choices=choices, **options)
+    trace = dry_run_step(model, optimizer, batch, loss, CpuLowering(), precision="fp32", choices=choices, **options)
 
     step = TrainStep(
         model, optimizer, loss, micro_batch=micro_batch, recut_loss=True, **options
@@ -102,10 +102,10 @@ def test_a_long_sample_is_rehearsed_wherever_it_is(place, micro_batch, is_by_len
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     choices = (micro_batch_choice(micro_batch), *([Choice(technique="by_length")] if is_by_length else []))
     options = {"units": "samples", "clip_norm": None}
-    trace = rehearse_step(
+    trace = dry_run_step(
         model, optimizer, batch, model_loss, CpuLowering(), precision="fp32", choices=choices, **options
     )
-    step = TrainStep(model, optimizer, rungs=[choices], **options)
+    step = TrainStep(model, optimizer, fallbacks=[choices], **options)
     recorder = Recorder(phase=lambda: "copy" if step.position.phase == "fetch" else step.position.phase)
     with recorder:
         recorder.know_model(model)
@@ -113,7 +113,7 @@ def test_a_long_sample_is_rehearsed_wherever_it_is(place, micro_batch, is_by_len
             recorder.step = number
             step(batch)
     measured_bytes = live_bytes(recorder.trace("measured", "cpu")).peak_bytes
-    batch_bytes = sum(tensor.nbytes for tensor in batch.values())  # of which a rehearsal has the part that it rehearses
+    batch_bytes = sum(tensor.nbytes for tensor in batch.values())  # of which a dry run has the part that it dry-runs
     predicted_bytes = live_bytes(trace).peak_bytes + batch_bytes  # with what kernels take inside, which nobody records
     assert measured_bytes <= predicted_bytes <= 1.5 * measured_bytes
 
@@ -128,7 +128,7 @@ def test_a_rehearsed_step_on_streams_needs_what_the_real_one_needs(architecture,
         data={"train": "nowhere.txt", "order": "streams", "reset": reset},
     )  # fmt: skip
     choices = (micro_batch_choice(micro_batch),)
-    predicted = live_bytes(rehearse_job(fields, TEXTS, CpuLowering(), choices))
+    predicted = live_bytes(dry_run_job(fields, TEXTS, CpuLowering(), choices))
     model = build_model(fields, *TEXTS.of_model).train()
     optimizer = build_optimizer(fields.optimizer, model.parameters())
     step = step_of(fields, model, optimizer, [choices])
@@ -150,7 +150,7 @@ def test_the_model_and_the_optimizer_stay_as_they_were():
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    rehearse_step(
+    dry_run_step(
         model, optimizer, torch.randint(50, (4, 6)), loss, CudaLowering((8, 6)),
         units=lambda ids: ids.numel(), choices=(micro_batch_choice(2),), clip_norm=None, precision="bf16",
     )  # fmt: skip
@@ -164,7 +164,7 @@ def test_the_model_and_the_optimizer_stay_as_they_were():
 def test_a_job_has_three_steps_with_states_from_the_first(lowering, precision):
     if lowering.kind == "cpu" and precision == "bf16":
         skip_without_half_lstm()
-    trace = rehearse_job(job(precision=precision), TEXTS, lowering, (micro_batch_choice(6),))
+    trace = dry_run_job(job(precision=precision), TEXTS, lowering, (micro_batch_choice(6),))
     assert set(trace.ops.step) == {0, 1, 2, 3}
     states = [row for row, category in enumerate(trace.storages.category) if category == "optimizer states"]
     parameters = [row for row, category in enumerate(trace.storages.category) if category == "parameters"]
@@ -179,10 +179,10 @@ def test_a_job_has_three_steps_with_states_from_the_first(lowering, precision):
 def test_an_evaluation_comes_between_steps_where_the_job_says_so():
     held_out = {"train": "nowhere.txt", "validation": 0.1}
     for without in (job(), job(evaluate_every=5)):
-        assert "evaluation" not in rehearse_job(without, TEXTS, CpuLowering(), WHOLE).ops.phase
-    trace = rehearse_job(job(data=held_out, evaluate_every=5), TEXTS, CpuLowering(), WHOLE)
+        assert "evaluation" not in dry_run_job(without, TEXTS, CpuLowering(), WHOLE).ops.phase
+    trace = dry_run_job(job(data=held_out, evaluate_every=5), TEXTS, CpuLowering(), WHOLE)
     assert {step for step, phase in zip(trace.ops.step, trace.ops.phase, strict=True) if phase == "evaluation"} == {2}
-    trace = rehearse_job(job(data=held_out), TEXTS, CpuLowering(), WHOLE)
+    trace = dry_run_job(job(data=held_out), TEXTS, CpuLowering(), WHOLE)
     assert {step for step, phase in zip(trace.ops.step, trace.ops.phase, strict=True) if phase == "evaluation"} == {3}
 
 
@@ -190,9 +190,9 @@ def test_an_evaluation_comes_between_steps_where_the_job_says_so():
 @pytest.mark.parametrize("micro_batch", [1, 3, 4, 7])
 def test_an_evaluation_of_fewer_samples_needs_what_that_of_all_needs(monkeypatch, lowering, micro_batch):
     evaluating = job(data={"train": ["a.txt"], "validation": 0.1}, batch_size=16, evaluate_every=5)
-    fewer = rehearse_job(evaluating, TEXTS, lowering, (micro_batch_choice(micro_batch),))
+    fewer = dry_run_job(evaluating, TEXTS, lowering, (micro_batch_choice(micro_batch),))
     monkeypatch.setattr("plimsoll.planning.dry_run.step._evaluated_samples", lambda num_samples, at_once: num_samples)
-    whole = rehearse_job(evaluating, TEXTS, lowering, (micro_batch_choice(micro_batch),))
+    whole = dry_run_job(evaluating, TEXTS, lowering, (micro_batch_choice(micro_batch),))
     assert fewer.ops.phase.count("evaluation") < whole.ops.phase.count("evaluation")
     assert _peaks_of_phases(fewer) == _peaks_of_phases(whole)
 
@@ -207,7 +207,7 @@ def _peaks_of_phases(trace):
 
 def test_smaller_micro_batches_need_less():
     peaks = [
-        live_bytes(rehearse_job(job(batch_size=64), TEXTS, CpuLowering(), (micro_batch_choice(size),))).peak_bytes
+        live_bytes(dry_run_job(job(batch_size=64), TEXTS, CpuLowering(), (micro_batch_choice(size),))).peak_bytes
         for size in (64, 16, 4)
     ]
     assert peaks[0] > peaks[1] > peaks[2]
@@ -221,7 +221,7 @@ class Broken(Net):
 def test_a_model_that_fails_says_where_in_its_own_code():
     model = Broken()
     with pytest.raises(InputError, match="the model Broken fails in the forward phase") as caught:
-        rehearse_step(
+        dry_run_step(
             model, torch.optim.SGD(model.parameters()), torch.randint(50, (4, 6)), loss, CpuLowering(),
             units=lambda ids: ids.numel(), choices=(micro_batch_choice(4),), clip_norm=None, precision="fp32",
         )  # fmt: skip
@@ -240,7 +240,7 @@ def test_a_batch_without_a_field_that_the_model_needs_is_said():
 
     model = NeedsMask()
     with pytest.raises(InputError, match="missing 1 required positional argument: 'mask'"):
-        rehearse_step(
+        dry_run_step(
             model, torch.optim.SGD(model.parameters()), {"x": torch.ones(2, 2)}, model_loss,
             CpuLowering(), units="samples", choices=(micro_batch_choice(4),), clip_norm=None, precision="fp32",
         )  # fmt: skip
@@ -251,7 +251,7 @@ def test_a_tagger_has_a_label_for_each_token(lowering):
     tagger = job(task="token-classification", model=LSTM | {"bidirectional": True}, batch_size=64, sequence_length=32)
     texts = TEXTS._replace(num_labels=5)
     peaks = [
-        live_bytes(rehearse_job(tagger, texts, lowering, (micro_batch_choice(size),))).peak_bytes for size in (64, 4)
+        live_bytes(dry_run_job(tagger, texts, lowering, (micro_batch_choice(size),))).peak_bytes for size in (64, 4)
     ]
     assert peaks[0] > peaks[1]
 
@@ -263,7 +263,7 @@ def test_a_folder_of_a_recurrent_model_is_rehearsed_without_being_read(num_label
     new, saved = job(task=task), job(task=task, model=str(tmp_path))
     save_model(build_model(new, *texts.of_model), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    peaks = [live_bytes(rehearse_job(one, texts, CpuLowering(), WHOLE)).peak_bytes for one in (new, saved)]
+    peaks = [live_bytes(dry_run_job(one, texts, CpuLowering(), WHOLE)).peak_bytes for one in (new, saved)]
     assert peaks[1] == peaks[0] > 0
 
 
@@ -279,7 +279,7 @@ def test_adapters_copy_the_head_of_a_classifier(lowering, tmp_path):
     job = Job.from_fields(fields | {"sequence_length": 8, "tokenizer": {"vocab_size": 300}})
     adapters = Choice(technique="lora", options={"rank": 2, "alpha": 4, "base": "kept"})
     choices = (adapters, micro_batch_choice(2))
-    trace = rehearse_job(job, sketch_texts(job), lowering, choices, is_short=True)
+    trace = dry_run_job(job, sketch_texts(job), lowering, choices, is_short=True)
     assert "optimizer" in trace.ops.phase
 
 
@@ -288,20 +288,20 @@ def test_adapters_copy_the_head_of_a_classifier(lowering, tmp_path):
     [(8, 8, 8), (8, 4, 8), (9, 4, 9), (12, 4, 8), (13, 4, 9), (7, 5, 7), (100, 30, 70)],
 )
 def test_a_batch_of_two_whole_passes_that_ends_as_the_whole_one_does_is_rehearsed(batch_size, micro_batch, expected):
-    assert rehearsed_samples(batch_size, micro_batch) == expected
+    assert dry_run_samples(batch_size, micro_batch) == expected
 
 
 def test_a_smaller_last_pass_does_not_hide_that_a_whole_one_meets_gradients():
     """Of 13 samples in passes of 4 the last is of one sample: no less is needed than for 12."""
     peaks = []
     for batch_size in (12, 13):
-        trace = rehearse_job(job(batch_size=batch_size), TEXTS, CpuLowering(), (micro_batch_choice(4),), is_short=True)
+        trace = dry_run_job(job(batch_size=batch_size), TEXTS, CpuLowering(), (micro_batch_choice(4),), is_short=True)
         peaks.append(live_bytes(trace).peak_bytes)
     assert peaks[1] >= peaks[0]
 
 
 def test_a_short_rehearsal_has_a_step_of_one_pass_and_one_of_two():
-    trace = rehearse_job(job(), TEXTS, CpuLowering(), (micro_batch_choice(2),), is_short=True)
+    trace = dry_run_job(job(), TEXTS, CpuLowering(), (micro_batch_choice(2),), is_short=True)
     passes = [0, 0, 0]
     for op, (step, phase) in enumerate(zip(trace.ops.step, trace.ops.phase, strict=True)):
         begins = phase == "forward" and trace.ops.phase[op - 1] != "forward"
@@ -310,7 +310,7 @@ def test_a_short_rehearsal_has_a_step_of_one_pass_and_one_of_two():
 
 
 def test_one_rank_alone_exchanges_nothing_and_two_do():
-    texts = [rehearse_job(job(ranks=ranks), TEXTS, CpuLowering(), (micro_batch_choice(3),)).texts for ranks in (1, 2)]
+    texts = [dry_run_job(job(ranks=ranks), TEXTS, CpuLowering(), (micro_batch_choice(3),)).texts for ranks in (1, 2)]
     assert [any(text.startswith("c10d.") for text in one) for one in texts] == [False, True]
 
 
@@ -329,7 +329,7 @@ def masked(lengths):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "rehearsed"),
+    ("lengths", "dry_run"),
     [
         ([3, 4, 2, 6, 40, 3, 2, 4, 3], [2, 6, 40, 3]),
         ([3, 4, 2, 6, 4, 3, 2, 4, 50], [2, 6, 50]),
@@ -339,10 +339,10 @@ def masked(lengths):
         ([3, 4, 2, 6], [3, 4, 2, 6]),
     ],
 )
-def test_of_a_recurrent_model_the_two_passes_of_most_tokens_are_rehearsed_the_larger_last(lengths, rehearsed):
+def test_of_a_recurrent_model_the_two_passes_of_most_tokens_are_rehearsed_the_larger_last(lengths, dry_run):
     gru = nn.GRU(2, 2)
     cut = _telling_samples(masked(lengths), 2, gru, (micro_batch_choice(2),))
-    assert cut["attention_mask"].sum(dim=1).tolist() == rehearsed
+    assert cut["attention_mask"].sum(dim=1).tolist() == dry_run
 
 
 def test_of_another_model_the_first_samples_are_rehearsed_and_by_length_the_longest_and_the_pass_of_most_tokens():
@@ -419,7 +419,7 @@ def test_what_a_teacher_said_of_a_text_is_of_all_labels():
 def test_parameters_that_are_kept_outside_are_never_on_the_device(lowering, choice, are_all_outside):
     """All of them in files; beside a GPU the two blocks', of 3,280 numbers each."""
     gpt2 = job(model={"architecture": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2})
-    whole, outside = (rehearse_job(gpt2, TEXTS, lowering, (*WHOLE, *more)) for more in ((), (choice,)))
+    whole, outside = (dry_run_job(gpt2, TEXTS, lowering, (*WHOLE, *more)) for more in ((), (choice,)))
 
     def parameter_bytes(trace, on_host):
         storages = zip(trace.storages.num_bytes, trace.storages.category, trace.storages.on_host, strict=True)

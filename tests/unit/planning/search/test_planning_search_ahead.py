@@ -3,42 +3,44 @@
 from collections.abc import Callable
 
 import numpy as np
-from plan.worlds import BATCH_SIZE, MadeUp, World
 
 from plimsoll.planning.search.ahead import as_guessed, asked_in_turn, not_traced
-from plimsoll.planning.search.evaluation import Look
+from plimsoll.planning.search.evaluation import Evaluation
 from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.techniques import Choices
+from worlds import BATCH_SIZE, MadeUp, World
 
 A, B, C = ((micro_batch_choice(size),) for size in (1, 2, 4))
 RECOMPUTE = Choice(technique="recompute", options={"level": 0})
 
 
-def searching(*mixes: Choices, chosen: Choices, look: Look) -> tuple[Callable[[], object], list, dict]:
-    """A search that looks at mixes in this order, and at what it chooses at full length."""
+def searching(
+    *combinations: Choices, chosen: Choices, evaluation: Evaluation
+) -> tuple[Callable[[], object], list, dict]:
+    """A search that looks at combinations in this order, and at what it chooses at full length."""
     known: list[Choices] = []
-    held: dict[Choices, Look] = {}
+    held: dict[Choices, Evaluation] = {}
 
     def go_on() -> None:
-        for mix in mixes:
-            if mix not in known:
-                not_traced(mix)
-            if mix == chosen:
-                held[mix] = look
+        for combination in combinations:
+            if combination not in known:
+                not_traced(combination)
+            if combination == chosen:
+                held[combination] = evaluation
 
     return go_on, known, held
 
 
 def test_each_is_asked_for_after_what_came_before_is_as_guessed() -> None:
-    look = World([]).look_at(A)
-    go_on, known, held = searching(A, B, C, chosen=B, look=look)
+    evaluation = World([]).evaluate(A)
+    go_on, known, held = searching(A, B, C, chosen=B, evaluation=evaluation)
     assert list(asked_in_turn(go_on, known.append, held)) == [(A, False), (B, False), (B, True), (C, False)]
     assert known == [A, B, C]
 
 
 def test_what_is_not_wanted_is_not_searched_for() -> None:
-    go_on, known, held = searching(A, B, C, chosen=C, look=World([]).look_at(A))
+    go_on, known, held = searching(A, B, C, chosen=C, evaluation=World([]).evaluate(A))
     asked = asked_in_turn(go_on, known.append, held)
     assert known == []
     assert next(asked) == (A, False)
@@ -49,21 +51,21 @@ def test_what_is_not_wanted_is_not_searched_for() -> None:
 
 def test_a_guessed_look_has_peak_and_time_of_the_guess_and_parts_of_what_is_most_like_it() -> None:
     world = World([MadeUp("recompute", (4,), seconds=(0.5,))])
-    plain, small = world.look_at((micro_batch_choice(BATCH_SIZE),)), world.look_at((micro_batch_choice(2),))
-    learned = world.look_at((micro_batch_choice(2), RECOMPUTE))
+    plain, small = world.evaluate((micro_batch_choice(BATCH_SIZE),)), world.evaluate((micro_batch_choice(2),))
+    learned = world.evaluate((micro_batch_choice(2), RECOMPUTE))
     surrogate = Surrogate([plain, small])
     surrogate.learn_effect(RECOMPUTE, learned, small, frozenset({"activations"}))
     choices = (micro_batch_choice(8), RECOMPUTE)
     need, seconds = surrogate.guess([(RECOMPUTE,)], np.zeros(1, dtype=int), np.asarray([8]))
-    look = as_guessed(choices, surrogate, [plain, small, learned])
-    assert (look.choices, look.micro_batch, look.fits) == (choices, 8, True)
-    assert (look.need_bytes, look.seconds) == (need[0], seconds[0])
-    assert (look.parts, look.phases) == (learned.parts, learned.phases)
+    evaluation = as_guessed(choices, surrogate, [plain, small, learned])
+    assert (evaluation.choices, evaluation.micro_batch, evaluation.fits) == (choices, 8, True)
+    assert (evaluation.need_bytes, evaluation.seconds) == (need[0], seconds[0])
+    assert (evaluation.parts, evaluation.phases) == (learned.parts, learned.phases)
 
 
 def test_a_guess_below_nothing_is_a_look_that_can_be() -> None:
     world = World([])
-    surrogate = Surrogate([world.look_at((micro_batch_choice(size),)) for size in (16, 2)])
+    surrogate = Surrogate([world.evaluate((micro_batch_choice(size),)) for size in (16, 2)])
     surrogate.guess = lambda *asked: (np.asarray([-5.0]), np.asarray([-0.1]))  # type: ignore[method-assign]
-    look = as_guessed((micro_batch_choice(4),), surrogate, [world.look_at((micro_batch_choice(16),))])
-    assert (look.need_bytes, look.seconds) == (1, 0.0)
+    evaluation = as_guessed((micro_batch_choice(4),), surrogate, [world.evaluate((micro_batch_choice(16),))])
+    assert (evaluation.need_bytes, evaluation.seconds) == (1, 0.0)

@@ -1,11 +1,11 @@
 """Mixes of made-up techniques, and the one that leaves nothing out."""
 
 import pytest
-from plan.worlds import MadeUp, World
 
-from plimsoll.planning.search.combinations import about, all_on_top, least_of, mixes_of, whole
-from plimsoll.planning.search.options import Compatibility, menu_of
+from plimsoll.planning.search.choices import Compatibility, available_choices
+from plimsoll.planning.search.combinations import about, all_on_top, combinations_of, least_of, whole
 from plimsoll.records.plan import Choice
+from worlds import MadeUp, World
 
 
 def one(name, level=0):
@@ -32,29 +32,31 @@ def test_every_mix_that_can_be_is_there_once_with_its_sizes(world):
     known = {"a": [one("a")], "b": [one("b", 0), one("b", 1)], "c": [one("c")]}
     allows = Compatibility(problem).allows
     found = {
-        tuple(map(str, mix.choices)): mix.sizes.tolist()
-        for mix in mixes_of(menu_of(problem), known, frozenset(), allows)
+        tuple(map(str, combination.choices)): combination.sizes.tolist()
+        for combination in combinations_of(available_choices(problem), known, frozenset(), allows)
     }
     assert len(found) == 2 * 4  # without c and with it: none, a, b=0, b=1
     assert found["c=0",] == [16]
-    assert found["a=0",] == list(menu_of(problem).sizes)
-    required = mixes_of(menu_of(problem), known, frozenset({"b"}), allows)
-    assert all({"b"} <= {choice.technique for choice in mix.choices} for mix in required)
+    assert found["a=0",] == list(available_choices(problem).sizes)
+    required = combinations_of(available_choices(problem), known, frozenset({"b"}), allows)
+    assert all({"b"} <= {choice.technique for choice in combination.choices} for combination in required)
 
 
 def test_what_is_put_on_top_goes_together_and_reaches_what_is_there(world):
     problem = world.problem(300)
-    look = world.look_at(whole((one("b", 0),), 16))
-    mix = all_on_top(look, menu_of(problem), Compatibility(problem).allows)
-    assert {choice.technique for choice in mix} == {"b", "d"} or {choice.technique for choice in mix} == {"a", "d"}
-    assert one("c") not in mix  # the smallest micro-batch is looked at
-    assert Compatibility(problem).allows(mix)
+    evaluation = world.evaluate(whole((one("b", 0),), 16))
+    combination = all_on_top(evaluation, available_choices(problem), Compatibility(problem).allows)
+    assert {choice.technique for choice in combination} == {"b", "d"} or {
+        choice.technique for choice in combination
+    } == {"a", "d"}
+    assert one("c") not in combination  # the smallest micro-batch is looked at
+    assert Compatibility(problem).allows(combination)
 
 
 def test_of_those_that_need_about_as_little_the_fewest_techniques_are_taken(world):
-    looks = [world.look_at(whole(mix, 1)) for mix in ((one("d"),), (one("b", 1), one("d")), ())]
-    assert [look.need_bytes for look in looks] == [210, 210, 250]
-    assert least_of(looks) is looks[0]
+    evaluations = [world.evaluate(whole(combination, 1)) for combination in ((one("d"),), (one("b", 1), one("d")), ())]
+    assert [evaluation.need_bytes for evaluation in evaluations] == [210, 210, 250]
+    assert least_of(evaluations) is evaluations[0]
 
 
 @pytest.mark.parametrize("need_bytes", [100, 0, -100])

@@ -54,8 +54,8 @@ def counted(trace, heap=KEPT_HEAP):
     return count_on_cpu(trace, Estimate(likely_bytes=0, low_bytes=0, high_bytes=0), heap)
 
 
-def seconds_of(trace, speed=SPEED, batch=2, micro=1, rehearsed=2, heap=KEPT_HEAP):
-    sizes = {"batch_size": batch, "micro_batch": micro, "rehearsed_samples": rehearsed}
+def seconds_of(trace, speed=SPEED, batch=2, micro=1, dry_run=2, heap=KEPT_HEAP):
+    sizes = {"batch_size": batch, "micro_batch": micro, "dry_run_samples": dry_run}
     return step_duration(counted(trace, heap), speed, **sizes).likely_seconds
 
 
@@ -68,15 +68,15 @@ def test_the_last_step_is_added_up_without_setup_and_evaluation():
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro", "rehearsed", "expected"),
+    ("batch", "micro", "dry_run", "expected"),
     [
         (2, 1, 2, 11 + 13 + 7),
         (5, 1, 2, 11 + 4 * 13 + 7),  # those after the first meet gradients, as the second does
         (9, 2, 3, 4 * 11 + 13 + 7),  # four pieces of 2 samples, then one
     ],
 )
-def test_micro_batches_that_were_not_rehearsed(batch, micro, rehearsed, expected):
-    assert seconds_of(trace_of(*TWO, work=TWO_WORK), batch=batch, micro=micro, rehearsed=rehearsed) == expected
+def test_micro_batches_that_were_not_rehearsed(batch, micro, dry_run, expected):
+    assert seconds_of(trace_of(*TWO, work=TWO_WORK), batch=batch, micro=micro, dry_run=dry_run) == expected
 
 
 def test_of_whole_passes_and_a_smaller_one_the_second_stands_for_all_whole_ones_but_the_first():
@@ -86,7 +86,7 @@ def test_of_whole_passes_and_a_smaller_one_the_second_stands_for_all_whole_ones_
 
 def test_the_range_is_the_speeds_spread():
     trace = counted(trace_of(*TWO, work=TWO_WORK))
-    duration = step_duration(trace, SPEED, batch_size=2, micro_batch=1, rehearsed_samples=2)
+    duration = step_duration(trace, SPEED, batch_size=2, micro_batch=1, dry_run_samples=2)
     assert (duration.low_seconds, duration.high_seconds) == (31 / 1.25, 31 * 1.25)
 
 
@@ -99,14 +99,14 @@ def test_memory_outside_moves_over_the_link():
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro", "rehearsed", "expected"), [(2, 1, 2, 1 + 20 + 300), (5, 1, 2, 1 + 4 * 20 + 300)]
+    ("batch", "micro", "dry_run", "expected"), [(2, 1, 2, 1 + 20 + 300), (5, 1, 2, 1 + 4 * 20 + 300)]
 )
-def test_bytes_outside_are_added_up_over_micro_batches(batch, micro, rehearsed, expected):
+def test_bytes_outside_are_added_up_over_micro_batches(batch, micro, dry_run, expected):
     trace = trace_of(
         *TWO,
         work={0: {"outside_bytes": 999}, 2: {"outside_bytes": 1}, 4: {"outside_bytes": 20}, 7: {"outside_bytes": 300}},
     )
-    sizes = {"batch_size": batch, "micro_batch": micro, "rehearsed_samples": rehearsed}
+    sizes = {"batch_size": batch, "micro_batch": micro, "dry_run_samples": dry_run}
     assert moved_outside(counted(trace), **sizes) == expected
     assert moved_outside(counted(trace_of()), **sizes) == 0
 
@@ -235,7 +235,7 @@ def test_an_empty_trace_takes_no_time():
 def test_what_runs_have_taught_moves_and_widens_the_answer():
     learned = Learned(num_runs=2, mean=2, low=1.5, high=3)
     trace = counted(trace_of(*TWO, work=TWO_WORK))
-    duration = step_duration(trace, SPEED, batch_size=2, micro_batch=1, rehearsed_samples=2, learned=learned)
+    duration = step_duration(trace, SPEED, batch_size=2, micro_batch=1, dry_run_samples=2, learned=learned)
     assert (duration.likely_seconds, duration.low_seconds, duration.high_seconds) == (
         31 * 1.5,  # the fastest run: others were slowed down
         31 * 1.5 / 1.25,
@@ -281,7 +281,7 @@ def of_ranks(*named, speed=SPEED, **sizes):
     )
     texts = {f"aten.op{number}.default": f"{name}.default" for number, (_, name, _) in enumerate(named)}
     trace = trace.model_copy(update={"texts": tuple(texts.get(text, text) for text in trace.texts)})
-    sizes = {"batch_size": 2, "micro_batch": 1, "rehearsed_samples": 2} | sizes
+    sizes = {"batch_size": 2, "micro_batch": 1, "dry_run_samples": 2} | sizes
     return step_duration(counted(trace), speed, **sizes, exchange=EXCHANGE).likely_seconds
 
 

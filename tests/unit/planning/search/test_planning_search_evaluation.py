@@ -4,7 +4,7 @@ import pytest
 
 from hand_traces import trace_of
 from plimsoll.memory.predict import count_on_cpu
-from plimsoll.planning.search.evaluation import Look, PhasePeak, phase_peaks, without_micro_batch
+from plimsoll.planning.search.evaluation import Evaluation, PhasePeak, phase_peaks, without_micro_batch
 from plimsoll.records.allocator import FAST_HEAP
 from plimsoll.records.plan import Choice, Duration, micro_batch_choice
 from plimsoll.records.prediction import Estimate
@@ -58,17 +58,21 @@ def test_of_two_steps_the_one_that_needs_more_counts():
 
 
 @pytest.fixture
-def look():
+def evaluate():
     choices = (micro_batch_choice(4), OFFLOAD)
     peak = Estimate(likely_bytes=100, low_bytes=90, high_bytes=120)
-    return Look(choices, 4, peak, True, Duration(likely_seconds=2.0, low_seconds=1.0, high_seconds=3.0), {}, {})
+    return Evaluation(choices, 4, peak, True, Duration(likely_seconds=2.0, low_seconds=1.0, high_seconds=3.0), {}, {})
 
 
-def test_a_look_is_safe_in_the_top_of_its_range_and_takes_what_is_likely(look):
-    assert (look.need_bytes, look.seconds) == (120, 2.0)
+def test_a_look_is_safe_in_the_top_of_its_range_and_takes_what_is_likely(evaluation):
+    assert (evaluation.need_bytes, evaluation.seconds) == (120, 2.0)
 
 
-def test_a_look_is_a_rung_and_its_mix_has_no_micro_batch(look):
-    assert look.mix == without_micro_batch(look.choices) == (OFFLOAD,)
-    assert (look.rung().choices, look.rung().peak, look.rung().step_time) == (look.choices, look.peak, look.step_time)
-    assert look.rung().micro_batch == 4
+def test_a_look_is_a_rung_and_its_mix_has_no_micro_batch(evaluation):
+    assert evaluation.combination == without_micro_batch(evaluation.choices) == (OFFLOAD,)
+    assert (
+        evaluation.configuration().choices,
+        evaluation.configuration().peak,
+        evaluation.configuration().step_time,
+    ) == (evaluation.choices, evaluation.peak, evaluation.step_time)
+    assert evaluation.configuration().micro_batch == 4

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from plan.worlds import MadeUp, World
 
 from plimsoll.errors import InputError
 from plimsoll.models.workload import Reason
 from plimsoll.planning.search.pins import decide
 from plimsoll.records.plan import Choice, micro_batch_choice, parse_pin
 from plimsoll.techniques import UNOFFERED
+from worlds import MadeUp, World
 
 
 def decided(world, pins=(), forbids=(), allow=()):
@@ -39,8 +39,8 @@ def test_a_name_alone_leaves_the_options_to_the_plan_unless_there_is_one(world):
 class ForSeveral(MadeUp):
     """Needs several ranks."""
 
-    def menu(self, workload, setting):
-        return "the job has 1 rank" if setting.num_ranks == 1 else super().menu(workload, setting)
+    def choices(self, workload, setting):
+        return "the job has 1 rank" if setting.num_ranks == 1 else super().choices(workload, setting)
 
 
 @pytest.mark.parametrize("pin", ["shards", "shards=0", "shards(level=0)"])

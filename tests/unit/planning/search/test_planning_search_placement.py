@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plimsoll.planning.search.placement import Guess, Look, Placer, Reading, candidate_rows, rejected_of, spread_out
+from plimsoll.planning.search.placement import (
+    Evaluation,
+    Guess,
+    Placer,
+    Reading,
+    candidate_rows,
+    rejected_of,
+    spread_out,
+)
 from plimsoll.records.prediction import Estimate
 from plimsoll.techniques.mechanisms.parts import ModelPart
 from prediction_records import MIB
@@ -28,16 +36,16 @@ ALL_BYTES = sum(part.num_bytes for part in PARTS)
 STREAMED_BYTES = 330 * MIB
 
 
-def look(rows: int, resident: frozenset[str]) -> Look:
+def evaluate(rows: int, resident: frozenset[str]) -> Evaluation:
     weights_bytes = sum(part.num_bytes for part in PARTS if part.name in resident)
     need_bytes = (100 + 10 * rows) * MIB + weights_bytes
     peak = Estimate(likely_bytes=need_bytes, low_bytes=need_bytes, high_bytes=need_bytes, traced_bytes=need_bytes)
-    return Look(peak, True, (1.0 + rows,), 0.0)
+    return Evaluation(peak, True, (1.0 + rows,), 0.0)
 
 
 def placer(limit_mib: int, **changes) -> Placer:
-    reading = Reading(files_bytes_per_second=10.0 * MIB, room_bytes=changes.pop("room_mib", 10_000) * MIB)
-    fields = {"most_rows": 256, "num_passes": 1, "reading": reading, "look": look} | changes
+    reading = Reading(files_bytes_per_second=10.0 * MIB, free_bytes=changes.pop("room_mib", 10_000) * MIB)
+    fields = {"most_rows": 256, "num_passes": 1, "reading": reading, "look": evaluation} | changes
     return Placer(PARTS, frozenset({"the rest"}), limit_mib * MIB, **fields)
 
 
@@ -125,14 +133,14 @@ def test_where_one_row_does_not_fit_there_is_none():
 
 
 def test_a_plan_that_needs_more_than_was_guessed_is_taken_with_less():
-    def worse(rows: int, resident: frozenset[str]) -> Look:
-        found = look(rows, resident)
+    def worse(rows: int, resident: frozenset[str]) -> Evaluation:
+        found = evaluate(rows, resident)
         if resident == {"the rest"}:
             return found
         peak = found.peak + Estimate(likely_bytes=60 * MIB, low_bytes=0, high_bytes=60 * MIB)
-        return Look(peak, True, found.steps_seconds, 0.0)
+        return Evaluation(peak, True, found.steps_seconds, 0.0)
 
-    found = placer(400, look=worse, room_mib=0, most_rows=4)
+    found = placer(400, evaluation=worse, room_mib=0, most_rows=4)
     best = found.best(found.guesses())
     chosen, traced = found.verified(best)
     assert traced.peak.high_bytes <= 400 * MIB

@@ -1,12 +1,12 @@
 from dataclasses import replace
 
 import pytest
-from plan.worlds import World
 
 from plimsoll.planning.search.reasons import _pace, rejected, untried
 from plimsoll.planning.search.search import search
 from plimsoll.records.plan import Duration, micro_batch_choice
 from plimsoll.records.prediction import Estimate
+from worlds import World
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_reason_says_only_what_its_numbers_say(seconds, chosen_seconds, reason
 def test_what_is_rejected_is_said_against_the_line_of_the_device(inhabited, margin_bytes, reason):
     world = inhabited(World([]))
     problem = replace(world.problem(250), margin_bytes=margin_bytes)
-    found = search(problem, world.look_at)
+    found = search(problem, world.evaluate)
     assert reason in [one.reason for one in found.rejected]
     too_large = [one for one in found.rejected if one.reason.startswith("needs")]
     assert [untried(one) for one in too_large] == too_large
@@ -41,16 +41,16 @@ def test_what_is_rejected_is_said_against_the_line_of_the_device(inhabited, marg
 def test_a_need_that_reads_like_the_line_is_said_by_how_much_it_is_more(inhabited):
     world, line_bytes = inhabited(World([])), 2 << 30
     peak = Estimate(likely_bytes=line_bytes, low_bytes=line_bytes, high_bytes=line_bytes + (12 << 20))
-    look = replace(world.look_at((micro_batch_choice(1),)), peak=peak, fits=False)
+    evaluation = replace(world.evaluate((micro_batch_choice(1),)), peak=peak, fits=False)
     problem = replace(world.problem(line_bytes), margin_bytes=0)
-    assert rejected(look, look, problem).reason == "needs up to 2.0 GiB, 12.0 MiB more than 2.0 GiB"
+    assert rejected(evaluation, evaluation, problem).reason == "needs up to 2.0 GiB, 12.0 MiB more than 2.0 GiB"
 
 
 def test_what_was_slower_than_a_plan_that_lost_its_trial_is_said_not_to_be_tried(inhabited):
     world = inhabited(World([]))
-    look = world.look_at((micro_batch_choice(1),))
-    slower = replace(look, step_time=Duration(likely_seconds=1.5, low_seconds=1.0, high_seconds=2.0))
-    found = rejected(slower, look, world.problem(look.need_bytes))
+    evaluation = world.evaluate((micro_batch_choice(1),))
+    slower = replace(evaluation, step_time=Duration(likely_seconds=1.5, low_seconds=1.0, high_seconds=2.0))
+    found = rejected(slower, evaluation, world.problem(evaluation.need_bytes))
     assert found.is_compared
     assert untried(found).reason == "not tried: 1.5 s a step predicted"
     assert untried(untried(found)) == untried(found)

@@ -1,4 +1,4 @@
-"""The search against worlds in which the best mix is known, or found by trying all."""
+"""The search against worlds in which the best combination is known, or found by trying all."""
 
 from collections import Counter
 from dataclasses import replace
@@ -6,7 +6,6 @@ from itertools import product
 from random import Random
 
 import pytest
-from plan.worlds import BATCH_SIZE, MadeUp, World
 
 from plimsoll.errors import InputError
 from plimsoll.planning.search.pins import Decided
@@ -15,20 +14,21 @@ from plimsoll.records.plan import Choice, Duration, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.techniques import conflict_among, in_order
 from plimsoll.techniques.micro_batch import sizes_of
+from worlds import BATCH_SIZE, MadeUp, World
 
 
 def searched(world, limit_bytes, decided=Decided((), frozenset(), frozenset()), allow=()):
     """Search; what was expected to be traced was traced in the end, and no sooner; what is supposed changes nothing."""
     problem, expected, num_asked = world.problem(limit_bytes, decided, allow), [], len(world.asked)
 
-    def expect(mixes):
-        assert not set(mixes) & set(expected)
-        expected.extend(choices for choices in mixes if choices not in world.asked)
+    def expect(combinations):
+        assert not set(combinations) & set(expected)
+        expected.extend(choices for choices in combinations if choices not in world.asked)
 
-    found = search(problem, world.look_at, expect)
+    found = search(problem, world.evaluate, expect)
     assert set(expected) <= set(world.asked)
     asked = world.asked[num_asked:]
-    assert search(problem, world.look_at, suppose=list) == found
+    assert search(problem, world.evaluate, suppose=list) == found
     assert world.asked[num_asked:] == [*asked, *asked]
     del world.asked[num_asked + len(asked) :]
     return found, problem
@@ -39,18 +39,18 @@ def without_heap(choices):
 
 
 def best_by_trying_all(world, problem):
-    """The fastest mix that fits, over every technique, option and size."""
+    """The fastest combination that fits, over every technique, option and size."""
     fitting = []
-    menus = [(None, *technique.menu(None, None)) for technique in world.techniques if not technique.reason]
-    for picked in product(*menus):
-        mix = tuple(choice for choice in picked if choice is not None)
+    alternatives = [(None, *technique.choices(None, None)) for technique in world.techniques if not technique.reason]
+    for picked in product(*alternatives):
+        combination = tuple(choice for choice in picked if choice is not None)
         for size in sizes_of(BATCH_SIZE):
-            choices = (micro_batch_choice(size), *in_order(mix))
+            choices = (micro_batch_choice(size), *in_order(combination))
             if conflict_among(choices, problem.workload, problem.setting) is None:
-                look = world.look_at(choices)
-                if look.need_bytes <= problem.limit_bytes:
-                    fitting.append(look)
-    return min(fitting, key=lambda look: look.seconds, default=None)
+                evaluation = world.evaluate(choices)
+                if evaluation.need_bytes <= problem.limit_bytes:
+                    fitting.append(evaluation)
+    return min(fitting, key=lambda evaluation: evaluation.seconds, default=None)
 
 
 def test_where_all_fits_nothing_is_traced_but_the_plain_training(inhabited):
@@ -65,13 +65,13 @@ def test_a_smaller_micro_batch_comes_before_a_slow_technique(inhabited):
     world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.3,))]))
     found, _ = searched(world, 250)  # 50 + 200 of the update; 10 samples a pass would do
     assert found.chosen.micro_batch == 8
-    assert found.chosen.mix == ()
+    assert found.chosen.combination == ()
 
 
 def test_a_technique_that_saves_passes_may_be_faster_than_small_micro_batches(inhabited):
     world = inhabited(World([MadeUp("cheap", (9,), saves_fixed=100, seconds=(0.001,))]))
     found, _ = searched(world, 175)  # guesses leave room for what they are off
-    assert [choice.technique for choice in found.chosen.mix] == ["cheap"]
+    assert [choice.technique for choice in found.chosen.combination] == ["cheap"]
     assert found.chosen.micro_batch == 16  # 116 bytes in a pass: one pass is enough
 
 
@@ -79,7 +79,7 @@ def test_what_saves_nothing_with_small_passes_is_chosen_where_large_ones_are_fas
     """Within 250 bytes 8 samples go plainly, and the update is the peak; a pass is 1 s, and 0.5 s to recompute."""
     world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.5,))], pass_seconds=1))
     found, problem = searched(world, 250)
-    assert [choice.technique for choice in found.chosen.mix] == ["recompute"]
+    assert [choice.technique for choice in found.chosen.combination] == ["recompute"]
     assert (found.chosen.micro_batch, found.chosen.seconds) == (16, 1 + 1.5)
     assert found.chosen.seconds == best_by_trying_all(world, problem).seconds
 
@@ -88,15 +88,19 @@ def test_a_technique_that_was_only_guessed_to_save_time_beside_another_is_not_in
     """The whole batch fits with ``recompute``, which takes 2.55 s with and without ``graph``, not 2.6 and 2.7."""
 
     class ToldByATraceOnly(World):
-        def look_at(self, choices):
-            look, seconds = super().look_at(choices), 2.55
-            if look.micro_batch != BATCH_SIZE or "recompute" not in [choice.technique for choice in look.mix]:
-                return look
-            return replace(look, step_time=Duration(likely_seconds=seconds, low_seconds=seconds, high_seconds=seconds))
+        def evaluate(self, choices):
+            evaluation, seconds = super().evaluate(choices), 2.55
+            if evaluation.micro_batch != BATCH_SIZE or "recompute" not in [
+                choice.technique for choice in evaluation.combination
+            ]:
+                return evaluation
+            return replace(
+                evaluation, step_time=Duration(likely_seconds=seconds, low_seconds=seconds, high_seconds=seconds)
+            )
 
     techniques = [MadeUp("graph", seconds=(-0.15,), may_be_faster=True), MadeUp("recompute", (8,), seconds=(0.25,))]
     found, _ = searched(inhabited(ToldByATraceOnly(techniques, pass_seconds=1)), 250)
-    assert [choice.technique for choice in found.chosen.mix] == ["recompute"]
+    assert [choice.technique for choice in found.chosen.combination] == ["recompute"]
     assert found.chosen.micro_batch == BATCH_SIZE
 
 
@@ -104,12 +108,14 @@ def test_what_would_be_much_faster_and_is_guessed_not_to_fit_is_traced(inhabited
     """The whole batch with both needs 10 % less than the sum of what each does says, and then fits."""
 
     class LessTogether(World):
-        def look_at(self, choices):
-            look = super().look_at(choices)
-            if look.micro_batch < BATCH_SIZE or len(look.mix) < 2:
-                return look
-            need_bytes = int(0.9 * look.need_bytes)
-            return replace(look, peak=Estimate(likely_bytes=need_bytes, low_bytes=need_bytes, high_bytes=need_bytes))
+        def evaluate(self, choices):
+            evaluation = super().evaluate(choices)
+            if evaluation.micro_batch < BATCH_SIZE or len(evaluation.combination) < 2:
+                return evaluation
+            need_bytes = int(0.9 * evaluation.need_bytes)
+            return replace(
+                evaluation, peak=Estimate(likely_bytes=need_bytes, low_bytes=need_bytes, high_bytes=need_bytes)
+            )
 
     techniques = [
         MadeUp("cheap", (4,), saves_fixed=60, seconds=(0.001,)),
@@ -117,7 +123,7 @@ def test_what_would_be_much_faster_and_is_guessed_not_to_fit_is_traced(inhabited
     ]
     world = inhabited(LessTogether(techniques, pass_seconds=1))
     whole = (micro_batch_choice(BATCH_SIZE), *(Choice(technique=one.name, options={"level": 0}) for one in techniques))
-    limit_bytes = world.look_at(whole).need_bytes + 1
+    limit_bytes = world.evaluate(whole).need_bytes + 1
     found, problem = searched(world, limit_bytes)
     assert found.chosen.choices == best_by_trying_all(world, problem).choices == whole
 
@@ -125,7 +131,7 @@ def test_what_would_be_much_faster_and_is_guessed_not_to_fit_is_traced(inhabited
 def test_what_does_not_depend_on_one_another_is_expected_together(inhabited):
     """Each technique that may be of use."""
     world, expected = inhabited(World([MadeUp(name, (4,), seconds=(0.1,)) for name in "abc"])), []
-    search(world.problem(155), world.look_at, expected.append)
+    search(world.problem(155), world.evaluate, expected.append)
     learned, *_ = expected
     assert [choices[1].technique for choices in learned] == ["a", "b", "c"]
 
@@ -134,8 +140,8 @@ def test_two_of_one_category_are_supposed_and_then_expected_together(inhabited):
     """While techniques are traced by themselves; what comes after them is supposed while the pairs are."""
     world, told = inhabited(World([MadeUp(name, (4,), seconds=(0.1,)) for name in "abc"])), []
     search(
-        world.problem(155), world.look_at, lambda mixes: told.append(("expected", list(mixes))),
-        suppose=lambda mixes: told.append(("supposed", [mix for mix, _ in mixes])),
+        world.problem(155), world.evaluate, lambda combinations: told.append(("expected", list(combinations))),
+        suppose=lambda combinations: told.append(("supposed", [combination for combination, _ in combinations])),
     )  # fmt: skip
     (_, learned), (_, likely), (_, pairs), (last, following), *_ = told
     assert [len(choices) for choices in learned] == [2, 2, 2]
@@ -150,20 +156,23 @@ def test_where_guesses_are_right_what_follows_was_supposed(inhabited):
     techniques = [MadeUp("recompute", (4,), saves_fixed=40, seconds=(0.5,)), MadeUp("other", (4,), 40, (0.6,))]
     world, supposed = inhabited(World(techniques)), []
 
-    def suppose(mixes):
-        first = next((mix for mix, at_length in mixes if not at_length), None)
+    def suppose(combinations):
+        first = next((combination for combination, at_length in combinations if not at_length), None)
         supposed.append((len(world.asked), first))
 
-    search(world.problem(230), world.look_at, suppose=suppose)
+    search(world.problem(230), world.evaluate, suppose=suppose)
     _, *following = supposed
     assert len(following) == 5
-    assert [mix for _, mix in following] == [world.asked[num_asked + 1] for num_asked, _ in following]
+    assert [combination for _, combination in following] == [world.asked[num_asked + 1] for num_asked, _ in following]
 
 
 def test_what_will_be_asked_for_at_full_length_is_supposed(inhabited):
     world, supposed = inhabited(World([MadeUp("recompute", (8,), seconds=(0.01,))], pass_seconds=1)), []
     found = search(
-        world.problem(255), world.look_at, at_length=world.look_at, suppose=lambda mixes: supposed.extend(mixes)
+        world.problem(255),
+        world.evaluate,
+        at_length=world.evaluate,
+        suppose=lambda combinations: supposed.extend(combinations),
     )
     assert (found.chosen.choices, True) in supposed
 
@@ -172,9 +181,9 @@ def test_fallbacks_are_what_was_traced_for_the_plan_and_one_mix_of_all_that_is_l
     techniques = [MadeUp("recompute", (4,), saves_fixed=40, seconds=(0.5,)), MadeUp("other", (4,), 40, (0.6,))]
     world = inhabited(World(techniques))
     found, _ = searched(world, 250)
-    assert found.chosen.mix == ()
+    assert found.chosen.combination == ()
     leanest = found.fallbacks[-1]
-    assert [choice.technique for choice in leanest.mix] == ["recompute", "other"]
+    assert [choice.technique for choice in leanest.combination] == ["recompute", "other"]
     assert leanest.micro_batch == 1
     beside = [choices for choices in world.asked if len(choices) == 2]
     assert len(set(beside)) <= 2  # each once, for the plan
@@ -184,7 +193,7 @@ def test_the_update_sets_the_peak_and_only_what_reaches_it_is_chosen(inhabited):
     states = MadeUp("offload", (0,), saves_fixed=100, seconds=(0.1,), reaches=frozenset({"optimizer states"}))
     world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.05,)), states]))
     found, _ = searched(world, 200)
-    assert [choice.technique for choice in found.chosen.mix] == ["offload"]
+    assert [choice.technique for choice in found.chosen.combination] == ["offload"]
 
 
 def test_nothing_fits_and_the_least_is_said(inhabited):
@@ -193,10 +202,10 @@ def test_nothing_fits_and_the_least_is_said(inhabited):
     found, _ = searched(world, 100)
     assert not found.fits
     assert found.chosen.need_bytes == 230  # 50 + 200 - 20: the update
-    assert [look.mix[-1].technique for look in found.openings] == ["lossy"]
+    assert [evaluation.combination[-1].technique for evaluation in found.lossy_alternatives] == ["lossy"]
     found, _ = searched(world, 155, allow=["lossy"])
     assert found.fits
-    assert "lossy" in [choice.technique for choice in found.chosen.mix]
+    assert "lossy" in [choice.technique for choice in found.chosen.combination]
 
 
 def test_what_saves_more_on_top_of_another_than_alone_is_found_before_it_is_called_impossible(inhabited):
@@ -205,7 +214,7 @@ def test_what_saves_more_on_top_of_another_than_alone_is_found_before_it_is_call
     world = inhabited(World(techniques, clashes_bytes=-60))
     found, _ = searched(world, 140)
     assert found.fits
-    assert [choice.technique for choice in found.chosen.mix] == ["a", "b"]
+    assert [choice.technique for choice in found.chosen.combination] == ["a", "b"]
 
 
 def test_an_opening_leaves_out_what_does_not_go_with_it(inhabited):
@@ -213,16 +222,18 @@ def test_an_opening_leaves_out_what_does_not_go_with_it(inhabited):
     other = MadeUp("other", (1,), saves_fixed=10, seconds=(0.1,))
     world = inhabited(World([lossy, MadeUp("recompute", (8,), saves_fixed=20, seconds=(0.3,)), other]))
     found, _ = searched(world, 60)
-    assert [choice.technique for choice in found.chosen.mix] == ["recompute", "other"]
-    assert [[choice.technique for choice in look.mix] for look in found.openings] == [["lossy", "other"]]
+    assert [choice.technique for choice in found.chosen.combination] == ["recompute", "other"]
+    assert [[choice.technique for choice in evaluation.combination] for evaluation in found.lossy_alternatives] == [
+        ["lossy", "other"]
+    ]
     pinned = Choice(technique="recompute", options={"level": 0})
     found, _ = searched(world, 60, Decided((pinned,), frozenset(), frozenset()))
-    assert found.openings == ()
+    assert found.lossy_alternatives == ()
 
 
 def test_what_would_save_nothing_is_no_opening(inhabited):
     found, _ = searched(inhabited(World([MadeUp("lossy", (9,), numerics="lossy")])), 60)
-    assert (found.fits, found.openings) == (False, ())  # the update sets the peak, which it does not reach
+    assert (found.fits, found.lossy_alternatives) == (False, ())  # the update sets the peak, which it does not reach
 
 
 def test_pins_are_in_every_rung_and_what_is_forbidden_in_none(inhabited):
@@ -230,13 +241,13 @@ def test_pins_are_in_every_rung_and_what_is_forbidden_in_none(inhabited):
     world = inhabited(World(techniques))
     pinned = Choice(technique="recompute", options={"level": 1})
     found, _ = searched(world, 1000, Decided((pinned,), frozenset(), frozenset({"other"})))
-    for look in (found.chosen, *found.fallbacks):
-        assert pinned in look.mix
-        assert "other" not in [choice.technique for choice in look.mix]
+    for evaluation in (found.chosen, *found.fallbacks):
+        assert pinned in evaluation.combination
+        assert "other" not in [choice.technique for choice in evaluation.combination]
     found, _ = searched(world, 1000, Decided((micro_batch_choice(4),), frozenset(), frozenset()))
-    assert {look.micro_batch for look in (found.chosen, *found.fallbacks)} == {4}
+    assert {evaluation.micro_batch for evaluation in (found.chosen, *found.fallbacks)} == {4}
     found, _ = searched(world, 1000, Decided((), frozenset({"recompute"}), frozenset()))
-    assert found.chosen.mix == (Choice(technique="recompute", options={"level": 0}),)
+    assert found.chosen.combination == (Choice(technique="recompute", options={"level": 0}),)
 
 
 def test_pins_that_exclude_each_other_are_refused(inhabited):
@@ -257,10 +268,13 @@ def test_fallbacks_fall_and_keep_what_is_for_the_run(inhabited):
     halves = MadeUp("half", (5,), seconds=(-0.4,), is_for_the_run=True, may_be_faster=True)
     world = inhabited(World([halves, MadeUp("recompute", (4,), saves_fixed=60, seconds=(0.3,))]))
     found, _ = searched(world, 260)
-    needs = [look.need_bytes for look in (found.chosen, *found.fallbacks)]
+    needs = [evaluation.need_bytes for evaluation in (found.chosen, *found.fallbacks)]
     assert needs == sorted(set(needs), reverse=True)
     assert len(found.fallbacks) >= 1
-    assert all("half" in [choice.technique for choice in look.mix] for look in (found.chosen, *found.fallbacks))
+    assert all(
+        "half" in [choice.technique for choice in evaluation.combination]
+        for evaluation in (found.chosen, *found.fallbacks)
+    )
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -301,7 +315,7 @@ def test_further_options_are_traced_of_what_may_be_in_the_plan_only(inhabited):
     dear = MadeUp("dear", (8, 9), saves_fixed=90, seconds=(0.9, 1.0), reaches=both)
     world = inhabited(World([cheap, dear]))
     found, problem = searched(world, 200)
-    assert found.chosen.mix == (Choice(technique="cheap", options={"level": 0}),)
+    assert found.chosen.combination == (Choice(technique="cheap", options={"level": 0}),)
     assert found.chosen.seconds == best_by_trying_all(world, problem).seconds
     world.asked.clear()
     searched(world, 200)
@@ -316,7 +330,7 @@ def test_where_nothing_fits_no_weaker_option_is_traced(inhabited):
     world = inhabited(World([useless, MadeUp("recompute", (4, 8), seconds=(0.2, 0.3)), states]))
     found, _ = searched(world, 100)
     assert not found.fits
-    assert [str(choice) for choice in found.chosen.mix] == ["states=1"]
+    assert [str(choice) for choice in found.chosen.combination] == ["states=1"]
     assert not [choices for choices in world.asked if {"useless=0", "recompute=0", "states=0"} & {*map(str, choices)}]
 
 
@@ -326,11 +340,14 @@ def test_a_heap_is_counted_on_every_trace_and_takes_none(inhabited):
     world = inhabited(World([MadeUp("recompute", (9,), saves_fixed=20, seconds=(0.3,)), heap]))
     found, problem = searched(world, 290)
     assert set(Counter(map(without_heap, world.asked[:-1])).values()) == {3}  # each in each, but for the last resort
-    assert found.chosen.mix == (Choice(technique="heap", options={"level": 0}),)
+    assert found.chosen.combination == (Choice(technique="heap", options={"level": 0}),)
     assert found.chosen.micro_batch == 8
     assert found.chosen.seconds == best_by_trying_all(world, problem).seconds
     said = [one.choices[1:] for one in found.rejected if without_heap(one.choices) == (micro_batch_choice(8),)]
-    assert [len(mix) for mix in said] == [0, 1]  # the plan without a heap of its own, and with the other
+    assert [len(combination) for combination in said] == [
+        0,
+        1,
+    ]  # the plan without a heap of its own, and with the other
 
 
 def test_a_heap_that_is_pinned_is_the_only_one(inhabited):
@@ -338,10 +355,10 @@ def test_a_heap_that_is_pinned_is_the_only_one(inhabited):
     world = inhabited(World([MadeUp("recompute", (9,), saves_fixed=20, seconds=(0.3,)), heap]))
     pinned = Choice(technique="heap", options={"level": 1})
     found, _ = searched(world, 290, Decided((pinned,), frozenset(), frozenset()))
-    assert found.chosen.mix == (pinned,)
+    assert found.chosen.combination == (pinned,)
     assert all(pinned in choices for choices in world.asked[1:])  # the first is the plain training
     found, _ = searched(world, 1000, Decided((), frozenset({"heap"}), frozenset()))
-    assert found.chosen.mix == (Choice(technique="heap", options={"level": 0}),)
+    assert found.chosen.combination == (Choice(technique="heap", options={"level": 0}),)
 
 
 def test_the_same_problem_has_the_same_plan(inhabited):
@@ -364,13 +381,13 @@ def test_what_does_not_hold_at_full_length_is_not_chosen(inhabited):
     world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.01,))], pass_seconds=1))
 
     def at_length(choices):
-        look = world.look_at(choices)
-        more = look.peak.model_copy(update={"high_bytes": look.need_bytes + 20})
-        return replace(look, peak=more) if look.micro_batch == BATCH_SIZE else look
+        evaluation = world.evaluate(choices)
+        more = evaluation.peak.model_copy(update={"high_bytes": evaluation.need_bytes + 20})
+        return replace(evaluation, peak=more) if evaluation.micro_batch == BATCH_SIZE else evaluation
 
-    short = search(world.problem(255), world.look_at)
+    short = search(world.problem(255), world.evaluate)
     assert short.chosen.micro_batch == BATCH_SIZE
-    found = search(world.problem(255), world.look_at, at_length=at_length)
+    found = search(world.problem(255), world.evaluate, at_length=at_length)
     assert found.fits
     assert found.chosen.micro_batch < BATCH_SIZE
     assert at_length(found.chosen.choices).need_bytes <= 255
@@ -392,6 +409,6 @@ def test_what_saves_less_of_an_update_than_can_be_told_is_not_traced(inhabited):
     searched_with = {}
     for update_seconds in (0.01, 0.2):
         world.asked.clear()
-        search(replace(world.problem(1000), update_seconds=update_seconds), world.look_at)
+        search(replace(world.problem(1000), update_seconds=update_seconds), world.evaluate)
         searched_with[update_seconds] = any(len(choices) > 1 for choices in world.asked)
     assert searched_with == {0.01: False, 0.2: True}

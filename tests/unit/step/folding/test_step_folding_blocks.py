@@ -14,7 +14,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.models.workload import batch_size_of, model_loss
 from plimsoll.planning.dry_run import step
-from plimsoll.planning.dry_run.step import rehearse_job, rehearse_step
+from plimsoll.planning.dry_run.step import dry_run_job, dry_run_step
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.folding import blocks as folded_blocks
@@ -72,7 +72,7 @@ def job(architecture, precision="fp32"):
 
 def job_traced(architecture, target, precision="fp32", mix=()):
     choices = in_order((micro_batch_choice(4), *mix))
-    return partial(rehearse_job, job(architecture, precision), TEXTS, LOWERINGS[target], choices)
+    return partial(dry_run_job, job(architecture, precision), TEXTS, LOWERINGS[target], choices)
 
 
 TRAININGS = [(one, "fp32") for one in ARCHITECTURES] + [("gpt2", "fp16"), ("gpt2", "bf16"), ("llama", "bf16")]
@@ -202,7 +202,7 @@ def model_traced(model):
     batch = {"input_ids": torch.zeros(8, 4, dtype=torch.int64)}
     options = {"choices": (micro_batch_choice(4),), "clip_norm": None, "precision": "fp32", "units": batch_size_of}
     optimizer = torch.optim.AdamW(model.parameters())
-    return partial(rehearse_step, model, optimizer, batch, model_loss, CpuLowering(), **options)
+    return partial(dry_run_step, model, optimizer, batch, model_loss, CpuLowering(), **options)
 
 
 DIFFERING = {
@@ -287,7 +287,7 @@ def test_layers_that_transformers_checkpoints_itself_are_noted(noted, monkeypatc
     batch = {"input_ids": torch.zeros(8, 4, dtype=torch.int64), "labels": torch.zeros(8, 4, dtype=torch.int64)}
     options = {"choices": (micro_batch_choice(4),), "clip_norm": None, "precision": "fp32", "units": batch_size_of}
     optimizer = torch.optim.AdamW(model.parameters())
-    trace = partial(rehearse_step, model, optimizer, batch, model_loss, CpuLowering(), **options)
+    trace = partial(dry_run_step, model, optimizer, batch, model_loss, CpuLowering(), **options)
     all_run(monkeypatch, trace)
     folded = trace()
     assert noted

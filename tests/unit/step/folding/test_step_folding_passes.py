@@ -13,7 +13,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.repeated import Stretch
 from plimsoll.models.workload import model_loss
-from plimsoll.planning.dry_run.step import rehearse_job, rehearse_step
+from plimsoll.planning.dry_run.step import dry_run_job, dry_run_step
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.folding.passes import _Given, _known_leaf, passes_repeat
@@ -70,7 +70,7 @@ def test_the_trace_of_a_job_is_that_of_all_its_passes(architecture, target, fold
         model={"architecture": architecture, **ARCHITECTURES[architecture]}, precision=precision,
         data={"train": "nowhere.txt", "validation": 0.1}, evaluate_every=2,
     )  # fmt: skip
-    trace = partial(rehearse_job, one, TEXTS, LOWERINGS[target], (micro_batch_choice(4),))
+    trace = partial(dry_run_job, one, TEXTS, LOWERINGS[target], (micro_batch_choice(4),))
     all_run(monkeypatch, trace)  # which imports, and asks torch for what it then remembers
     folded = trace()
     assert len(folds) == (5 if precision == "fp16" else 6)
@@ -88,7 +88,7 @@ def test_the_trace_with_any_technique_is_that_of_all_its_passes(name, training, 
     for choice in choices_of(name, training)[-1:]:
         choices = in_order({one.technique: one for one in (micro_batch, choice)}.values())
         options = {"units": case.units, "choices": choices, "clip_norm": 1.0, "precision": "fp32"}
-        trace = partial(rehearse_step, model, optimizer, case.batches()[0], model_loss, LOWERINGS["cuda"], **options)
+        trace = partial(dry_run_step, model, optimizer, case.batches()[0], model_loss, LOWERINGS["cuda"], **options)
         all_run(monkeypatch, trace)  # the first in a process may import, and asks torch for what it then remembers
         folded = trace()
         assert folds
@@ -107,7 +107,7 @@ def gpt2_traced(model_loss=model_loss, prepare=lambda model: None):
     model, optimizer = setup.fresh()
     prepare(model)
     options = {"units": setup.case.units, "choices": (micro_batch_choice(8),), "clip_norm": None, "precision": "fp32"}
-    return rehearse_step(model, optimizer, setup.case.batches()[0], model_loss, CpuLowering(), **options)
+    return dry_run_step(model, optimizer, setup.case.batches()[0], model_loss, CpuLowering(), **options)
 
 
 def of_transformers(function):

@@ -11,7 +11,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.repeated import Stretch
 from plimsoll.models.workload import model_loss
-from plimsoll.planning.dry_run.step import rehearse_job, rehearse_step
+from plimsoll.planning.dry_run.step import dry_run_job, dry_run_step
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.folding.updates import FoldedUpdates
@@ -35,7 +35,7 @@ TECHNIQUES = {
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Every parameter has a piece of its own."""
-    monkeypatch.setattr(commit, "_PIECE_BYTES", dict.fromkeys(LOWERINGS, 1))
+    monkeypatch.setattr(commit, "_CHUNK_BYTES", dict.fromkeys(LOWERINGS, 1))
 
 
 def folded_and_run(trace, monkeypatch):
@@ -65,7 +65,7 @@ def job(optimizer, **changes):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_trace_of_an_update_is_that_of_all_its_pieces(name, target, monkeypatch):
     one = job({"name": name, "lr": 1e-3, **OPTIMIZERS[name]}, precision="fp16" if name == "sgd" else "bf16")
-    trace = partial(rehearse_job, one, TEXTS, LOWERINGS[target], (micro_batch_choice(4),))
+    trace = partial(dry_run_job, one, TEXTS, LOWERINGS[target], (micro_batch_choice(4),))
     folded, num_noted, run = folded_and_run(trace, monkeypatch)
     assert num_noted > 3 * 20  # of 40 parameters, of few kinds, in each of three steps
     assert written_out(folded) == written_out(run)
@@ -76,7 +76,7 @@ def test_the_trace_of_an_update_is_that_of_all_its_pieces(name, target, monkeypa
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_the_trace_with_a_technique_is_that_of_all_its_pieces(name, target, monkeypatch):
     choices = in_order([micro_batch_choice(2), Choice(technique=name, options=TECHNIQUES[name])])
-    trace = partial(rehearse_job, job({"name": "adamw"}), TEXTS, LOWERINGS[target], choices)
+    trace = partial(dry_run_job, job({"name": "adamw"}), TEXTS, LOWERINGS[target], choices)
     folded, _, run = folded_and_run(trace, monkeypatch)
     assert written_out(folded) == written_out(run)
 
@@ -93,7 +93,7 @@ def test_parameters_that_have_been_updated_more_often_are_of_another_kind(monkey
     for number, state in enumerate(optimizer.state.values()):
         state["step"].fill_(number % 6)
     options = {"units": setup.case.units, "choices": (micro_batch_choice(8),), "clip_norm": None, "precision": "fp32"}
-    trace = partial(rehearse_step, model, optimizer, batch, model_loss, LOWERINGS["cpu"], **options)
+    trace = partial(dry_run_step, model, optimizer, batch, model_loss, LOWERINGS["cpu"], **options)
     folded, num_noted, run = folded_and_run(trace, monkeypatch)
     assert num_noted
     assert written_out(folded) == written_out(run)

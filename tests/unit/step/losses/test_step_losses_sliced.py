@@ -8,7 +8,7 @@ from torch import nn
 
 from embedders import CASES, NUM_SAMPLES, Encoder, batches, fresh, tied
 from plimsoll.models.workload import Workload
-from plimsoll.planning.inputs import StepSubject
+from plimsoll.planning.inputs import StepInput
 from plimsoll.step.losses.sliced import why_not_in_slices
 from plimsoll.techniques import Setting, technique_of
 from plimsoll.techniques.gradient_cache import gradient_cache_choice
@@ -65,8 +65,8 @@ def test_nothing_is_told_of_what_cannot_be_tried():
 @pytest.mark.parametrize(("build", "reason"), [(Encoder, None), (Centered, "does not compute each row by itself")])
 def test_techniques_are_told(build, reason):
     model = build()
-    subject = StepSubject(
+    subject = StepInput(
         model, torch.optim.SGD(model.parameters()), batches(1)[0], tied, "samples", None, "fp32", frozenset()
     )
-    menu = technique_of("gradient_cache").menu(subject.workload, Setting("cpu", NUM_SAMPLES))
+    menu = technique_of("gradient_cache").choices(subject.workload, Setting("cpu", NUM_SAMPLES))
     assert menu == (gradient_cache_choice(3), gradient_cache_choice(1)) if reason is None else reason in menu

@@ -32,7 +32,7 @@ from replayed import (
     trained,
 )
 from technique_trainings import NUM_STEPS as NUM_LOSSES
-from technique_trainings import TRAININGS, Trained, expected_of, require_the_same, rung_of, setup_for
+from technique_trainings import TRAININGS, Trained, configuration_of, expected_of, require_the_same, setup_for
 from workloads import weights_of
 
 REFUSED = dict.fromkeys(("t5", "tagger"), "hands Python a value that depends on the data")  # of their masks
@@ -129,7 +129,7 @@ def test_shapes_that_change_run_eagerly_and_the_next_shape_is_captured_once_it_s
 def test_any_kind_of_model_is_trained_as_plain_pytorch_does(tapes, training):
     """Replayed, or not and then for a reason."""
     setup = setup_for(training, ["cuda_graph"])
-    step = setup.step([rung_of(GRAPH)], recut_loss=True)
+    step = setup.step([configuration_of(GRAPH)], recut_loss=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PlimsollWarning)
         losses = [step(batch).loss for batch in setup.case.batches()[:NUM_LOSSES]]

@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 from torch import nn
 
-from plimsoll.step.retained.assignments import is_read, store_of
+from plimsoll.step.retained.assignments import assignment_of, is_read
 
 LOSSES = []
 
@@ -117,7 +117,7 @@ def loss_of(model, batch):
 )
 @pytest.mark.parametrize("kind", [Keeper, Heir])
 def test_the_line_and_what_to_write_for_it(kind, name, kept, code, remedy):
-    store = store_of([kind.__new__(kind)], name, kept)
+    store = assignment_of([kind.__new__(kind)], name, kept)
     assert (store.code, store.remedy) == (code, remedy)
     path, _, line = store.place.rpartition(":")
     shown = linecache.getline(path, int(line)).strip().replace('"', "'")
@@ -127,29 +127,29 @@ def test_the_line_and_what_to_write_for_it(kind, name, kept, code, remedy):
 @pytest.mark.parametrize("name", ["harmless", "number", "hidden", "never"])
 def test_what_keeps_no_graph_is_not_the_line(name):
     """`hidden` is a variable of a method, and no attribute."""
-    assert store_of([Keeper()], name) is None
+    assert assignment_of([Keeper()], name) is None
 
 
 def test_what_an_object_keeps_may_be_put_there_by_who_has_it():
-    store = store_of([Tracker(), Keeper()], "kept")
+    store = assignment_of([Tracker(), Keeper()], "kept")
     assert store.code == "self.tracker.kept.append(value)"
 
 
 def test_variables_of_a_function_are_names():
-    assert store_of([loss_of], "LOSSES").remedy == "LOSSES.append(value.detach())"
-    assert store_of([loss_of], "last").remedy == "loss_of.last = value.detach()"
+    assert assignment_of([loss_of], "LOSSES").remedy == "LOSSES.append(value.detach())"
+    assert assignment_of([loss_of], "last").remedy == "loss_of.last = value.detach()"
 
 
 def test_without_a_source_there_is_no_line():
     names = {}
     exec("class Nowhere:\n    def forward(self, value):\n        self.kept = value", names)
-    assert store_of([names["Nowhere"]()], "kept") is None
+    assert assignment_of([names["Nowhere"]()], "kept") is None
     assert not is_read([names["Nowhere"]()], "kept")
-    assert store_of([nn.LSTM(1, 1)], "kept") is None
+    assert assignment_of([nn.LSTM(1, 1)], "kept") is None
 
 
 def test_a_lambda_is_half_a_line():
-    assert store_of([lambda model, batch: LOSSES.append(batch)], "LOSSES") is None
+    assert assignment_of([lambda model, batch: LOSSES.append(batch)], "LOSSES") is None
 
 
 @pytest.mark.parametrize(

@@ -217,9 +217,9 @@ def test_a_state_that_is_fed_back_is_named_with_its_line(micro_batch):
 def test_segments_in_time_name_it_as_plain_training_does():
     """And what is explained of the step is what the error said, until a step has gone well."""
     messages = []
-    for rungs in ([[micro_batch_choice(4)]], [[micro_batch_choice(4), time_segments_choice(2)]]):
+    for fallbacks in ([[micro_batch_choice(4)]], [[micro_batch_choice(4), time_segments_choice(2)]]):
         model = Recurrent()
-        step = step_of(model, rungs=rungs, loss=long_mean_square)
+        step = step_of(model, fallbacks=fallbacks, loss=long_mean_square)
         with pytest.raises(InputError) as caught:
             train(step, 2)
         messages.append(str(caught.value))

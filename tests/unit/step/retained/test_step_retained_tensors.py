@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plimsoll.models.workload import model_loss
-from plimsoll.step.retained.tensors import held_by
+from plimsoll.step.retained.tensors import retained_by
 
 GLOBAL_LOSSES = []
 
@@ -36,7 +36,7 @@ def model():
 
 
 def names(model, loss=model_loss):
-    return [held.name for held in held_by(model, loss)]
+    return [held.name for held in retained_by(model, loss)]
 
 
 def test_a_model_that_keeps_nothing_has_none():
@@ -59,7 +59,7 @@ def test_a_model_that_keeps_nothing_has_none():
 def test_attributes_of_modules_are_found_by_the_path_of_the_module(keep):
     made = model()
     made[1][0].state = keep()
-    (held,) = held_by(made, model_loss)
+    (held,) = retained_by(made, model_loss)
     assert (held.name, held.variable, held.owners) == ("model.1.0.state", "state", (made[1][0],))
     assert len(held.tensors) == 1
 
@@ -76,7 +76,7 @@ def test_objects_that_a_module_has_are_looked_into():
     made.tracker = Tracker()
     made.tracker.losses.append(with_graph())
     made.tracker.again = made.tracker  # a circle
-    (held,) = held_by(made, model_loss)
+    (held,) = retained_by(made, model_loss)
     assert (held.name, held.owners) == ("model.tracker.losses", (made.tracker, made))
 
 
@@ -98,7 +98,7 @@ def test_what_has_no_graph_or_is_a_parameter_is_not_held():
 def test_all_tensors_of_a_list_are_counted_the_newest_last():
     made = model()
     made.history = [with_graph() for _ in range(200)]
-    (held,) = held_by(made, model_loss)
+    (held,) = retained_by(made, model_loss)
     assert len(held.tensors) == 200
     assert held.tensors[-1] is made.history[-1]
 
@@ -154,7 +154,7 @@ def test_what_is_nested_is_looked_into_as_deep_as_a_reader_would(depth, is_found
     for _ in range(depth - 1):
         kept = [kept]
     model.kept = kept
-    assert bool(held_by(model, lambda *_: None)) is is_found
+    assert bool(retained_by(model, lambda *_: None)) is is_found
 
 
 @pytest.mark.parametrize(("depth", "is_found"), [(1, True), (4, True), (5, False)])
@@ -173,13 +173,13 @@ def test_objects_in_objects_are_looked_into_as_deep(depth, is_found):
 def test_of_a_long_list_the_last_64_items_decide(num_later, is_found):
     made = model()
     made.history = [with_graph(), *[torch.ones(1)] * num_later]
-    assert bool(held_by(made, model_loss)) is is_found
+    assert bool(retained_by(made, model_loss)) is is_found
 
 
 def test_of_what_a_list_holds_only_tensors_with_a_graph_are_told():
     made = model()
     made.history = [with_graph(), torch.ones(1), "text", with_graph()]
-    (held,) = held_by(made, model_loss)
+    (held,) = retained_by(made, model_loss)
     assert [id(tensor) for tensor in held.tensors] == [id(made.history[0]), id(made.history[3])]
     assert held.value is made.history
 
@@ -220,13 +220,13 @@ def test_owners_are_the_function_or_the_object_and_what_it_was_found_in():
     def around(model, batch):
         losses.append(model(batch))
 
-    (held,) = held_by(model(), around)
+    (held,) = retained_by(model(), around)
     assert (held.name, held.variable, held.owners) == ("losses", "losses", (around,))
     tracker = Tracker()
     tracker.inner = Tracker()
     tracker.inner.losses.append(with_graph())
-    (held,) = held_by(model(), tracker)
+    (held,) = retained_by(model(), tracker)
     assert (held.name, held.variable) == ("loss.inner.losses", "losses")
     assert held.owners == (tracker.inner, tracker, Tracker)
-    (held,) = held_by(model(), partial(model_loss, losses))
+    (held,) = retained_by(model(), partial(model_loss, losses))
     assert (held.name, held.owners) == ("loss", (model_loss,))

@@ -33,17 +33,17 @@ def parameters(*lengths):
     return made
 
 
-def commit_of(optimizer, piece_bytes=1):
+def commit_of(optimizer, chunk_bytes=1):
     """Each parameter is a piece of its own, where nothing else is asked for."""
-    return StepCommit(optimizer, backend_for("cpu"), Position(step=4, phase="optimizer"), piece_bytes)
+    return StepCommit(optimizer, backend_for("cpu"), Position(step=4, phase="optimizer"), chunk_bytes)
 
 
-def lengths_of_pieces(optimizer, piece_bytes):
-    return [[len(parameter) for parameter in piece.parameters] for piece in commit_of(optimizer, piece_bytes)._whole()]
+def lengths_of_pieces(optimizer, chunk_bytes):
+    return [[len(parameter) for parameter in chunk.parameters] for chunk in commit_of(optimizer, chunk_bytes)._whole()]
 
 
 @pytest.mark.parametrize(
-    ("piece_bytes", "lengths"),
+    ("chunk_bytes", "lengths"),
     [
         (1, [[8], [4], [3], [2], [1]]),
         (16, [[8], [4], [3], [2, 1]]),
@@ -52,9 +52,9 @@ def lengths_of_pieces(optimizer, piece_bytes):
         (72, [[8, 4, 3, 2, 1]]),
     ],
 )
-def test_the_largest_come_first_and_a_piece_has_at_most_so_many_bytes(piece_bytes, lengths):
+def test_the_largest_come_first_and_a_piece_has_at_most_so_many_bytes(chunk_bytes, lengths):
     optimizer = torch.optim.SGD(parameters(2, 8, 1, 4, 3), lr=0.1)
-    assert lengths_of_pieces(optimizer, piece_bytes) == lengths
+    assert lengths_of_pieces(optimizer, chunk_bytes) == lengths
 
 
 def test_parts_of_parameters_are_cut_alike_on_every_rank():
@@ -64,7 +64,7 @@ def test_parts_of_parameters_are_cut_alike_on_every_rank():
         rows = parameters(*own)
         for parameter, most in zip(rows, (513, 1, 513), strict=True):
             parameter.cut_bytes = most * parameter.element_size()
-        of_ranks.append([len(piece) for piece in lengths_of_pieces(torch.optim.SGD(rows, lr=0.1), 512 * 2 * 4)])
+        of_ranks.append([len(chunk) for chunk in lengths_of_pieces(torch.optim.SGD(rows, lr=0.1), 512 * 2 * 4)])
     assert of_ranks[0] == of_ranks[1] == [1, 2]
 
 
@@ -86,7 +86,7 @@ def test_a_parameter_without_a_gradient_is_in_no_piece():
 def test_the_groups_of_parameters_keep_their_own_options():
     first, second, third = parameters(4, 2, 3)
     optimizer = torch.optim.SGD([{"params": [first, second], "lr": 1.0}, {"params": [third], "lr": 10.0}])
-    commit_of(optimizer, piece_bytes=28).step()  # one piece of both groups, then the last parameter
+    commit_of(optimizer, chunk_bytes=28).step()  # one piece of both groups, then the last parameter
     assert (first.tolist(), second.tolist(), third.tolist()) == ([3] * 4, [1] * 2, [-7] * 3)
     assert [group["params"] for group in optimizer.param_groups] == [[first, second], [third]]
 
@@ -218,7 +218,7 @@ def test_states_that_were_replaced_are_not_kept_alive():
 
 def test_a_piece_of_several_parameters_is_done_in_halves():
     optimizer = torch.optim.SGD(parameters(4, 3, 2, 1), lr=1.0)
-    commit = commit_of(optimizer, piece_bytes=1000)
+    commit = commit_of(optimizer, chunk_bytes=1000)
     with armed("optimizer", 1, 2):  # the whole, then its first half
         commit.step()
     assert commit.outcome is None
@@ -276,7 +276,7 @@ MIB = 1 << 20
 def trained(num_parameters, num_steps, room_mib, arguments):
     parameters = [torch.nn.Parameter(torch.ones(4 * MIB)) for _ in range(num_parameters)]
     optimizer = torch.optim.AdamW(parameters, **arguments)
-    commit = StepCommit(optimizer, backend, Position(phase="optimizer"), piece_bytes=1)
+    commit = StepCommit(optimizer, backend, Position(phase="optimizer"), chunk_bytes=1)
     for _ in range(num_steps):
         step(commit, parameters)
     for parameter in parameters:
@@ -376,7 +376,7 @@ def test_an_update_at_once_copies_nothing_and_is_the_optimizers_own():
         other.step()
     assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
     assert all(parameter.grad is None for parameter in mine)
-    assert commit._pieces == []
+    assert commit._chunks == []
 
 
 def differentiable(chosen):
@@ -389,7 +389,7 @@ def differentiable(chosen):
 def test_an_update_that_may_take_anything_is_never_done_at_once(make):
     commit = StepCommit(make(parameters(4, 3)), backend_for("cpu"), Position(phase="optimizer"))
     commit.step()
-    assert (commit.outcome, len(commit._pieces)) == (None, 1)
+    assert (commit.outcome, len(commit._chunks)) == (None, 1)
 
 
 def test_an_update_at_once_is_looked_at_again_when_other_parameters_have_gradients():
@@ -398,10 +398,10 @@ def test_an_update_at_once_is_looked_at_again_when_other_parameters_have_gradien
     commit = StepCommit(torch.optim.SGD([on_host, plain], lr=1.0), backend_for("cpu"), Position(phase="optimizer"))
     on_host.grad = None
     commit.step()
-    assert commit._pieces == []
+    assert commit._chunks == []
     on_host.grad = torch.ones(4)
     commit.step()
-    assert [len(piece.parameters) for piece in commit._pieces] == [1]
+    assert [len(chunk.parameters) for chunk in commit._chunks] == [1]
     assert (on_host.tolist(), plain.tolist()) == ([3] * 4, [2] * 3)
 
 
@@ -484,7 +484,7 @@ with backend.limited(backend.use().used_bytes + 500 * MIB):
     ballast = all_but(int(sys.argv[1]))
     commit.step()
 updated = {parameter[-1].item() for parameter in parameters}
-print(json.dumps([len(commit._pieces) > 1, len(commit.recovered), *updated]))
+print(json.dumps([len(commit._chunks) > 1, len(commit.recovered), *updated]))
 """
 )
 

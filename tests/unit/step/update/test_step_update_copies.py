@@ -11,7 +11,7 @@ from plimsoll.errors import TornStepError
 from plimsoll.step.failpoints import armed, exhaust_memory
 from plimsoll.step.oom_boundary import Position
 from plimsoll.step.update.commit import StepCommit
-from plimsoll.step.update.copies import Learned, Memory, PieceCopy, WholeCopy
+from plimsoll.step.update.copies import ChunkCopy, Learned, Memory, WholeCopy
 from plimsoll.step.update.scratch import Scratch
 
 LARGE = (1 << 18) + 1
@@ -30,7 +30,7 @@ def memory():
 
 def piece_of(optimizer, changes_gradients=None):
     members = [(0, parameter) for parameter in optimizer.param_groups[0]["params"]]
-    return PieceCopy(optimizer, members, memory(), changes_gradients)
+    return ChunkCopy(optimizer, members, memory(), changes_gradients)
 
 
 def whole_of(optimizer, learned, is_again=False):

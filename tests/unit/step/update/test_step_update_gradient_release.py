@@ -7,7 +7,7 @@ from torch import nn
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import InputError
 from plimsoll.models.workload import Workload, model_loss
-from plimsoll.step.update.gradient_release import EarlyUpdate, early_update
+from plimsoll.step.update.gradient_release import GradientRelease, gradient_release
 
 
 def net():
@@ -21,14 +21,14 @@ def backward(model, early, num_times=1):
             model(torch.ones(2, 4)).square().mean().backward()
 
 
-@pytest.mark.parametrize(("piece_bytes", "sizes"), [(1, [1] * 6), (64, [2, 2, 2]), (1000, [6])])
-def test_parameters_wait_until_they_make_up_a_piece(piece_bytes, sizes):
+@pytest.mark.parametrize(("chunk_bytes", "sizes"), [(1, [1] * 6), (64, [2, 2, 2]), (1000, [6])])
+def test_parameters_wait_until_they_make_up_a_piece(chunk_bytes, sizes):
     """Weights have 64 bytes and biases 16; the last layer comes first."""
     model, calls = net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     update = optimizer.step
     optimizer.step = lambda: (calls.append(len(optimizer.param_groups[0]["params"])), update())
-    backward(model, EarlyUpdate(optimizer, torch.clone, "cpu", piece_bytes))
+    backward(model, GradientRelease(optimizer, torch.clone, "cpu", chunk_bytes))
     assert calls == sizes
     assert len(optimizer.param_groups[0]["params"]) == 6
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -41,15 +41,15 @@ def test_a_piece_has_the_size_that_suits_the_device(kind, num_together):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     update = optimizer.step
     optimizer.step = lambda: (calls.append(len(optimizer.param_groups[0]["params"])), update())
-    with EarlyUpdate(optimizer, torch.clone, kind).in_backward():
+    with GradientRelease(optimizer, torch.clone, kind).in_backward():
         sum(parameter.sum() for parameter in model).backward()
     assert calls == [num_together] * (17 // num_together) + [1]
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 1000], ids=["when it was updated", "while it waits"])
-def test_a_gradient_that_comes_in_parts_is_refused(piece_bytes):
+@pytest.mark.parametrize("chunk_bytes", [1, 1000], ids=["when it was updated", "while it waits"])
+def test_a_gradient_that_comes_in_parts_is_refused(chunk_bytes):
     model = net()
-    early = EarlyUpdate(torch.optim.SGD(model.parameters(), lr=0.1), torch.clone, "cpu", piece_bytes)
+    early = GradientRelease(torch.optim.SGD(model.parameters(), lr=0.1), torch.clone, "cpu", chunk_bytes)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(InputError, match="came in more than one part"):
         backward(model, early, num_times=2)
@@ -61,7 +61,7 @@ def test_frozen_parameters_stay_and_the_others_are_updated():
     model = net()
     model[1].requires_grad_(False)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    backward(model, EarlyUpdate(torch.optim.SGD(model.parameters(), lr=0.1), torch.clone, "cpu", 1))
+    backward(model, GradientRelease(torch.optim.SGD(model.parameters(), lr=0.1), torch.clone, "cpu", 1))
     changed = [not torch.equal(now, was) for now, was in zip(model.parameters(), before, strict=True)]
     assert changed == [True, True, False, False, True, True]
 
@@ -74,13 +74,13 @@ def test_two_groups_keep_their_own_settings_and_are_undone_with_them():
     model, other = net(), net()
     optimizer, expected = grouped(model), grouped(other)
     for _ in range(2):
-        backward(model, EarlyUpdate(optimizer, torch.clone, "cpu", 1))
+        backward(model, GradientRelease(optimizer, torch.clone, "cpu", 1))
         expected.zero_grad()
         other(torch.ones(2, 4)).square().mean().backward()
         expected.step()
         assert all(map(torch.equal, model.parameters(), other.parameters()))
     states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-    early = EarlyUpdate(optimizer, torch.clone, "cpu", 1)
+    early = GradientRelease(optimizer, torch.clone, "cpu", 1)
     backward(model, early)
     optimizer.param_groups[0].update(lr=5.0, weight_decay=5.0)
     early.undo()
@@ -94,7 +94,7 @@ def test_two_groups_keep_their_own_settings_and_are_undone_with_them():
 def test_states_that_a_step_made_are_gone_when_it_is_undone():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
-    early = EarlyUpdate(optimizer, torch.clone, "cpu", 1)
+    early = GradientRelease(optimizer, torch.clone, "cpu", 1)
     backward(model, early)
     assert len(optimizer.state) == 6
     early.undo()
@@ -113,7 +113,7 @@ def test_a_copy_that_fails_leaves_its_piece_as_it_was():
             raise OSError("disk full")
         return tensor.detach().clone()
 
-    early = EarlyUpdate(optimizer, copy, "cpu", 1)
+    early = GradientRelease(optimizer, copy, "cpu", 1)
     with pytest.raises(OSError, match="disk full"):
         backward(model, early)
     assert len(optimizer.state) == 2
@@ -137,7 +137,7 @@ def test_it_is_done_only_where_every_gradient_is_complete_in_one_pass():
 
     def early_of(micro_batch=8, **fields):
         fields = {"copy_outside": torch.clone} | fields
-        return early_update(Workload(model, optimizer, model_loss, "samples", **fields), micro_batch, 8)
+        return gradient_release(Workload(model, optimizer, model_loss, "samples", **fields), micro_batch, 8)
 
     assert early_of() is not None
     assert early_of(micro_batch=9) is not None

@@ -61,8 +61,8 @@ def by_hand(kind, clip_norm=None, cut=8):
     for batch in batches():
         optimizer.zero_grad()
         for start in range(0, 8, cut):
-            piece = {name: value[start : start + cut] for name, value in batch.items()}
-            (loss_of(model, piece) * (cut / 8)).backward()
+            chunk = {name: value[start : start + cut] for name, value in batch.items()}
+            (loss_of(model, chunk) * (cut / 8)).backward()
         model.table.weight.grad = model.table.weight.grad.coalesce()
         if clip_norm is not None:
             values = [p.grad._values() if p.grad.is_sparse else p.grad for p in model.parameters()]
@@ -118,8 +118,8 @@ def test_an_oom_in_any_phase_loses_nothing(kind, on_host, phase, at_step, tmp_pa
     path = tmp_path / "table" if on_host else None
     model, optimizer = fresh(on_host, kind, path)
     step = TrainStep(model, optimizer, loss_of, units="samples")
-    pieces = 2 if kind is not torch.optim.SparseAdam else 1
-    with armed(phase, (at_step - 1) * pieces + 1 if phase == "optimizer" else at_step):
+    chunks = 2 if kind is not torch.optim.SparseAdam else 1
+    with armed(phase, (at_step - 1) * chunks + 1 if phase == "optimizer" else at_step):
         results = [step(batch) for batch in [*batches()][:3]]  # the fourth would be whole again
     assert sum(len(result.oom_events) for result in results) == 1
     is_cut = at_step == 1 and phase != "optimizer"
@@ -158,7 +158,7 @@ def test_only_rows_are_copied(kind, on_host):
     loss_of(model, next(batches())).backward()
     optimizer.step()
     commit = StepCommit(optimizer, backend_for("cpu"), Position(phase="optimizer"))
-    copies = [commit._copied(piece) for piece in commit._whole()]
+    copies = [commit._copied(chunk) for chunk in commit._whole()]
     num_rows = len(next(batches())["ids"].unique())
     copied = [value for one in copies for _, _, value in one._rows]
     assert {tuple(value.shape) for value in copied} == {(num_rows, WIDTH)}

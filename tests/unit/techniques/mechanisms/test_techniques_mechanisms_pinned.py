@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.memory.trace import rehearsal
+from plimsoll.memory.trace import dry_run
 from plimsoll.techniques.mechanisms.pinned import PinnedPool
 
 
@@ -20,7 +20,7 @@ def test_a_copy_is_the_same_tensor_elsewhere():
 
 def test_in_a_trace_it_is_the_hosts_and_what_is_brought_back_is_the_devices():
     pool = PinnedPool()
-    with rehearsal(CudaLowering((8, 6)), lambda: "forward") as stage:
+    with dry_run(CudaLowering((8, 6)), lambda: "forward") as stage:
         on_device = torch.empty(1000, device="cuda")
         kept = pool.copy_of(on_device)
         del on_device

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.device.off_device import keeps_states_outside
 from plimsoll.models.workload import Workload
-from plimsoll.planning.dry_run.ranks import joined_alone, rehearsed_ranks
+from plimsoll.planning.dry_run.ranks import dry_run_ranks, joined_alone
 from plimsoll.records.plan import Choice
 from plimsoll.step.failpoints import exhaust_memory
 from plimsoll.techniques import installed
@@ -104,7 +104,7 @@ def test_model_and_optimizer_come_back_as_they_were_but_for_what_they_learned(wo
 
 
 def test_rows_are_cut_as_torch_cuts_them(workload):
-    with rehearsed_ranks(4) as ranks:
+    with dry_run_ranks(4) as ranks:
         workload.ranks = ranks
         sharded = ShardedTraining(workload, Sharding(keeps_gathered=False), mesh_of(workload))
         whole = {name: parameter.detach().clone() for name, parameter in workload.model.named_parameters()}
@@ -124,7 +124,7 @@ def test_rows_gradients_and_states_are_in_the_file_and_what_was_built_in_files_c
         parameter.data = workload.files.copy_of(parameter)
     before = [one.detach().clone() for one in model.parameters()]
     choice = Choice(technique="fully_shard", options={"gathered": "twice", "offload": "disk"})
-    with rehearsed_ranks(2) as ranks:
+    with dry_run_ranks(2) as ranks:
         workload.ranks = ranks
         with installed(workload, [choice]):
             sharded = workload.sharded

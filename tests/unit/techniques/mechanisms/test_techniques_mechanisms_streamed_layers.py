@@ -14,7 +14,7 @@ from plimsoll.device.cuda.gpus import find_gpu
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.predict import count_on_cuda
-from plimsoll.memory.trace import rehearsal
+from plimsoll.memory.trace import dry_run
 from plimsoll.planning.search.cost import step_duration
 from plimsoll.records.plan import Choice
 from plimsoll.records.speed import Point, Speed
@@ -196,7 +196,7 @@ def test_parameters_shared_between_blocks_get_the_gradient_of_both(x):
 def seconds_of_a_pass(stream, link_rate, is_checkpointed=False):
     """Forward and backward where each kernel takes a second, calls take nothing, and only the link is slow."""
     lowering = CudaLowering((8, 6))
-    with rehearsal(lowering, lambda: "forward") as stage:
+    with dry_run(lowering, lambda: "forward") as stage:
         model = Tower(num_blocks=NUM_BLOCKS, is_checkpointed=is_checkpointed)
         put_where_needed(model, lowering.device, [STREAMED] if stream else [])
         stage.recorder.step = 1
@@ -206,7 +206,7 @@ def seconds_of_a_pass(stream, link_rate, is_checkpointed=False):
                 loss.backward()
     counted = count_on_cuda(stage.trace(), find_gpu("rtx3060"))
     speed = KERNELS_OF_A_SECOND.model_copy(update={"link_bytes_per_second": link_rate})
-    return step_duration(counted, speed, batch_size=1, micro_batch=1, rehearsed_samples=1).likely_seconds
+    return step_duration(counted, speed, batch_size=1, micro_batch=1, dry_run_samples=1).likely_seconds
 
 
 NUM_BLOCKS, BLOCK_BYTES = 6, 4 * (16 * 32 + 32 + 32 * 16 + 16)

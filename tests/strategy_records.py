@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from plan_records import CHECKPOINTS, duration
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.records.strategies import Way, Ways
+from plimsoll.records.strategies import Strategies, Strategy
 from prediction_records import MIB, estimate
 
 
-def ways(**changes: object) -> Ways:
+def strategies(**changes: object) -> Strategies:
     """All of it needs 3000 of 2048 MiB; with streamed weights 1500; adapters cannot be had."""
     streamed = Choice(technique="parameter_offload", options={"gradients": True})
     fields: dict[str, object] = {
@@ -16,26 +16,26 @@ def ways(**changes: object) -> Ways:
         "device": "cpu",
         "limit_bytes": 2048 * MIB,
         "ways": (
-            Way(
+            Strategy(
                 name="full", changes="nothing", how="--forbid parameter_offload",
                 choices=(CHECKPOINTS, micro_batch_choice(1)), peak=estimate(3000, 100), step_time=duration(1.5, 0.5),
                 smallest_budget_bytes=3100 * MIB,
             ),
-            Way(
+            Strategy(
                 name="full, weights streamed", changes="nothing: the same numbers, more slowly",
                 how="--pin parameter_offload", choices=(streamed, micro_batch_choice(2)), peak=estimate(1500),
                 step_time=duration(12.0),
             ),
-            Way(
+            Strategy(
                 name="LoRA", changes="other model: low-rank adapters beside frozen weights",
                 how="--set 'allow=[lora]' --pin 'lora(base=kept)'", impossible="peft is not installed",
             ),
         ),
     }  # fmt: skip
-    return Ways.model_validate(fields | changes)
+    return Strategies.model_validate(fields | changes)
 
 
-def none_fits() -> Ways:
+def none_fits() -> Strategies:
     """The first and the last of them."""
-    first, _, last = ways().ways
-    return ways(ways=(first, last))
+    first, _, last = strategies().strategies
+    return strategies(strategies=(first, last))

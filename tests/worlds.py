@@ -1,4 +1,6 @@
-"""Made-up trainings in which every mix of techniques has a known peak and time, so that a search can be checked."""
+"""Made-up trainings in which every combination of techniques has a known peak and time, so that a search can be
+checked.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from plimsoll.models.workload import Workload, model_loss
-from plimsoll.planning.search.evaluation import Look, PhasePeak
-from plimsoll.planning.search.options import Problem
+from plimsoll.planning.search.choices import Problem
+from plimsoll.planning.search.evaluation import Evaluation, PhasePeak
 from plimsoll.planning.search.pins import Decided
 from plimsoll.records.plan import Choice, Duration
 from plimsoll.records.prediction import Estimate
@@ -36,7 +38,7 @@ class MadeUp:
     reason: str | None = None
     summary: str = "made up"
 
-    def menu(self, workload, setting):
+    def choices(self, workload, setting):
         if self.reason:
             return self.reason
         return tuple(Choice(technique=self.name, options={"level": n}) for n in range(len(self.seconds)))
@@ -70,7 +72,7 @@ class World:
     def registry(self):
         return {"micro_batch": MicroBatch()} | {technique.name: technique for technique in self.techniques}
 
-    def look_at(self, choices):
+    def evaluate(self, choices):
         self.asked.append(choices)
         size = next(choice.options["samples"] for choice in choices if choice.technique == "micro_batch")
         others = [choice for choice in choices if choice.technique != "micro_batch"]
@@ -87,7 +89,7 @@ class World:
         parts = {"activations": max(per_sample, 1) * size, "parameters": 100, "optimizer states": 100}
         if self.pass_seconds and passes.fixed_bytes + passes.growing_bytes < fixed:
             parts["activations"] = 0
-        return Look(
+        return Evaluation(
             tuple(choices),
             size,
             Estimate(likely_bytes=need, low_bytes=need, high_bytes=need),

@@ -1,6 +1,6 @@
 """When the ops of a stretch of a training are done, in modelled time: what runs beside what, and who waits for whom.
 
-    lanes = Lanes(overlaps=True)
+    stream slots = Stream slots(overlaps=True)
     lanes.run(call_seconds, kernel_seconds)                         # a kernel, or a copy in the device's queue
     lanes.copy(row, call_seconds, copy_seconds, to_device=True)     # one on a stream of its own
     lanes.wait(row, by_processor=False)
@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Lanes:
-    """The lanes of a stretch, in seconds from its begin, at which nothing runs."""
+class StreamTimeline:
+    """The stream slots of a stretch, in seconds from its begin, at which nothing runs."""
 
     overlaps: bool
     processor: float = 0.0
@@ -73,5 +73,5 @@ class Lanes:
         """When everything is done."""
         if not self.overlaps:
             return self.processor + self.fetched + self.waited
-        lanes = (self.processor, self.adding, self.device, self.fetched, *self.link.values())
-        return max(lanes) + self.waited
+        timeline = (self.processor, self.adding, self.device, self.fetched, *self.link.values())
+        return max(timeline) + self.waited

@@ -3,17 +3,17 @@
 import shlex
 
 from plimsoll.report.render import render
-from plimsoll.report.ways_sheets import done_line, give_lines, headline, ways_sheets
-from way_records import none_fits, ways
+from plimsoll.report.strategy_sheets import done_line, give_lines, headline, strategy_sheets
+from strategy_records import none_fits, strategies
 
 
 def test_the_sentence_names_what_fits():
-    assert headline(ways()) == "1 of 3 ways to train fit 2.0 GiB of cpu: full, weights streamed."
+    assert headline(strategies()) == "1 of 3 ways to train fit 2.0 GiB of cpu: full, weights streamed."
     assert headline(none_fits()) == "None of the ways to train fits 2.0 GiB of cpu."
 
 
 def test_each_way_has_its_numbers_or_its_reason():
-    numbers, words = ways_sheets(ways())
+    numbers, words = strategy_sheets(strategies())
     assert numbers.rows == (
         ("full", "needs 3100MiB", "2.8 to 3.0 GiB", "1.0 to 2.0 s"),
         ("full, weights streamed", "fits", "1.5 GiB", "12.0 s"),
@@ -27,19 +27,19 @@ def test_each_way_has_its_numbers_or_its_reason():
 
 
 def test_what_to_give_is_a_line_each_that_a_terminal_does_not_break():
-    lines = give_lines(ways())
+    lines = give_lines(strategies())
     assert lines[0::2] == (
         "--forbid parameter_offload  # full",
         "--set 'allow=[lora]' --pin 'lora(base=kept)'  # LoRA",
     )
-    printed = render(ways()).splitlines()
+    printed = render(strategies()).splitlines()
     assert all(line in printed for line in lines)
     assert shlex.split(lines[2], comments=True) == ["--set", "allow=[lora]", "--pin", "lora(base=kept)"]
-    assert "lora(base=kept)" in render(ways(), "html")
+    assert "lora(base=kept)" in render(strategies(), "html")
 
 
 def test_a_way_that_is_done_is_a_line():
-    assert [done_line(way) for way in ways().ways] == [
+    assert [done_line(strategy) for strategy in strategies().strategies] == [
         "full: needs 3100MiB, 2.8 to 3.0 GiB, 1.0 to 2.0 s a step",
         "full, weights streamed: fits, 1.5 GiB, 12.0 s a step",
         "LoRA: impossible",

@@ -25,8 +25,9 @@ _WHERE_NOTHING_IS_CUT = ("gradient_cache",)
 class Problem:
     """What a plan is searched for: a training, the line, and what the user has decided already.
 
-    ``limit_bytes`` is what a mix may need, and ``margin_bytes`` what the device may hold beyond that, since a look may
-    say too little. ``update_seconds`` are what an update takes without techniques, and more than what one could save.
+    ``limit_bytes`` is what a combination may need, and ``margin_bytes`` what the device may hold beyond that, since a
+    look may say too little. ``update_seconds`` are what an update takes without techniques, and more than what one
+    could save.
     """
 
     workload: Workload
@@ -38,11 +39,11 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Menu:
+class AvailableChoices:
     """The choices to search among.
 
-    ``base`` is in every mix. ``options`` are the choices of each other technique, weakest first. ``closed`` are lossy
-    ones that are not allowed. ``rejected`` says what is impossible, and why.
+    ``base`` is in every combination. ``options`` are the choices of each other technique, weakest first. ``closed`` are
+    lossy ones that are not allowed. ``rejected`` says what is impossible, and why.
     """
 
     base: Choices
@@ -52,7 +53,7 @@ class Menu:
     rejected: tuple[Rejected, ...] = ()
 
 
-def menu_of(problem: Problem) -> Menu:
+def available_choices(problem: Problem) -> AvailableChoices:
     """Ask every technique what it offers.
 
     Raises:
@@ -92,7 +93,7 @@ def menu_of(problem: Problem) -> Menu:
         rejected.append(Rejected(choices=(Choice(technique="micro_batch"),), reason=sizes))
         sizes = (setting.batch_size,)
     base = tuple(choice for choice in base if choice.technique != "micro_batch")
-    return Menu(base, sizes, options, tuple(closed), tuple(rejected))
+    return AvailableChoices(base, sizes, options, tuple(closed), tuple(rejected))
 
 
 def _offered(name: str, problem: Problem, is_cut: bool) -> Choices | str:
@@ -101,7 +102,7 @@ def _offered(name: str, problem: Problem, is_cut: bool) -> Choices | str:
         return "forbidden by the user"
     if name in _WHERE_NOTHING_IS_CUT and is_cut and name not in problem.decided.required:
         return "this batch may be cut, and micro_batch takes less time"
-    return technique_of(name).menu(problem.workload, problem.setting)
+    return technique_of(name).choices(problem.workload, problem.setting)
 
 
 def _sizes(problem: Problem) -> tuple[int, ...] | str:
@@ -110,7 +111,7 @@ def _sizes(problem: Problem) -> tuple[int, ...] | str:
         return (int(pinned[0].options["samples"]),)
     if "micro_batch" in problem.decided.forbidden:
         return "forbidden by the user"
-    offered = technique_of("micro_batch").menu(problem.workload, problem.setting)
+    offered = technique_of("micro_batch").choices(problem.workload, problem.setting)
     return offered if isinstance(offered, str) else tuple(int(choice.options["samples"]) for choice in offered)
 
 
@@ -127,14 +128,14 @@ class Compatibility:
         )
 
 
-def openings_of(problem: Problem, menu: Menu, choices: Choices) -> Iterator[Choices]:
+def lossy_alternatives_of(problem: Problem, available: AvailableChoices, choices: Choices) -> Iterator[Choices]:
     """Yield each lossy technique that is not allowed, with what of these choices goes with it."""
     size, *others = choices
-    for lossy in menu.closed:
+    for lossy in available.closed:
         allow = problem.setting.allow | {lossy.technique}
         allows = Compatibility(replace(problem, setting=replace(problem.setting, allow=allow))).allows
-        mix: Choices = (lossy,)
+        combination: Choices = (lossy,)
         for other in others:
-            mix = (*mix, other) if allows((size, *in_order((*mix, other)))) else mix
-        if allows((size, *mix)) and set(menu.base) <= set(mix):
-            yield (size, *in_order(mix))
+            combination = (*combination, other) if allows((size, *in_order((*combination, other)))) else combination
+        if allows((size, *combination)) and set(available.base) <= set(combination):
+            yield (size, *in_order(combination))

@@ -1,11 +1,11 @@
 """What there is to search among."""
 
 import pytest
-from plan.worlds import MadeUp, World
 
-from plimsoll.planning.search.options import Compatibility, menu_of
+from plimsoll.planning.search.choices import Compatibility, available_choices
 from plimsoll.planning.search.pins import Decided
 from plimsoll.records.plan import Choice, micro_batch_choice
+from worlds import MadeUp, World
 
 
 def choice(name, level=0):
@@ -18,39 +18,39 @@ def test_every_technique_offers_says_why_not_or_is_closed(inhabited):
         MadeUp("unwanted"),
     ]  # fmt: skip
     world = inhabited(World(techniques))
-    menu = menu_of(world.problem(100, Decided((), frozenset(), frozenset({"unwanted"}))))
-    assert menu.options == {"open": (choice("open", 0), choice("open", 1))}
-    assert menu.closed == (choice("closed"),)
-    assert {rejected.choices[0].technique: rejected.reason for rejected in menu.rejected} == {
+    available = available_choices(world.problem(100, Decided((), frozenset(), frozenset({"unwanted"}))))
+    assert available.options == {"open": (choice("open", 0), choice("open", 1))}
+    assert available.closed == (choice("closed"),)
+    assert {rejected.choices[0].technique: rejected.reason for rejected in available.rejected} == {
         "closed": "changes the training (made up), and is not allowed: `allow: [closed]` in the job allows it",
         "nothing": "no use",
         "unwanted": "forbidden by the user",
     }
-    assert menu.sizes == (16, 8, 6, 4, 3, 2, 1)
+    assert available.sizes == (16, 8, 6, 4, 3, 2, 1)
 
 
 @pytest.mark.parametrize("name", ["by_length", "packed_stretches"])
 def test_what_only_leaves_work_out_is_in_every_mix_it_is_possible_in(name, inhabited):
     world = inhabited(World([MadeUp(name)]))
-    assert menu_of(world.problem(100)).base == (choice(name),)
-    assert menu_of(world.problem(100, Decided((), frozenset(), frozenset({name})))).base == ()
+    assert available_choices(world.problem(100)).base == (choice(name),)
+    assert available_choices(world.problem(100, Decided((), frozenset(), frozenset({name})))).base == ()
 
 
 def test_what_micro_batches_do_in_less_time_is_offered_where_there_are_none(inhabited):
     """Or where it is asked for."""
     world = inhabited(World([MadeUp("gradient_cache")]))
-    reasons = [one.reason for one in menu_of(world.problem(100)).rejected]
+    reasons = [one.reason for one in available_choices(world.problem(100)).rejected]
     assert reasons == ["this batch may be cut, and micro_batch takes less time"]
     for required, forbidden in ((frozenset(), {"micro_batch"}), ({"gradient_cache"}, frozenset())):
-        menu = menu_of(world.problem(100, Decided((), frozenset(required), frozenset(forbidden))))
-        assert list(menu.options) == ["gradient_cache"]
+        available = available_choices(world.problem(100, Decided((), frozenset(required), frozenset(forbidden))))
+        assert list(available.options) == ["gradient_cache"]
 
 
 def test_a_pinned_or_forbidden_micro_batch_leaves_one_size(inhabited):
     world = inhabited(World([]))
-    menu = menu_of(world.problem(100, Decided((micro_batch_choice(4),), frozenset(), frozenset())))
-    assert (menu.sizes, menu.base) == ((4,), ())
-    assert menu_of(world.problem(100, Decided((), frozenset(), frozenset({"micro_batch"})))).sizes == (16,)
+    available = available_choices(world.problem(100, Decided((micro_batch_choice(4),), frozenset(), frozenset())))
+    assert (available.sizes, available.base) == ((4,), ())
+    assert available_choices(world.problem(100, Decided((), frozenset(), frozenset({"micro_batch"})))).sizes == (16,)
 
 
 def test_what_excludes_each_other_is_not_allowed_together(inhabited):
