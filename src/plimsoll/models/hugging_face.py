@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import JobError, WeightsError
-from plimsoll.models.loading import load_model, read_config
+from plimsoll.models.loading import config_of, load_model
 from plimsoll.models.names import HEADS, architectures, require_fields
 from plimsoll.models.skeleton import quiet
 from plimsoll.records.job import Task
@@ -194,19 +194,6 @@ def longest_text(folder: Path) -> int | None:
     return min((limit - num_reserved for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
-def auto_class_of(head: str) -> Any:
-    """Return the class of transformers that loads a model with a head; ``"none"`` is without one."""
-    import transformers
-
-    names = {
-        "language-modeling": "AutoModelForCausalLM",
-        "classification": "AutoModelForSequenceClassification",
-        "token-classification": "AutoModelForTokenClassification",
-        "none": "AutoModel",
-    }
-    return getattr(transformers, names[head])
-
-
 def _new_config(architecture: str, fields: dict[str, Any], shape: TextShape) -> PreTrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -280,16 +267,10 @@ def read_hugging_face_config(folder: Path) -> PreTrainedConfig:
     Raises:
         JobError: if it cannot be read.
     """
-    from huggingface_hub.errors import StrictDataclassError
-
     try:
-        config = read_config(folder)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise JobError(
-            f"model: {folder} is not a Hugging Face checkpoint that can be read ({error}): give a folder that "
-            "`save_pretrained` wrote"
-        ) from None
-    return config
+        return config_of(folder)
+    except WeightsError as error:
+        raise JobError(f"model: {error}") from None
 
 
 def _check_checkpoint(config: PreTrainedConfig, folder: Path, shape: TextShape) -> None:

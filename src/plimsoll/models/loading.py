@@ -135,7 +135,7 @@ def load_model(
         asked = {"head": head, "quantize": quantize, "adapters": merged or None, "vocab_size": vocab_size}
         skeleton = recurrent_skeleton(checkpoint, fields, dtype, asked)
     else:
-        config, said = without_quantization(config or _config_of(checkpoint.folder), checkpoint)
+        config, said = without_quantization(config or config_of(checkpoint.folder), checkpoint)
         if said is not None:
             refuse_changes(checkpoint, config, quantize=quantize, adapters=merged, vocab_size=vocab_size, dtype=dtype)
         chosen = _dtype_of(checkpoint, config, dtype)
@@ -171,7 +171,7 @@ def sketch_checkpoint(
         WeightsError: see `load_model`.
     """
     checkpoint = open_checkpoint(folder)
-    config, said = without_quantization(_config_of(checkpoint.folder), checkpoint)
+    config, said = without_quantization(config_of(checkpoint.folder), checkpoint)
     if said is not None:
         refuse_changes(checkpoint, config, dtype=dtype)
     model_class, chosen = _class_of(config, head, checkpoint.folder), _dtype_of(checkpoint, config, dtype)
@@ -388,17 +388,21 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return found
 
 
-def _config_of(folder: Path) -> PreTrainedConfig:
+def config_of(folder: Path) -> PreTrainedConfig:
+    """Return what `read_config` does.
+
+    Raises:
+        WeightsError: if it cannot be read.
+    """
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        config = read_config(folder)
+        return read_config(folder)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise WeightsError(
             f"{folder} is not a Hugging Face checkpoint that can be read ({error}): give a folder that "
             "`save_pretrained` wrote"
         ) from None
-    return config
 
 
 def _class_of(config: PreTrainedConfig, head: Head | None, folder: Path) -> type[PreTrainedModel]:

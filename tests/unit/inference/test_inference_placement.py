@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -14,12 +15,17 @@ from plimsoll.device.cpu.pages import stretches_of
 from plimsoll.device.process import private_bytes
 from plimsoll.errors import DeviceError, InputError, JobError
 from plimsoll.inference.placement import _over_link, _streamed, placed_model
-from plimsoll.models.hugging_face import auto_class_of
 from plimsoll.models.inference import inference_task
 from plimsoll.planning.plan_inference import plan_inference
 from plimsoll.records.placement import InferencePlan
 from plimsoll.techniques.mechanisms.parts import parts_of
 from small_checkpoints import FAMILIES, batch, saved
+
+CLASSES = {
+    "language-modeling": transformers.AutoModelForCausalLM,
+    "classification": transformers.AutoModelForSequenceClassification,
+    "none": transformers.AutoModel,
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +65,7 @@ def computed(folder: Path, plan: InferencePlan, num_passes: int = 2) -> list[tor
 
 def plain(folder: Path, task_name: str) -> list[torch.Tensor]:
     task = inference_task(task_name, folder)
-    model = auto_class_of(task.head).from_pretrained(folder, dtype="auto").eval()
+    model = CLASSES[task.head].from_pretrained(folder, dtype="auto").eval()
     with torch.inference_mode():
         return [part for _ in range(2) for part in task.compute(model, batch())]
 
@@ -90,7 +96,7 @@ def test_beside_a_gpu_the_copies_change_no_bit(folders, plans, name):
     task = inference_task(plan.task, folder)
     blocks = [part.name for part in plan.parts if part.name[-1].isdigit()]
     stays = {part.name for part in plan.parts} - set(blocks) | {blocks[2]}
-    model = auto_class_of(task.head).from_pretrained(folder, dtype="auto").eval().requires_grad_(False)
+    model = CLASSES[task.head].from_pretrained(folder, dtype="auto").eval().requires_grad_(False)
     with (
         torch.inference_mode(False),
         _over_link(model, parts_of(model), with_resident(plan, *stays), torch.device("cpu")),
@@ -158,7 +164,7 @@ def test_what_the_page_cache_keeps_are_the_first_parts_that_it_has_room_for(
 
 def test_quantized_blocks_are_not_copied_to_a_gpu(folders, plans):
     plan = plans["gpt2", torch.float32]
-    model = auto_class_of("language-modeling").from_pretrained(folders["gpt2", torch.float32])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders["gpt2", torch.float32])
     norm = model.transformer.h[1].ln_1
     norm.weight = torch.nn.Parameter(TwoTensor(norm.weight.detach(), norm.weight.detach()))
     with pytest.raises(InputError, match="1 weights are quantized, and blocks of such a model are not copied"):

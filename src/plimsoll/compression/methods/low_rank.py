@@ -14,13 +14,13 @@ classifier), experts kept as one tensor, and recurrent layers, whose matrices to
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.compression.base import Bundle, Calibration, Shrinker
+from plimsoll.compression.importance import passes, tokens_of
 from plimsoll.compression.layers import is_of_transformers, linear_weight, linears_of_blocks
 from plimsoll.compression.twins import block_of
 from plimsoll.errors import WeightsError
@@ -155,43 +155,18 @@ def _factor(model: nn.Module, group: Group, rank: int, second_moment: Tensor | N
 
 def _second_moments(model: nn.Module, groups: list[Group], calibration: Calibration) -> dict[str, Tensor]:
     """Sum ``x xᵀ`` over the inputs of layers, by the first name of a group; padding does not count."""
-    sums: dict[str, Tensor] = {}
-    masks: list[Tensor | None] = []
-    num_batches = 0
-    with _watched(model, groups, sums, masks), torch.no_grad():
-        for batch in calibration.batches():
-            masks[:] = [batch.get("attention_mask")]
-            model(**batch)
-            num_batches += 1
-    if not num_batches:
+    if next(iter(calibration.batches()), None) is None:
         raise WeightsError(
             f"`low_rank` looks at what goes into {len(groups)} layers of each block, and there are no batches: give "
             "data, or set aware=false"
         )
+    sums: dict[str, Tensor] = {}
+    layers = [(group[0], model.get_submodule(name)) for group in groups for name in group]
+
+    def look(place: int, mask: Tensor | None, given: Tensor, _: Any) -> None:
+        rows, key = tokens_of(given, mask).double(), layers[place][0]
+        moment = rows.t() @ rows
+        sums[key] = sums[key].add_(moment) if key in sums else moment
+
+    passes(model, [layer for _, layer in layers], calibration, look)
     return sums
-
-
-@contextmanager
-def _watched(
-    model: nn.Module, groups: list[Group], sums: dict[str, Tensor], masks: list[Tensor | None]
-) -> Iterator[None]:
-    def hook_for(key: str) -> Any:
-        def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-            hidden: Tensor = args[0].detach()
-            mask = masks[0]
-            if mask is not None and mask.shape == hidden.shape[:-1]:
-                hidden = hidden[mask.bool()]
-            rows = hidden.reshape(-1, hidden.shape[-1]).double()
-            moment = rows.t() @ rows
-            sums[key] = sums[key].add_(moment) if key in sums else moment
-
-        return look
-
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(hook_for(group[0])) for group in groups for name in group
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

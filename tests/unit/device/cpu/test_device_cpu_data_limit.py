@@ -16,7 +16,8 @@ MIB = 1 << 20
 
 _HEAD = """
 import json, mmap, os, resource, subprocess, sys, threading
-from plimsoll.device import data_limit, process
+from plimsoll.device import process
+from plimsoll.device.cpu import data_limit
 MIB = 1 << 20
 def soft(): return resource.getrlimit(resource.RLIMIT_DATA)[0]
 def answer(**fields): print(json.dumps(fields))
@@ -333,7 +334,7 @@ def test_the_limit_is_raised_for_a_while_and_stays_so_when_it_is_followed():
 _APART = (
     _HEAD
     + """
-from plimsoll.device import heap
+from plimsoll.device.cpu import heap
 really, asked = heap._set, []
 heap._set = lambda parameter, value: (asked.append(value), really(parameter, value))
 

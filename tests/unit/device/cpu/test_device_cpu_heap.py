@@ -9,7 +9,8 @@ pytestmark = pytest.mark.cold  # a heap as a process begins with
 
 _PROGRAM = """
 import sys
-from plimsoll.device import heap, process
+from plimsoll.device import process
+from plimsoll.device.cpu import heap
 if sys.argv[1] == "mapped":
     heap.map_blocks_from(heap.TIGHT_BYTES)
 else:
@@ -38,7 +39,7 @@ def test_freed_blocks_stay_data_in_the_heap_and_not_when_mapped(how, least_given
 _FAULTS = """
 import resource
 import torch
-from plimsoll.device import heap
+from plimsoll.device.cpu import heap
 torch.set_num_threads(1)
 
 def faults():

@@ -17,7 +17,8 @@ from processor import INSTRUCTION_SETS
 
 OUT_OF_MEMORY = """
 import json, resource, torch
-from plimsoll.device import onednn, process
+from plimsoll.device import process
+from plimsoll.device.cpu import onednn
 
 torch.set_num_threads(1)
 inputs = {width: torch.ones(3, width, 100) for width in (8, 16, 40, 48)}
@@ -73,7 +74,8 @@ def test_a_library_without_the_variable_has_nothing_to_clear(tmp_path):
 # Each case in a fork of its own: what oneDNN compiles once, it compiles once.
 LSTM_IN_LITTLE_MEMORY = """
 import hashlib, json, os, resource, torch
-from plimsoll.device import onednn, process
+from plimsoll.device import process
+from plimsoll.device.cpu import onednn
 
 torch.set_num_threads(1)
 layer, inputs = torch.nn.LSTM(48, 64, batch_first=True), torch.randn(1, 30, 48)

@@ -223,7 +223,8 @@ def test_a_replay_trims_before_the_deltas_it_is_told():
 
 _PYTHON_HEAP = """
 import ctypes, json, sys
-from plimsoll.device import heap, process
+from plimsoll.device import process
+from plimsoll.device.cpu import heap
 heap.map_blocks_from(128 << 10)
 libc = ctypes.CDLL(None)
 libc.free.argtypes, libc.memset.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]

@@ -16,7 +16,8 @@ MIB = 1 << 20
 # Every op runs a first time so that the libraries have what they keep.
 _MEASURE = """
 import json, torch
-from plimsoll.device import heap, process
+from plimsoll.device import process
+from plimsoll.device.cpu import heap
 from plimsoll.memory.lowering.cpu_scratch import scratch_bytes
 from plimsoll.memory.lowering.mkldnn_rnn import unwritten_workspace
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -11,7 +11,8 @@ _PROGRAM = """
 import sys
 from pathlib import Path
 import torch
-from plimsoll.device.cpu import data_limit, process
+from plimsoll.device import process
+from plimsoll.device.cpu import data_limit
 from plimsoll.device.cpu.backend import CpuBackend
 from plimsoll.weights.loading.opening import entries_of
 
