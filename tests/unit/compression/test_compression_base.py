@@ -44,4 +44,7 @@ def test_options_say_what_is_needed_and_are_checked_before_the_model_is():
     aware, plain = (Choice(technique="low_rank", options={"aware": aware}) for aware in (True, False))
     assert (Halves().needs(aware), Halves().needs(plain)) == ({"batches"}, frozenset())
     assert (Milder().needs(aware), Milder().needs(plain)) == ({"batches", "corpus"}, {"corpus"})
+    taylor, activation = (Choice(technique="heads", options={"importance": name}) for name in ("taylor", "activation"))
+    assert (Halves().needs(taylor), Halves().needs(activation)) == ({"gradients"}, {"batches"})
+    assert Halves().needs(Choice(technique="layers")) == Halves().needs(Choice(technique="heads")) == frozenset()
     assert "`share` 2 is not the share" in Halves().refusal(None, Choice(technique="low_rank", options={"share": 2}))

@@ -70,7 +70,6 @@ def test_recurrent_models_are_loaded_in_what_their_file_has(architecture, kind, 
             CHOICE,
             "bf16: bert.encoder.layer.0.attention.self.query.weight is quantized and stays as it is: do bf16 before",
         ),
-        (model, Choice(technique="bf16", options={"bits": 7}), "`bf16` has no option `bits`"),
     ],
 )
 def test_what_cannot_be_is_refused(make, choice, said):

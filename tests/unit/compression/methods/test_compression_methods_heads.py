@@ -114,8 +114,3 @@ def test_what_cannot_be_is_refused_with_what_was_looked_for():
         config = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=40)
         slopes = transformers.BloomForCausalLM(config)
     assert "`transformer` of BloomForCausalLM has num_heads too" in HEADS.choices(Bundle(slopes))
-
-
-def test_it_needs_what_its_importance_does():
-    assert HEADS.needs(chosen()) == frozenset()
-    assert HEADS.needs(chosen(importance="activation")) == {"batches"}

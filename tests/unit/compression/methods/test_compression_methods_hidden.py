@@ -107,8 +107,3 @@ def test_what_cannot_be_is_refused():
     bundle = Bundle(small_model("bert", "meta"))
     Heads().shrink(bundle, Choice(technique="heads"), Calibration())
     assert "whose sizes do not follow its hidden size: use hidden before other methods" in HIDDEN.choices(bundle)
-
-
-def test_it_needs_what_its_importance_does():
-    assert HIDDEN.needs(chosen()) == frozenset()
-    assert HIDDEN.needs(chosen(importance="taylor")) == {"gradients"}

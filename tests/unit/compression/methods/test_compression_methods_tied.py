@@ -52,5 +52,3 @@ def test_bad_input_is_refused_with_what_to_do():
     given = bundle("lstm-lm")
     given.model.head = torch.nn.Linear(12, given.model.config.vocab_size)
     assert "use `hidden` or `low_rank_embeddings`" in METHOD.choices(given)
-    assert "no option `rows`" in METHOD.refusal(given, Choice(technique="tied", options={"rows": 1}))
-    assert METHOD.needs(CHOICE) == frozenset()

@@ -121,4 +121,3 @@ def test_what_cannot_be_is_refused():
     plain = Bundle(built("lstm", "language model", "meta"))
     assert "a share of 0.01 of 12 units is none of them" in str(UNITS.refusal(plain, chosen(share=0.01)))
     assert [str(choice) for choice in UNITS.choices(plain)] == ["units=0.125", "units=0.25", "units=0.5"]
-    assert UNITS.needs(chosen(importance="activation")) == {"batches"}
