@@ -27,8 +27,7 @@ from plimsoll.errors import WeightsError
 from plimsoll.weights.coded_layers import compute_in_parts, decode_rows_only
 from plimsoll.weights.int4 import INT4_ROWS, PLAIN, packed_of
 from plimsoll.weights.loading import Checkpoint, Coded, Entry
-from plimsoll.weights.saved_by import saved_by
-from plimsoll.weights.torchao_layers import SMALLEST_INT4_GROUP, int8_config, quantized
+from plimsoll.weights.torchao_layers import SMALLEST_INT4_GROUP, int8_config, quantized, saved_by
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
 
 from plimsoll.weights.coded_layers import LinearInParts
-from plimsoll.weights.int4 import INT4_ROWS
+from plimsoll.weights.int4 import INT4_ROWS, OPAQUE, plain_of
 from plimsoll.weights.parts import is_made_of_parts
-from plimsoll.weights.saved_by import saved_by
 from plimsoll.weights.structure import as_linear, note, put, sizes_of
 
 SMALLEST_INT4_GROUP = 32
@@ -155,3 +155,31 @@ def say_quantized(model: Any, config: Config) -> None:
     said = TorchAoConfig(config, modules_to_not_convert=plain or None)
     model.config.quantization_config = said
     model.hf_quantizer = saved_by(said)
+
+
+def saved_by(config: Any) -> Any:
+    """Return the quantizer of transformers that ``save_pretrained`` asks, for its ``TorchAoConfig``."""
+    return _quantizer_class()(config)
+
+
+@cache
+def _quantizer_class() -> type:
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
+
+    class Quantizer(TorchAoHfQuantizer):
+        """Writes what torchao itself does not: weights that are packed for one processor."""
+
+        def get_state_dict_and_metadata(self, model: Any) -> Any:
+            # Of a quantized weight that several layers share one is written; the others are tied to it again.
+            others = getattr(model, "all_tied_weights_keys", {})
+            state = {
+                name: one
+                for name, one in model.state_dict().items()
+                if not (is_made_of_parts(one) and others.get(name, name) != name)
+            }
+            return flatten_tensor_state_dict(
+                {name: plain_of(one) if type(one).__name__ == OPAQUE else one for name, one in state.items()}
+            )
+
+    return Quantizer

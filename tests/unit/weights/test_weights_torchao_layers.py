@@ -1,6 +1,7 @@
 """What the methods of torchao have in common: which layers, and what cannot be."""
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from plimsoll.compression.methods import SHRINKERS, Bundle
@@ -60,3 +61,11 @@ def test_the_configuration_says_what_transformers_would():
     assert said["quant_type"]["default"]["_type"] == "Int8WeightOnlyConfig"
     assert type(model.classifier) is nn.Linear
     assert type(model.classifier.weight.data) is torch.Tensor
+
+
+def test_packed_weights_are_written_in_the_form_of_files(tmp_path):
+    shrunk("int4", made("llama")).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names, said = set(file.keys()), file.metadata()
+    assert {f"model.layers.0.mlp.up_proj._weight_{part}" for part in ("qdata", "scale", "zero_point")} <= names
+    assert '"Int4Tensor"' in said["model.layers.0.mlp.up_proj.weight"]

@@ -1,4 +1,4 @@
-"""int8, dynamic_int8, float8: close to the dense model, a smaller file, and the same outputs when it is loaded again."""
+"""int8, dynamic_int8, float8: close to the dense model, smaller files, and the same outputs when loaded again."""
 
 import pytest
 import torch
