@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.models.recurrent.model import build_recurrent
-from plimsoll.models.recurrent.tagger import build_tagger
 
 CORPUS = (
     "the ship may be loaded up to the line and never past it",
@@ -64,7 +63,7 @@ def _of_transformers(class_name: str, vocab_size: int, **fields: Any) -> nn.Modu
 
 def _recurrent(vocab_size: int, **fields: Any) -> nn.Module:
     given = {"architecture": "lstm", "vocab_size": vocab_size, "embedding_size": 24, "hidden_size": 24, **fields}
-    return (build_tagger if fields.get("is_tagger") else build_recurrent)(given)
+    return build_recurrent(given)
 
 
 MODELS: Mapping[str, Callable[[int], nn.Module]] = {

@@ -53,9 +53,7 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, P
     torch.manual_seed(7)
     sizes = {"vocab_size": prepared.vocab_size, "num_labels": prepared.num_labels, "embedding_size": 12}
     if task == "token-classification":
-        from plimsoll.models.recurrent.tagger import build_tagger
-
-        teacher: nn.Module = build_tagger({"architecture": "gru", **sizes, "hidden_size": 12, "is_tagger": True})
+        teacher: nn.Module = build_recurrent({"architecture": "gru", **sizes, "hidden_size": 12, "is_tagger": True})
     else:
         teacher = build_recurrent({"architecture": "gru", **sizes, "hidden_size": 12})
     save_model(teacher, folder / "teacher")

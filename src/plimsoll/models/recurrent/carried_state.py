@@ -64,8 +64,8 @@ class CarriedState(nn.Module):
         """Return the state to begin some windows with."""
         if len(slots_B) > self.num_slots:  # known without a look at the device
             raise InputError(
-                f"a batch has {len(slots_B)} samples, and the model carries the state of {self.num_slots} stream slots: "
-                f"call `model.carry({len(slots_B)})`, with as many stream slots as the stream has"
+                f"a batch has {len(slots_B)} samples, and the model carries the state of {self.num_slots} stream "
+                f"slots: call `model.carry({len(slots_B)})`, with as many stream slots as the stream has"
             )
         found_BPNH = self._states[windows_B % 2, slots_B]
         is_first_B = windows_B == 0

@@ -11,7 +11,6 @@ from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.bf16 import Bf16
 from plimsoll.inference.model import load_for_inference
 from plimsoll.models.recurrent.model import build_recurrent, save_recurrent
-from plimsoll.models.recurrent.tagger import build_tagger
 from plimsoll.records.plan import Choice
 from plimsoll.weights.parts import model_bytes
 from quantized_models import made, shrunk
@@ -43,7 +42,7 @@ def test_recurrent_models_are_loaded_in_what_their_file_has(architecture, kind, 
     fields = {"architecture": architecture, "vocab_size": 50, "embedding_size": 16, "hidden_size": 16}
     labels = {} if kind == "language model" else {"num_labels": 3, "is_tagger": kind == "tagger"}
     torch.manual_seed(0)
-    small = (build_tagger if kind == "tagger" else build_recurrent)(fields | labels).eval()
+    small = build_recurrent(fields | labels).eval()
     ids = torch.arange(12).view(2, 6)
     asked = {"input_ids": ids, "labels": {"tagger": ids % 3, "classifier": ids[:, 0] % 3}.get(kind, ids)}
     with torch.no_grad():

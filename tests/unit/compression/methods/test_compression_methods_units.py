@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.units import Units
 from plimsoll.models.recurrent.model import build_recurrent
-from plimsoll.models.recurrent.tagger import build_tagger
 from plimsoll.records.plan import Choice
 from pruned_models import shapes_of, small_model
 
@@ -36,7 +35,7 @@ def built(architecture: str, kind: str, device: str = "cpu", **fields: Any) -> A
     torch.manual_seed(0)
     fields = SIZES | {"architecture": architecture} | KINDS[kind] | fields
     with torch.device(device):
-        return (build_tagger if fields.get("is_tagger") else build_recurrent)(fields).eval()
+        return build_recurrent(fields).eval()
 
 
 def batches_of(model: Any) -> Iterator[dict[str, Tensor]]:
