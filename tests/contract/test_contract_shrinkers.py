@@ -1,7 +1,7 @@
 """What every way to make a model smaller promises, on each sort of model.
 
-A method is listed once (`plimsoll.compression.methods`) and is then tried here, by the strongest choice of its menu, on
-each model of `shrink_models`. Where the menu has none, the reason is what is looked at.
+A method is listed once (`plimsoll.compression.methods`) and is then tried here, by the strongest choice it offers, on
+each model of `shrink_models`. Where it offers none, the reason is what is looked at.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ CASES = [(method, model) for method in SHRINKERS for model in MODELS]
 
 
 def choices_for(method: str, given: Bundle) -> tuple[Choice, ...] | str:
-    """What the menu has, or the reason why it has nothing."""
+    """What is offered, or the reason why nothing is."""
     return SHRINKERS[method].choices(given)
 
 
 def case(method: str, name: str) -> tuple[Bundle, Choice, Calibration]:
-    """A model with the strongest choice of the menu; the test is over where there is none."""
+    """A model with the strongest choice that is offered; the test is over where there is none."""
     given = bundle(name)
     found = choices_for(method, given)
     if isinstance(found, str):
@@ -79,7 +79,7 @@ def test_it_says_what_it_saves_and_has_a_page(method):
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
-def test_the_menu_has_choices_that_are_not_refused_or_a_reason(method, name):
+def test_what_is_offered_is_not_refused_or_there_is_a_reason(method, name):
     given = bundle(name)
     found = choices_for(method, given)
     if isinstance(found, str):

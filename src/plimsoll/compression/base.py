@@ -1,8 +1,8 @@
 """What every way to make a model smaller offers, and what it is given.
 
 A method changes a `Bundle` in place: the model, its configuration and, where it must, its tokenizer. Afterwards the
-model is one of its class with smaller tensors, or says in its configuration what was changed (`_structure`), so that
-it can be saved, loaded, trained and made smaller again.
+model is one of its class with smaller tensors, or says in its configuration what was changed
+(`plimsoll.weights.structure`), so that it can be saved, loaded, trained and made smaller again.
 
 Does NOT cover quality: what a method costs is measured by the caller, on the user's own data.
 """
@@ -87,7 +87,7 @@ class Shrinker(ABC):
     def choices(self, bundle: Bundle) -> Choices | str:
         """Return what is worth trying, mildest first, or a sentence that says why nothing is.
 
-        The sentence names the modules that were looked for. What is not in the menu may still be asked for by the user
+        The sentence names the modules that were looked for. What is not offered may still be asked for by the user
         (``refusal`` judges it).
         """
         options = self.worth_trying(bundle)

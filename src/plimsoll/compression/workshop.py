@@ -77,8 +77,8 @@ class Workshop:
         bundle = self._bundle(self.folder, None)
         found = []
         for method in SHRINKERS.values():
-            menu = self.evidence.cannot_judge(method.name) or method.choices(bundle)
-            offered = {"reason": menu} if isinstance(menu, str) else {"choices": menu}
+            choices = self.evidence.cannot_judge(method.name) or method.choices(bundle)
+            offered = {"reason": choices} if isinstance(choices, str) else {"choices": choices}
             known = {"method": method.name, "stage": METHODS[method.name].stage, "saves": method.saves}
             found.append(Offer.model_validate(known | offered))
         return tuple(found)

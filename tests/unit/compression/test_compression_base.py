@@ -32,7 +32,7 @@ class Milder(Halves):
     reads_corpus = True
 
 
-def test_the_menu_has_what_is_not_refused_and_else_the_reason_of_the_easiest():
+def test_what_is_not_refused_is_offered_and_else_the_reason_of_the_easiest():
     quarter, half = (Choice(technique="low_rank", options={"share": share}) for share in (0.25, 0.5))
     assert Halves().choices(Bundle(0.5)) == (quarter, half)
     assert Halves().choices(Bundle(0.3)) == (quarter,)

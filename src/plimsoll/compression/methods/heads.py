@@ -44,7 +44,7 @@ class Heads(Shrinker):
     tried = ({"share": 0.25}, {"share": 0.5})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse wrong options, models without heads, and shares that are no whole groups of heads."""
+        """Refuse models without heads, and shares that are no whole groups of heads."""
         found = attentions_of(bundle.model)
         if isinstance(found, str):
             return found

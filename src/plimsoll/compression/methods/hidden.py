@@ -75,7 +75,7 @@ class Hidden(Shrinker):
         return tuple({"share": share, "importance": "activation"} for share in shares)
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse wrong options, other structures, and shares that are no whole heads where they must be."""
+        """Refuse other structures, and shares that are no whole heads where they must be."""
         found = _narrowed(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 

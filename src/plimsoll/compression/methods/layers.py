@@ -50,7 +50,7 @@ class Layers(Shrinker):
         return tuple({"keep": number} for number in sorted(numbers, reverse=True))
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse wrong options, and models whose layers cannot be left out."""
+        """Refuse models whose layers cannot be left out."""
         found = _lists(bundle.model)
         if isinstance(found, str):
             return found

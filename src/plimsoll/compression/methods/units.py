@@ -59,7 +59,7 @@ class Units(Shrinker):
     tried = ({"share": 0.125}, {"share": 0.25}, {"share": 0.5})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse wrong options, and models without recurrent layers."""
+        """Refuse models without recurrent layers."""
         found = _planned(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 

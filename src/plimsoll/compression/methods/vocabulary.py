@@ -1,6 +1,6 @@
 """Only the tokens that a corpus has: fewer rows in the embedding and in the output over the vocabulary.
 
-Exact on that corpus: with the new tokenizer its texts have the same tokens (`_token_needs` says why), with other
+Exact on that corpus: with the new tokenizer its texts have the same tokens (`token_needs` says why), with other
 numbers, and the logits of the tokens that are kept are bitwise what they were. Probabilities over the vocabulary are
 higher and perplexity is lower than before, for there are fewer tokens to divide among: that is no better model.
 

@@ -52,7 +52,7 @@ def test_sizes_without_a_kernel_are_refused():
     )
 
 
-def test_the_menu_has_small_and_large_groups():
+def test_small_and_large_groups_are_offered():
     assert SHRINKERS["int4"].choices(Bundle(made("bert", hidden_size=128))) == (
         choice_of("int4", group=32),
         choice_of("int4", group=128),
