@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plimsoll.compression.worker import Chain
+from plimsoll.compression.chains import Chain
 from plimsoll.errors import DataError, InputError, JobError
 from plimsoll.records.job import Job
 from plimsoll.training.run_directory import RunDirectory

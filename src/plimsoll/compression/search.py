@@ -21,11 +21,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plimsoll.compression.chains import Guess, Single, guesses, smallest, varied
+from plimsoll.compression.chains import Chain, Guess, Single, guesses, smallest, varied
 from plimsoll.compression.folder import drop_if_empty, opened, refuse_overlap, take
 from plimsoll.compression.recover import Trained, cost_of, train_again
 from plimsoll.compression.request import ShrinkOptions, ShrinkSource, decisive
-from plimsoll.compression.worker import Chain, Made, Offer, ShrinkProcess, ShrinkRequest, Source
+from plimsoll.compression.worker import Made, Offer, ShrinkProcess, ShrinkRequest, Source
 from plimsoll.errors import InputError, OutputError
 from plimsoll.files.store import Progress, silent
 from plimsoll.records.base import write_atomically

@@ -19,15 +19,13 @@ from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Self
 
 from plimsoll import errors
+from plimsoll.compression.chains import Chain
 from plimsoll.errors import InputError, KilledError, PlimsollError
 from plimsoll.files.forking import ending_with_this
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.shrink import Form, InferenceCost, Quality
-
-Chain = tuple[Choice, ...]
 
 
 class ShrinkRequest(Record):
