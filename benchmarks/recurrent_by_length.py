@@ -62,7 +62,6 @@ def measure(name: str, cut: str, lengths: list[int], budget_mib: int) -> dict[st
 
     from plimsoll.device.base import backend_for
     from plimsoll.models.recurrent.model import build_recurrent
-    from plimsoll.models.recurrent.tagger import build_tagger
     from plimsoll.records.plan import Choice, micro_batch_choice
     from plimsoll.step.micro_batches import shape_of, weighted_micro_batches
     from plimsoll.step.train_step import TrainStep
@@ -77,8 +76,7 @@ def measure(name: str, cut: str, lengths: list[int], budget_mib: int) -> dict[st
     else:
         labels = (ids % LABELS if units == "tokens" else ids).masked_fill(mask == 0, -100)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    build = build_tagger if fields.get("is_tagger") else build_recurrent
-    model = build(fields | {"vocab_size": WORDS, "embedding_size": 128, "hidden_size": 128}).train()
+    model = build_recurrent(fields | {"vocab_size": WORDS, "embedding_size": 128, "hidden_size": 128}).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     choices = [Choice(technique=technique, options=options) for technique, options in CUTS[cut]]
     sizes = [max(len(lengths) >> shift, 1) for shift in range(len(lengths).bit_length())]

@@ -32,8 +32,8 @@ from torch.nn import functional
 
 from _results import add_out, fenced, file_result, keep_printed, mib
 from plimsoll.data.sketch import TextSketch
-from plimsoll.models.chunked_distillation import Combination
-from plimsoll.models.distillation import Distillation
+from plimsoll.models.distillation.chunked import Combination
+from plimsoll.models.distillation.loss import Distillation
 from plimsoll.models.head_apart import head_apart
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.planning.teacher_loss import teacher_of

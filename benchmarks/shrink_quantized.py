@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from plimsoll.compression.methods import SHRINKERS, Calibration, Subject
+from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
 from plimsoll.models.loading import load_model
 from plimsoll.records.plan import Choice
 from plimsoll.weights.parts import model_bytes
@@ -98,12 +98,12 @@ def save(name: str, form: str, folder: Path) -> dict[str, Any] | str:
     model = dense_model(name)
     if form == "bfloat16":
         model.to(torch.bfloat16)
-    subject = Subject(model)
+    bundle = Bundle(model)
     for choice in FORMS[form]:
-        fault = SHRINKERS[choice.technique].refusal(subject, choice)
+        fault = SHRINKERS[choice.technique].refusal(bundle, choice)
         if fault is not None:
             return fault
-        SHRINKERS[choice.technique].shrink(subject, choice, Calibration())
+        SHRINKERS[choice.technique].shrink(bundle, choice, Calibration())
     model.save_pretrained(folder)
     file_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return {"file_bytes": file_bytes, "weight_bytes": model_bytes(model)}

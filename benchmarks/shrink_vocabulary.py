@@ -79,12 +79,12 @@ def shrunk(origin: Path, texts: list[str], target: Path, compared: slice) -> Fig
     """Make the smaller folder and compare what it computes itself."""
     from transformers import AutoTokenizer
 
-    from plimsoll.compression.methods import SHRINKERS, Calibration, Subject
-    from plimsoll.compression.saved_form import save_planning_input
+    from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
+    from plimsoll.compression.saving import save_bundle
     from plimsoll.models.loading import load_model
     from plimsoll.records.plan import Choice
 
-    given = Subject(load_model(origin).model, AutoTokenizer.from_pretrained(origin))
+    given = Bundle(load_model(origin).model, AutoTokenizer.from_pretrained(origin))
     before_tokenizer, table_before = given.tokenizer, given.model.get_input_embeddings().weight.numel() * 4
     rows = tokens_of(before_tokenizer, texts)
     before = embeddings(given.model, rows[compared])
@@ -93,7 +93,7 @@ def shrunk(origin: Path, texts: list[str], target: Path, compared: slice) -> Fig
     whole = before_tokenizer(texts, padding=False, truncation=False)["input_ids"]
     counts += np.bincount(np.concatenate([np.array(row) for row in whole]), minlength=len(before_tokenizer))
     SHRINKERS["vocabulary"].shrink(given, Choice(technique="vocabulary"), Calibration(token_counts=counts))
-    save_planning_input(given, target, origin)
+    save_bundle(given, target, origin)
     again, own = load_model(target).model, AutoTokenizer.from_pretrained(target)
     after_rows = tokens_of(own, texts)
     after = embeddings(again, after_rows[compared])

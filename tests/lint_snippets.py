@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from textwrap import dedent
 
+import pytest
+
 from plimsoll.diagnose.lint.helpers.source import Hit, Source, parse
 
 
@@ -18,6 +20,11 @@ def lines(hits: Callable[[Source], Iterable[Hit]], code: str) -> list[int]:
     return sorted({hit.node.lineno for hit in hits(parse(dedent(code)))})
 
 
-def names(snippets: dict[str, str]) -> dict[str, object]:
-    """Return the arguments of `pytest.mark.parametrize` for snippets by name."""
-    return {"argnames": "code", "argvalues": list(snippets.values()), "ids": list(snippets)}
+def found_where_marked(hits: Callable[[Source], Iterable[Hit]], snippets: dict[str, str]) -> Callable[[str], None]:
+    """Make a test of snippets by name: the marked lines are found, and nothing else."""
+
+    @pytest.mark.parametrize("code", snippets.values(), ids=snippets.keys())
+    def test(code: str) -> None:
+        assert lines(hits, code) == marked(code)
+
+    return test

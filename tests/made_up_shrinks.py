@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from plimsoll.compression.processes import Made, Offer
+from plimsoll.compression.worker import Made, Offer
 from plimsoll.errors import InputError, KilledError
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import InferenceCost, Quality

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from checkpoints import model_of
-from plimsoll.compression.methods import SHRINKERS, Calibration, Subject
+from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
 from plimsoll.records.plan import Choice
 
 IDS = torch.arange(12).view(2, 6)
@@ -19,10 +19,10 @@ def choice_of(method: str, **options: Any) -> Choice:
 
 
 def shrunk(method: str, model: Any, **options: Any) -> Any:
-    subject, choice = Subject(model), choice_of(method, **options)
-    assert SHRINKERS[method].refusal(subject, choice) is None
-    SHRINKERS[method].shrink(subject, choice, Calibration())
-    return subject.model
+    bundle, choice = Bundle(model), choice_of(method, **options)
+    assert SHRINKERS[method].refusal(bundle, choice) is None
+    SHRINKERS[method].shrink(bundle, choice, Calibration())
+    return bundle.model
 
 
 def logits(model: Any) -> Tensor:

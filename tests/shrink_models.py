@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plimsoll.compression.methods import Calibration, Subject
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.models.recurrent.model import build_recurrent
-from plimsoll.models.recurrent.tagger import build_tagger
 
 CORPUS = (
     "the ship may be loaded up to the line and never past it",
@@ -64,7 +63,7 @@ def _of_transformers(class_name: str, vocab_size: int, **fields: Any) -> nn.Modu
 
 def _recurrent(vocab_size: int, **fields: Any) -> nn.Module:
     given = {"architecture": "lstm", "vocab_size": vocab_size, "embedding_size": 24, "hidden_size": 24, **fields}
-    return (build_tagger if fields.get("is_tagger") else build_recurrent)(given)
+    return build_recurrent(given)
 
 
 MODELS: Mapping[str, Callable[[int], nn.Module]] = {
@@ -96,7 +95,7 @@ MORE_MODELS: Mapping[str, Callable[[int], nn.Module]] = {
 }
 
 
-def subject(name: str, kind: str = "BPE") -> Subject:
+def bundle(name: str, kind: str = "BPE") -> Bundle:
     """A model with weights of a seed that are no longer those of a new one, and its tokenizer."""
     own = tokenizer(kind)
     torch.manual_seed(0)
@@ -104,14 +103,14 @@ def subject(name: str, kind: str = "BPE") -> Subject:
     with torch.no_grad():
         for value in model.parameters():
             value.add_(0.05 * torch.randn_like(value))
-    return Subject(model.eval(), own)
+    return Bundle(model.eval(), own)
 
 
-def meta_subject(name: str, kind: str = "BPE") -> Subject:
+def meta_bundle(name: str, kind: str = "BPE") -> Bundle:
     """The same on the meta device."""
     own = tokenizer(kind)
     with torch.device("meta"):
-        return Subject((MODELS | MORE_MODELS)[name](len(own)).eval(), own)
+        return Bundle((MODELS | MORE_MODELS)[name](len(own)).eval(), own)
 
 
 def ids_of(own: Any, text: str) -> Tensor:
@@ -119,7 +118,7 @@ def ids_of(own: Any, text: str) -> Tensor:
     return torch.tensor([own(text)["input_ids"]])
 
 
-def calibration(given: Subject) -> Calibration:
+def calibration(given: Bundle) -> Calibration:
     """Batches of the corpus, with labels of the model's task, and how often each token is in it."""
     rows = [given.tokenizer(text)["input_ids"] for text in CORPUS]
     counts = np.bincount(np.concatenate(rows), minlength=len(given.tokenizer))

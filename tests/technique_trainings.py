@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.models.recurrent.model import build_recurrent
-from plimsoll.models.recurrent.tagger import build_tagger
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.micro_batches import autocast
@@ -74,7 +73,9 @@ def recurrent(dropout: float = 0.1) -> nn.Module:
 def tagger(dropout: float = 0.1) -> nn.Module:
     """Of ours, which packs its texts."""
     fields = {"architecture": "lstm", "vocab_size": VOCABULARY, "embedding_size": 16, "hidden_size": 16}
-    return build_tagger(fields | {"bidirectional": True, "num_layers": 2, "num_labels": 3, "dropout": dropout})
+    return build_recurrent(
+        fields | {"is_tagger": True, "bidirectional": True, "num_layers": 2, "num_labels": 3, "dropout": dropout}
+    )
 
 
 def rare_text() -> dict[str, Tensor]:

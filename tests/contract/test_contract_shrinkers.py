@@ -1,7 +1,7 @@
 """What every way to make a model smaller promises, on each sort of model.
 
-A method is listed once (`plimsoll.compression.methods`) and is then tried here, by the strongest choice of its menu, on
-each model of `shrink_models`. Where the menu has none, the reason is what is looked at.
+A method is listed once (`plimsoll.compression.methods`) and is then tried here, by the strongest choice it offers, on
+each model of `shrink_models`. Where it offers none, the reason is what is looked at.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import nn
 
-from plimsoll.compression.methods import SHRINKERS, Calibration, Subject
-from plimsoll.compression.saved_form import form_of, save_planning_input
+from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
+from plimsoll.compression.saving import form_of, save_bundle
 from plimsoll.models.loading import load_model
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import METHODS
@@ -23,13 +23,13 @@ from plimsoll.weights.parts import plain_parts
 from quantized_models import logits, made
 from shrink_models import (
     MODELS,
+    bundle,
     calibration,
     ids_of,
     is_language_model,
-    meta_subject,
+    meta_bundle,
     num_bytes,
     outputs,
-    subject,
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "shrink"
@@ -39,14 +39,14 @@ VALUES = [method for method in SHRINKERS if METHODS[method].stage == "values"]
 CASES = [(method, model) for method in SHRINKERS for model in MODELS]
 
 
-def choices_for(method: str, given: Subject) -> tuple[Choice, ...] | str:
-    """What the menu has, or the reason why it has nothing."""
+def choices_for(method: str, given: Bundle) -> tuple[Choice, ...] | str:
+    """What is offered, or the reason why nothing is."""
     return SHRINKERS[method].choices(given)
 
 
-def case(method: str, name: str) -> tuple[Subject, Choice, Calibration]:
-    """A model with the strongest choice of the menu; the test is over where there is none."""
-    given = subject(name)
+def case(method: str, name: str) -> tuple[Bundle, Choice, Calibration]:
+    """A model with the strongest choice that is offered; the test is over where there is none."""
+    given = bundle(name)
     found = choices_for(method, given)
     if isinstance(found, str):
         pytest.skip(f"{method} is not for {name}: {found}")
@@ -73,15 +73,14 @@ def test_it_says_what_it_saves_and_has_a_page(method):
     one = SHRINKERS[method]
     page = DOCS / f"{method}.md"
     assert page.is_file(), f"{method} has no page {page.name}"
-    assert one.title
     assert one.saves[0].islower() or one.saves[0].isalnum()
     assert METHODS[method].stage in {"structure", "values"}
     assert not re.search(r"\d+(\.\d+)?x\b", one.saves), "how much faster is measured, not promised"
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
-def test_the_menu_has_choices_that_are_not_refused_or_a_reason(method, name):
-    given = subject(name)
+def test_what_is_offered_is_not_refused_or_there_is_a_reason(method, name):
+    given = bundle(name)
     found = choices_for(method, given)
     if isinstance(found, str):
         assert len(found.split()) > 5, found
@@ -103,7 +102,7 @@ def test_what_is_no_model_of_text_has_a_reason(method):
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(2))
 
-    assert isinstance(SHRINKERS[method].choices(Subject(Other(), subject("gpt2").tokenizer)), str)
+    assert isinstance(SHRINKERS[method].choices(Bundle(Other(), bundle("gpt2").tokenizer)), str)
 
 
 @pytest.mark.sampled(3)
@@ -112,7 +111,7 @@ def test_twice_the_same_gives_the_same_bits_and_fewer_bytes(method, name):
     given, choice, data = case(method, name)
     before = num_bytes(given.model)
     SHRINKERS[method].shrink(given, choice, data)
-    again = subject(name)
+    again = bundle(name)
     SHRINKERS[method].shrink(again, choice, data)
     assert weights_of(given.model) == weights_of(again.model)
     if METHODS[method].stage == "structure":
@@ -125,7 +124,7 @@ def test_on_the_meta_device_the_sizes_are_the_same(method, name):
     given, choice, data = case(method, name)
     if METHODS[method].stage != "structure":
         pytest.skip("values of fewer bits are counted by their method")
-    sketch = meta_subject(name)
+    sketch = meta_bundle(name)
     SHRINKERS[method].shrink(given, choice, data)
     counts = data.token_counts if "corpus" in SHRINKERS[method].needs(choice) else None
     SHRINKERS[method].shrink(sketch, choice, Calibration(token_counts=counts))
@@ -140,7 +139,7 @@ def test_it_is_saved_and_loaded_with_the_same_outputs(method, name, tmp_path):
     SHRINKERS[method].shrink(given, choice, data)
     ids_BT = ids_of(given.tokenizer, "load the ship")
     wanted = outputs(given.model, ids_BT)
-    save_planning_input(given, tmp_path / "small")
+    save_bundle(given, tmp_path / "small")
     loaded = load_model(tmp_path / "small")
     # Where a tensor lies in memory decides the order of sums; in bfloat16 that is a digit.
     near = {"rtol": 1e-2, "atol": 1e-2} if wanted.dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
@@ -174,7 +173,7 @@ def test_it_trains_on(method, name):
 
 @pytest.mark.parametrize("method", VALUES)
 def test_the_page_says_when_a_quantized_model_needs_code_too(method):
-    given = Subject(made("gpt2"))
+    given = Bundle(made("gpt2"))
     if SHRINKERS[method].refusal(given, Choice(technique=method)) is not None:
         return
     SHRINKERS[method].shrink(given, Choice(technique=method), Calibration())
@@ -186,7 +185,7 @@ def test_the_page_says_when_a_quantized_model_needs_code_too(method):
 @pytest.mark.parametrize("second", VALUES)
 @pytest.mark.parametrize("first", VALUES)
 def test_two_methods_of_values_go_together_in_this_order_or_it_is_said_why_not(first, second, tmp_path):
-    given = Subject(made("bert"))
+    given = Bundle(made("bert"))
     for method in (first, second):
         choice = Choice(technique=method)
         fault = SHRINKERS[method].refusal(given, choice)
@@ -197,7 +196,7 @@ def test_two_methods_of_values_go_together_in_this_order_or_it_is_said_why_not(f
         SHRINKERS[method].shrink(given, choice, Calibration())
     expected = logits(given.model)
     assert expected.isfinite().all()
-    save_planning_input(given, tmp_path / "small")
+    save_bundle(given, tmp_path / "small")
     again = logits(load_model(tmp_path / "small").model)
     assert again.dtype == expected.dtype
     assert torch.allclose(again.float(), expected.float(), atol=1e-6)

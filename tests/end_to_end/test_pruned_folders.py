@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plimsoll.compression.methods import SHRINKERS, Calibration, Subject
+from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
 from plimsoll.records.plan import Choice
 from pruned_models import ARCHITECTURES, batches_of, logits_of, num_weights, small_model
 
@@ -46,11 +46,11 @@ def test_every_architecture_and_method_loads_in_a_fresh_process(tmp_path: Path):
     for architecture in ARCHITECTURES:
         model = small_model(architecture)
         for method, options in METHODS.items():
-            subject, choice = Subject(model), Choice(technique=method, options=options)
-            assert SHRINKERS[method].refusal(subject, choice) is None, (architecture, method)
+            bundle, choice = Bundle(model), Choice(technique=method, options=options)
+            assert SHRINKERS[method].refusal(bundle, choice) is None, (architecture, method)
             num_before = num_weights(model)
-            SHRINKERS[method].shrink(subject, choice, Calibration())
-            model = subject.model
+            SHRINKERS[method].shrink(bundle, choice, Calibration())
+            model = bundle.model
             assert num_weights(model) < num_before
             if method not in {"hidden", "channels"}:
                 continue

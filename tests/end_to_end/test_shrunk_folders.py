@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from plimsoll.compression.methods import SHRINKERS
-from plimsoll.compression.saved_form import form_of, save_planning_input
-from shrink_models import calibration, ids_of, outputs, subject
+from plimsoll.compression.saving import form_of, save_bundle
+from shrink_models import bundle, calibration, ids_of, outputs
 
 # A GPT-2 has layers that torchao does not know and a field of its own for their number.
 CASES = [
@@ -57,14 +57,14 @@ def loadings(tmp_path_factory):
     root = tmp_path_factory.mktemp("shrunk")
     forms = {}
     for model, name in CASES:
-        given, method = subject(model), SHRINKERS[name]
+        given, method = bundle(model), SHRINKERS[name]
         menu = method.choices(given)
         if isinstance(menu, str):
             continue
         method.shrink(given, menu[-1], calibration(given))
         folder = root / "folders" / f"{model}-{name}"
         ids_BT = ids_of(given.tokenizer, TEXT)
-        save_planning_input(given, folder)
+        save_bundle(given, folder)
         wanted = outputs(given.model.eval(), ids_BT).float()
         auto = "AutoModelForSequenceClassification" if model == "bert" else "AutoModelForCausalLM"
         named = auto if model == "lstm-lm" else type(given.model).__name__

@@ -81,10 +81,9 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
     with failures_shown() if as_json else nullcontext():
         _check(target, methods, forbids, recover, budget, tries, samples)
         with spinner(quiet or as_json):
-            from plimsoll.compression.request import ShrinkOptions
-            from plimsoll.compression.shrink import RefusedError
-            from plimsoll.compression.shrink import shrink as make_smaller
-            from plimsoll.compression.source import find_source
+            from plimsoll.compression.request import ShrinkOptions, find_source
+            from plimsoll.compression.search import RefusedError
+            from plimsoll.compression.search import shrink as make_smaller
             from plimsoll.report.render import render
 
             options = ShrinkOptions(

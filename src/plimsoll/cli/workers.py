@@ -95,10 +95,10 @@ def inference_baseline_worker(folder: Path, task: str) -> None:
 
 def shrink_worker(request: Path) -> None:
     """Make smaller models, as asked for on standard input."""
-    from plimsoll.compression.processes import ShrinkRequest, serve
+    from plimsoll.compression.worker import ShrinkRequest, serve
 
     def answers() -> Mapping[str, Callable[..., Any]]:
-        from plimsoll.compression.candidates import answers_of
+        from plimsoll.compression.workshop import answers_of
 
         return answers_of(ShrinkRequest.load(request))
 
@@ -107,7 +107,7 @@ def shrink_worker(request: Path) -> None:
 
 def measure_worker() -> None:
     """Print what applying a model takes; which one, comes on standard input."""
-    from plimsoll.compression.candidates import print_measured
+    from plimsoll.compression.workshop import print_measured
 
     print_measured()
 

@@ -6,6 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from plimsoll.compression.base import Bundle
+from plimsoll.records.plan import Choice
+from plimsoll.weights.torchao_layers import nothing_found, plain_layers
+
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """Return the name of the list of a model's blocks, and the list: the longest one of modules of one class."""
@@ -31,13 +35,6 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
-def block_of(name: str) -> str:
-    """Return the name of the block that a module lies in: up to the first number."""
-    parts = name.split(".")
-    number = next(place for place, part in enumerate(parts) if part.isdecimal())
-    return ".".join(parts[: number + 1])
-
-
 def linear_weight(module: Any) -> Any:
     """Return the weight of a linear layer as (out, in)."""
     return module.weight if isinstance(module, nn.Linear) else module.weight.t()
@@ -46,3 +43,19 @@ def linear_weight(module: Any) -> Any:
 def is_of_transformers(model: nn.Module) -> bool:
     """Whether a model is one of transformers, by its configuration."""
     return hasattr(getattr(model, "config", None), "get_text_config")
+
+
+def dense_layers(model: Any) -> dict[str, Any]:
+    """Return the dense linear layers of the base model, by name; of those that share a weight the first."""
+    found: dict[int, tuple[str, Any]] = {}
+    for name, layer in plain_layers(model).items():
+        found.setdefault(id(layer.weight), (name, layer))
+    return dict(found.values())
+
+
+def why_no_zeros(bundle: Bundle, choice: Choice) -> str | None:
+    """Return why a choice of zeros cannot be: no model of transformers, or no layer."""
+    model: Any = bundle.model
+    if not hasattr(model, "base_model_prefix"):
+        return f"{choice.technique} is for models of transformers, and this is a {type(model).__name__}: leave it out"
+    return None if plain_layers(model) else nothing_found(model, choice.technique)

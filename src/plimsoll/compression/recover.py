@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from plimsoll.compression.processes import Source
+from plimsoll.compression.worker import Source
 from plimsoll.errors import InputError
 from plimsoll.files.child_processes import ending_with_this
 from plimsoll.records.base import write_atomically

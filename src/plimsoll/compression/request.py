@@ -1,13 +1,28 @@
-"""What ``plimsoll shrink`` is to do: what is wanted, of which model, judged by what; torch-free."""
+"""What ``plimsoll shrink`` is given and is to do: a run, a job, or a model folder with texts, and options; torch-free.
+
+A folder with texts gets a job of its own where the model has a task that can be trained: what the file's labels say
+for a classifier, the next token for a language model. A model of embeddings has none, and is judged by its vectors.
+
+Does NOT cover classifiers of tokens by folder, which need a job.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plimsoll.compression.processes import Chain
+from plimsoll.compression.chains import Chain
+from plimsoll.errors import DataError, InputError, JobError
 from plimsoll.records.job import Job
+from plimsoll.training.run_directory import RunDirectory
+
+_LONGEST_TOKENS = 256  # of a sample of a folder's job, where the model reads more
+_LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
+_HELD_OUT = 0.2
+_LEARNING_RATE = 5e-5  # usual for fine-tuning
+_RECURRENT = {"lstm", "gru", "rnn"}
 
 
 @dataclass(frozen=True)
@@ -84,3 +99,160 @@ def decisive(source: ShrinkSource, options: ShrinkOptions) -> dict[str, Any]:
 def _stamp(path: Path) -> list[Any]:
     facts = path.stat()
     return [path.name, facts.st_size, facts.st_mtime_ns]
+
+
+def find_source(  # noqa: PLR0917 -- options of one command
+    model: Path,
+    data: Path | None = None,
+    columns: tuple[str, ...] | None = None,
+    label: str | None = None,
+    has_header: bool | None = None,
+    changes: tuple[str, ...] = (),
+) -> ShrinkSource:
+    """Return the model and what it is judged by.
+
+    Args:
+        model: a run directory, a job file, or the folder of a model.
+        data: with a folder, the texts.
+        columns: of the texts.
+        label: the column of their labels.
+        has_header: whether the first row of a csv names its columns.
+        changes: ``field=value`` of the job.
+
+    Raises:
+        InputError: if something is missing, or does not go together.
+    """
+    is_run = model.is_dir() and (model / "job.yaml").is_file()
+    if (is_run or model.is_file()) and (data is not None or columns or label is not None):
+        raise InputError(f"{model} says itself what its data are: leave out --data {data}, --column and --label")
+    if is_run:
+        return _of_run(RunDirectory.open(model), changes)
+    if model.is_file():
+        return _of_job(model, changes)
+    if not (model / "config.json").is_file():
+        raise InputError(
+            f"there is no model in {model}: give a run directory of `plimsoll train`, a job file, or a folder that "
+            "`save_pretrained` wrote"
+        )
+    if data is None:
+        raise DataError(
+            f"nothing says what smaller models of {model} are worth: give texts with --data, or a job file whose "
+            f"`model` is {model}"
+        )
+    return _of_folder(model, data, columns, label, has_header, changes)
+
+
+def _of_run(run: RunDirectory, changes: tuple[str, ...]) -> ShrinkSource:
+    given = Job.from_yaml(run.job, changes)
+    if not (run.model / "config.json").is_file():
+        if any(run.model.glob("*.safetensors")):
+            raise JobError(
+                f"the run {run.path} trained {given.model}, a model of your own, and only your code knows its "
+                "structure: methods are for models of transformers and lstm, gru and rnn; use torchao's `quantize_` "
+                "in your own code"
+            )
+        raise JobError(
+            f"the run {run.path} has no model yet: finish it, run `plimsoll train --resume --out {run.path}`"
+        )
+    job = _ready(given, run.model)
+    record = run.record if run.record.is_file() else None
+    cache = run.cache if run.cache.is_dir() else None
+    return ShrinkSource(run.model, job, cache=cache, trained=record)
+
+
+def _of_job(path: Path, changes: tuple[str, ...]) -> ShrinkSource:
+    job = Job.from_yaml(path, changes)
+    folder = Path(job.model) if isinstance(job.model, str) else None
+    if folder is None or not (folder / "config.json").is_file():
+        raise JobError(
+            f"model: {job.model} in {path} is no folder with weights, so there is nothing to make smaller: train it "
+            f"first (`plimsoll train {path} --out RUN`) and give the run"
+        )
+    return ShrinkSource(folder, _ready(job, folder))
+
+
+def _of_folder(  # noqa: PLR0917 -- options of one command
+    folder: Path, data: Path, columns: tuple[str, ...] | None, label: str | None, has_header: bool | None,
+    changes: tuple[str, ...],
+) -> ShrinkSource:  # fmt: skip
+    config = _config(folder)
+    task = _task(config, folder)
+    if task is None:
+        if label is not None or changes:
+            given = f"--label {label}" if label is not None else f"--set {changes[0]}"
+            raise InputError(f"{folder} is a model of embeddings, which has no labels and no job: leave out {given}")
+        if not data.is_file():
+            raise DataError(f"there is no file {data}: give --data a file of texts")
+        return ShrinkSource(folder, data=data, columns=columns, has_header=has_header)
+    if (task == "classification") != (label is not None):
+        what = (
+            "needs the column of the labels: give --label"
+            if label is None
+            else f"has no use for --label {label}: leave it out"
+        )
+        raise InputError(f"{folder} is a model for {task} and {what}")
+    limits = [config[name] for name in _LENGTH_FIELDS if isinstance(config.get(name), int)]
+    source = {
+        "train": str(data),
+        "validation": _HELD_OUT,
+        "text": list(columns) if columns else None,
+        "label": label,
+        "header": has_header,
+    }
+    fields: dict[str, Any] = {
+        "model": str(folder),
+        "task": task,
+        "tokenizer": str(folder),
+        "data": {name: value for name, value in source.items() if value is not None},
+        "sequence_length": min([_LONGEST_TOKENS, *limits]),
+        "optimizer": {"name": "adamw", "lr": _LEARNING_RATE},
+    }
+    return ShrinkSource(folder, _ready(Job.from_plain(fields, Path(), changes), folder), is_to_train=False)
+
+
+def _ready(job: Job, folder: Path) -> Job:
+    """The job as smaller models are trained and judged by it."""
+    if not job.data.validation:
+        raise DataError(
+            f"data.validation is {job.data.validation}, so nothing says what a smaller model is worth: set "
+            "data.validation to a file, or with --set data.validation=0.1 to a share of the training data"
+        )
+    changes: dict[str, Any] = {"model": str(folder.resolve()), "embeddings": None, "distill": None}
+    if job.data.order == "streams":  # a smaller state cannot go on from where the original's was
+        changes["data"] = job.data.model_copy(update={"order": "shuffle", "reset": None})
+    return job.model_copy(update=changes)
+
+
+def _task(config: dict[str, Any], folder: Path) -> str | None:
+    if config.get("architecture") in _RECURRENT:
+        if config.get("is_tagger"):
+            raise InputError(f"{folder} is a classifier of tokens: give a job file whose `model` is that folder")
+        return "language-modeling" if config.get("num_labels") is None else "classification"
+    if (folder / "modules.json").is_file():
+        return None
+    names = tuple(map(str, config.get("architectures") or ()))
+    if any(name.endswith("ForTokenClassification") for name in names):
+        raise InputError(f"{folder} is a classifier of tokens: give a job file whose `model` is that folder")
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        return "classification"
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+        return "language-modeling"
+    for name in names:
+        if not name.endswith("Model"):
+            raise InputError(
+                f"{folder} is a {name}, whose head nothing here judges or would keep: give a classifier, a causal "
+                "language model, or the model without a head"
+            )
+    return None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise JobError(
+            f"{folder} is not a model folder, its config.json cannot be read ({error}): save or download it again"
+        ) from None
+    if not isinstance(config, dict):
+        raise JobError(f"the config.json of {folder} is not an object of settings: save or download the model again")
+    return config

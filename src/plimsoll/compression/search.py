@@ -1,107 +1,457 @@
-"""Which chains of methods are worth making: a guess from what each method did alone, which only orders them.
+"""The search for the best model under a size: what every method does alone, then the chains that promise most.
 
-Alone, each choice has shrunk the weights by a factor and raised the loss by a difference. A chain is guessed to shrink
-them by the product and to raise the loss by the sum; both are wrong where methods meet (heads and hidden size remove
-the same weights, int8 and int4 exclude each other), so every chain that is taken is made and measured. A chain has one
-choice of a method at most, in the order of the registry.
+    record = shrink(source, out, options)
 
-Does NOT guess what training gives back.
+Every number is measured on models that were made (`plimsoll.compression.workshop`, in another process): files, the
+peak and the seconds of a process that applies it, quality on the evaluation data before and after training. Guesses
+(`plimsoll.compression.chains`) only say which chains are made. What is done is kept in ``out/.shrink``, so that the
+same command goes on after Ctrl-C or a kill.
+
+This process holds no tensors. Does NOT look for the best training, and judges quality by the evaluation data alone.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from plimsoll.compression.chains import Chain, Guess, Single, guesses, smallest, varied
+from plimsoll.compression.folder import drop_if_empty, opened, refuse_overlap, take
+from plimsoll.compression.recover import Trained, cost_of, train_again
+from plimsoll.compression.request import ShrinkOptions, ShrinkSource, decisive
+from plimsoll.compression.worker import Made, Offer, ShrinkProcess, ShrinkRequest, Source
+from plimsoll.errors import InputError, OutputError
+from plimsoll.files.store import Progress, silent
+from plimsoll.records.base import write_atomically
+from plimsoll.records.job import Job, near
 from plimsoll.records.plan import Choice
+from plimsoll.records.run import RunRecord
+from plimsoll.records.shrink import METHODS, SHRINK_RECORD, Quality, ShrinkRecord, Small, TrainingCost, Unused
+from plimsoll.records.units import format_bytes
+from plimsoll.report.plan_sheets import budget_word
+from plimsoll.training.run_directory import RunDirectory
+from plimsoll.training.supervise import prepare_data
 
-Chain = tuple[Choice, ...]
+_VOCABULARY = "vocabulary"
+_MOST_GUESSED = 8  # chains, of those expected to be smallest, whose size says what can be reached at all
+_SURELY = 1.5  # what others than these may be smaller by: of a BERT 1.15 (150 chains, each looked at)
+_MOST_SIZED = 400  # guesses whose size is looked at, in the order of the loss expected
+_ALONE, _CHAINS = "methods alone", "chains"
 
-_MOST_STRUCTURES = 3  # methods that change shapes, in one chain: the guess gets worse with each
-_WRONG_BY = 1.1  # the share of a chain, as far as it is a guess
-_MOST_VALUES = 2  # methods that change the bits of values: of embeddings, and of linear layers
+
+class RefusedError(Exception):
+    """A process that was started has said on standard error what it refuses, and ended with this code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
 
 
-class Single(NamedTuple):
-    """What one choice did to the original.
+def shrink(
+    source: ShrinkSource,
+    out: Path,
+    options: ShrinkOptions,
+    *,
+    force: bool = False,
+    keep_all: bool = False,
+    quiet: bool = False,
+    progress: Progress = silent,
+    say: Callable[[str], None] = lambda text: None,
+) -> ShrinkRecord:
+    """Make the best model under a target, or try every method alone; where the same was begun before, go on with it.
 
-    ``share`` is of the bytes of the weights that are left, ``lost`` how much the loss rose. ``order`` is the method's
-    place in a chain; ``is_last`` says that it changes values only.
+    Args:
+        source: see there.
+        out: becomes the folder of the model, with ``shrink.json`` beside its files.
+        options: what is wanted.
+        force: begin anew, and overwrite ``out``.
+        keep_all: leave every model that was made in ``out/.shrink``.
+        quiet: draw nothing while the data are prepared.
+        progress: told how many models are made.
+        say: told of each model in a sentence.
+
+    Raises:
+        InputError: if something cannot be used: it says what and what to do.
+        OutputError: if ``out`` is there and is of something else, or cannot be written.
     """
+    began = time.monotonic()
+    for name in options.forbids:
+        if name not in METHODS:
+            raise InputError(f"--forbid {name}: there is no such method; {near(name, METHODS)}")
+    refuse_overlap(out, source.belongings)
+    work = opened(out, decisive(source, options), force)
+    with ExitStack() as unfinished:
+        unfinished.callback(drop_if_empty, work)  # which would be in the way of a command that is put right
+        record, folder = _made_in(work, source, out, options, quiet, progress, say)
+        unfinished.pop_all()
+    record = record.model_copy(update={"seconds": time.monotonic() - began})
+    if folder is not None:
+        take(folder, out)
+    record.save(out / SHRINK_RECORD)
+    if not keep_all:
+        shutil.rmtree(work, ignore_errors=True)
+    return record
 
-    choice: Choice
-    share: float
-    lost: float
-    order: int
-    is_last: bool
+
+def _made_in(  # noqa: PLR0917 -- as `shrink` has them
+    work: Path, source: ShrinkSource, out: Path, options: ShrinkOptions, quiet: bool, progress: Progress,
+    say: Callable[[str], None],
+) -> tuple[ShrinkRecord, Path | None]:  # fmt: skip
+    """Start the process that makes models, refuse what cannot be, prepare the data, and search."""
+    cache = source.cache or work / "data"
+    request = ShrinkRequest(
+        folder=str(source.folder.absolute()), cache=str(cache.absolute()), job=source.job,
+        data=None if source.data is None else str(source.data.absolute()), columns=source.columns,
+        has_header=source.has_header, most_samples=options.most_samples,
+    )  # fmt: skip
+    request.save(work / "request.json")
+    with ShrinkProcess(work / "request.json") as process:
+        if options.methods:
+            process.check(options.methods)
+        if source.job is not None:
+            _prepare(source.job, work, cache, quiet)
+        return _Shrinking(source, options, str(out), work, cache, process, progress, say).run()
 
 
-class Guess(NamedTuple):
-    """A chain, and what is expected of it."""
+@dataclass
+class _Shrinking:
+    """One search."""
 
-    chain: Chain
-    share: float
-    lost: float
+    source: ShrinkSource
+    options: ShrinkOptions
+    out: str
+    work: Path
+    cache: Path
+    process: ShrinkProcess
+    progress: Progress
+    say: Callable[[str], None]
+    _offers: tuple[Offer, ...] = ()
+    _models: list[Small] = field(default_factory=list)
+    _failed: list[Unused] = field(default_factory=list)
+
+    def run(self) -> tuple[ShrinkRecord, Path | None]:
+        """Try what is wanted; return the record, and the folder of the model that was chosen."""
+        self.say(f"asking {len(METHODS)} methods what they have for {self.source.folder}")
+        offers = self.process.offers()
+        self._offers = tuple(one for one in offers if one.method not in self.options.forbids)
+        if self.options.target_bytes is not None:
+            self._refuse_hopeless(self.options.target_bytes)
+        self._add(self._original())
+        if self.options.methods:
+            self._add(self._made(self.options.methods, recovers=True))
+            best: int | None = 1
+        else:
+            self._try_alone()
+            best = self._search() if self.options.target_bytes is not None else None
+        return self._record(best), None if best is None else self._place(self._models[best].chain) / "model"
+
+    def _record(self, best: int | None, is_complete: bool = True) -> ShrinkRecord:
+        """What was found so far."""
+        return ShrinkRecord(
+            model=str(self.source.folder),
+            task="embed" if self.source.job is None else self.source.job.task,
+            evaluated_on=f"{self.source.described}, {self._models[0].quality.num_samples:,} samples",
+            output=self.out,
+            target_bytes=self.options.target_bytes,
+            budget_bytes=self.options.budget_bytes,
+            models=tuple(self._models),
+            best=best,
+            unused=(*self._not_offered(), *self._failed),
+            saves={one.method: one.saves for one in self._offers if one.method in self._used()},
+            is_complete=is_complete,
+        )
+
+    def _refuse_hopeless(self, target_bytes: int) -> None:
+        """Refuse a target far below what the methods reach together, before any model is made.
+
+        Sizes are looked at without making models; which chains are looked at is a guess, hence the margin. What is
+        near is left to the search.
+        """
+        original_bytes = self.process.weight_bytes(())
+        assert original_bytes is not None
+        alone = [(offer, choice) for offer in self._offers for choice in offer.choices]
+        sizes = [(offer, choice, self.process.weight_bytes((choice,))) for offer, choice in alone]
+        orders = {offer.method: number for number, offer in enumerate(self._offers)}
+        singles = [
+            Single(choice, num_bytes / original_bytes, 0.0, orders[offer.method], self._is_last(choice))
+            for offer, choice, num_bytes in sizes
+            if num_bytes is not None
+        ]
+        found = [(original_bytes, "the original")]
+        for guess in smallest(singles)[:_MOST_SIZED]:
+            num_bytes = self.process.weight_bytes(guess.chain)
+            if num_bytes is not None:
+                found.append((num_bytes, " > ".join(map(str, guess.chain))))
+                if num_bytes <= target_bytes * _SURELY:
+                    return
+            if len(found) > _MOST_GUESSED:
+                break
+        raise self._unreached(target_bytes, *min(found))
+
+    def _unreached(self, target_bytes: int, smallest_bytes: int, name: str, more: str = "") -> InputError:
+        without = f" without {', '.join(self.options.forbids)}" if self.options.forbids else ""
+        return InputError(
+            f"no chain of methods{without}{more} reaches {format_bytes(target_bytes)}: the smallest has about "
+            f"{format_bytes(smallest_bytes)} ({name}); give --target {budget_word(smallest_bytes)} or more, or a "
+            "chain of your own with --method"
+        )
+
+    def _not_offered(self) -> Iterator[Unused]:
+        """Methods that have nothing for this model, where all were asked."""
+        for one in self._offers if not self.options.methods else ():
+            if one.reason:
+                yield Unused(method=one.method, reason=one.reason)
+
+    def _used(self) -> set[str]:
+        return {choice.technique for model in self._models for choice in model.chain}
+
+    def _original(self) -> Small:
+        """The original; trained as long as others are, so that what training alone gives is not taken for theirs."""
+        if self.options.recover_steps and self.source.job is not None:
+            self.say(f"training the original for {self.options.recover_steps} steps, as the others will be")
+        try:
+            small = self._made((), recovers=True)
+        except InputError as error:  # it may be why it is to become smaller
+            small = self._made((), recovers=False)
+            self._failed.append(Unused(method="the original, trained as long", reason=str(error)))
+            self.say(f"the original cannot be trained here: {error}")
+        inference = small.inference and small.inference.model_copy(update={"speed": 1.0})  # what was timed is chance
+        training = small.training
+        if self.source.trained is not None:
+            record = RunRecord.load(self.source.trained)
+            cost = cost_of(record, has_teacher=bool(record.job.get("distill")))
+            training = cost.model_copy(update={"predicted": training and training.predicted})
+        return small.model_copy(update={"inference": inference, "training": training})
+
+    def _try_alone(self) -> None:
+        """Make what every method offers, each alone."""
+        chains = [(choice,) for offer in self._offers for choice in offer.choices]
+        for number, chain in enumerate(chains):
+            self.progress(_ALONE, number, len(chains))
+            # Only what is chosen, or shown as such, is worth a training.
+            self._try(chain, f"{number + 1} of {len(chains)}", recovers=self.options.target_bytes is None)
+        self.progress(_ALONE, len(chains), len(chains))
+
+    def _search(self) -> int:
+        """Make the chains that promise most, and return the number of the best model under the target."""
+        target_bytes = self.options.target_bytes
+        assert target_bytes is not None
+        taken = self._chains(target_bytes)
+        for number, guess in enumerate(taken):
+            self.progress(_CHAINS, number, len(taken))
+            self._try(guess.chain, f"chain {number + 1} of {len(taken)}", recovers=True)
+        self.progress(_CHAINS, len(taken), len(taken))
+        self._models = [self._judged(model, target_bytes) for model in self._models]
+        fitting = [number for number, model in enumerate(self._models) if not model.rejected]
+        if fitting:
+            return max(fitting, key=lambda number: self._models[number].best_quality.rank)
+        more = ""
+        if self._failed:
+            last = self._failed[-1]
+            more = f" ({len(self._failed)} could not be made, the last {last.method}: {last.reason})"
+        raise self._unreached(target_bytes, *self._smallest(), more)
+
+    def _smallest(self) -> tuple[int, str]:
+        """What the methods reach together, and how."""
+        for guess in smallest(self._singles())[:_MOST_SIZED]:
+            num_bytes = self._sized(guess.chain)
+            if num_bytes is not None:
+                return num_bytes, " > ".join(map(str, guess.chain))
+        least = min(self._models, key=lambda model: model.file_bytes)
+        return least.file_bytes, least.name
+
+    def _sized(self, chain: Chain) -> int | None:
+        """The files of a chain, without making it: its weights, and as much beside them as the original's have."""
+        original, num_bytes = self._models[0], self.process.weight_bytes(chain)
+        return None if num_bytes is None else num_bytes + original.file_bytes - original.weight_bytes
+
+    def _judged(self, model: Small, target_bytes: int) -> Small:
+        if model.file_bytes <= target_bytes:
+            return model.model_copy(update={"rejected": ""})
+        over = format_bytes(model.file_bytes - target_bytes)
+        return model.model_copy(update={"rejected": f"{over} over the target"})
+
+    def _chains(self, target_bytes: int) -> list[Guess]:
+        """The chains to make: those expected to lose least whose weights, looked at without making them, fit."""
+        singles, original = self._singles(), self._models[0]
+
+        def fits(guess: Guess) -> bool:
+            num_bytes = self._sized(guess.chain)
+            return num_bytes is not None and num_bytes <= target_bytes
+
+        guessed = guesses(singles, target_bytes / original.file_bytes)[:_MOST_SIZED]
+        found = varied(filter(fits, guessed), self.options.most_tries)
+        # Where no guess was right, all that the methods have together may still do.
+        return found or varied(filter(fits, smallest(singles)[:_MOST_SIZED]), 1)
+
+    def _singles(self) -> list[Single]:
+        """What each choice did alone."""
+        original = self._models[0]
+        orders = {offer.method: number for number, offer in enumerate(self._offers)}
+        return [
+            Single(
+                model.chain[0],
+                model.weight_bytes / original.weight_bytes,
+                model.quality.loss - original.quality.loss,
+                orders[model.chain[0].technique],
+                self._is_last(model.chain[0]),
+            )
+            for model in self._models[1:]
+            if len(model.chain) == 1
+        ]
+
+    def _try(self, chain: Chain, where: str, recovers: bool) -> None:
+        """Make a model; one that cannot be made, evaluated or trained is said, and the others are tried."""
+        try:
+            self._add(self._made(chain, recovers), f"{where}, ")
+        except InputError as error:
+            name = " > ".join(map(str, chain))
+            self._models = [one for one in self._models if one.chain != chain]  # its folder is another by now
+            self._failed.append(Unused(method=name, reason=str(error)))
+            self.say(f"{where}, {name}: {error}")
+
+    def _add(self, small: Small, where: str = "") -> None:
+        """Have a model in the list, in the place of what the same chain came to without training, and say it."""
+        self._models = [*(one for one in self._models if one.chain != small.chain), small]
+        self.say(f"{where}{_sentence(small, self._models[0])}")
+        self._record(None, is_complete=False).save(self.work / SHRINK_RECORD)
+
+    def _can_recover(self, chain: Chain) -> bool:
+        """Whether a training changes what a chain made: not where all it did was to give values fewer bits."""
+        return self.source.job is not None and not (chain and all(map(self._is_last, chain)))
+
+    def _is_last(self, choice: Choice) -> bool:
+        return METHODS[choice.technique].stage == "values"
+
+    def _made(self, chain: Chain, recovers: bool) -> Small:
+        """Make a model, train it where wanted, and measure it; what was done before is read."""
+        recovers = recovers and bool(self.options.recover_steps) and self._can_recover(chain)
+        place = self._place(chain)
+        kept, most_kept = place / f"small-{int(recovers)}.json", place / "small-1.json"
+        for known in (most_kept, kept):  # what was trained again was judged before that, too
+            if known.is_file():
+                return Small.model_validate_json(known.read_text(encoding="utf-8"))
+        (place / "small-0.json").unlink(missing_ok=True)  # of the folder that is made anew
+        source, folder = Source(folder=str(self.source.folder)), place / "model"
+        made = self._fresh(source, chain, folder)
+        recovered, training = None, None
+        if recovers:
+            again, training = self._recovered(chain, place)
+            recovered = again.quality
+            if recovered.rank > made.quality.rank:
+                take(place / "recovered", folder)
+                made = again.model_copy(update={"quality": made.quality})
+        final = Source(folder=str(folder), tokenizer=_tokenizer(folder, made))
+        is_asked = self.source.is_to_train or self.options.recover_steps
+        if training is None and is_asked and self.source.job is not None and not any(map(self._is_last, chain)):
+            training = TrainingCost(predicted=self.process.predicted_training(final))
+        small = Small(
+            chain=chain,
+            form=made.form,
+            file_bytes=made.file_bytes,
+            weight_bytes=made.weight_bytes,
+            quality=self._comparable(made.quality, chain),
+            recovered=recovered and self._comparable(recovered, chain),
+            recovery_steps=self.options.recover_steps if recovers else 0,
+            inference=self.process.measured(final),
+            training=training,
+        )
+        write_atomically(kept, small.model_dump_json().encode())
+        return small
+
+    def _comparable(self, quality: Quality, chain: Chain) -> Quality:
+        """The loss over all the original's tokens, of a language model that has fewer.
+
+        With fewer tokens to divide among every loss is lower, the original's too: by as much, which is added.
+        """
+        fewer = tuple(choice for choice in chain if choice.technique == _VOCABULARY)
+        if not fewer or not quality.is_language_model:
+            return quality
+        gain = self._loss_of(()) - self._loss_of(fewer)
+        return quality.model_copy(update={"loss": quality.loss + gain})
+
+    def _loss_of(self, chain: Chain) -> float:
+        """The loss, over its own tokens, of what was made without training; it is made where it was not."""
+        place = self._place(chain)
+        if not (place / "model.json").is_file():
+            self._fresh(Source(folder=str(self.source.folder)), chain, place / "model")
+        return Made.model_validate_json((place / "model.json").read_text(encoding="utf-8")).quality.loss
+
+    def _fresh(self, source: Source, chain: Chain, folder: Path) -> Made:
+        """Make a model in a folder that was not there, or was torn."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        made = self.process.make(source, chain, folder)
+        write_atomically(folder.parent / f"{folder.name}.json", made.model_dump_json().encode())
+        return made
+
+    def _recovered(self, chain: Chain, place: Path) -> tuple[Made, TrainingCost]:
+        """Train what has other shapes, then change its values; it is made in the folder ``recovered``."""
+        structure = tuple(choice for choice in chain if not self._is_last(choice))
+        values = chain[len(structure) :]
+        untrained = self._fresh(Source(folder=str(self.source.folder)), structure, place / "untrained")
+        begun = Source(folder=str(place / "untrained"), tokenizer=_tokenizer(place / "untrained", untrained))
+        teacher = self._teacher(structure, place) if self.options.distills and chain else None
+        trained = self._train(begun, place, self.options.recover_steps, teacher)
+        predicted = self.process.predicted_training(begun, teacher)
+        source = Source(folder=str(trained.folder), tokenizer=begun.tokenizer)
+        made = self._fresh(source, values, place / "recovered")
+        return made, trained.cost.model_copy(update={"predicted": predicted})
+
+    def _teacher(self, structure: Chain, place: Path) -> Path:
+        """The original; where the tokens are others, the original with these, whose answers are the same."""
+        first = tuple(choice for choice in structure if choice.technique == _VOCABULARY)
+        if not first:
+            return self.source.folder
+        self._fresh(Source(folder=str(self.source.folder)), first, place / "teacher")
+        return place / "teacher"
+
+    def _train(self, source: Source, place: Path, num_steps: int, teacher: Path | None) -> Trained:
+        assert self.source.job is not None
+        return train_again(self.source.job, source, place, self.cache, num_steps, self.options.budget_bytes, teacher)
+
+    def _place(self, chain: Chain) -> Path:
+        text = json.dumps([str(choice) for choice in chain])
+        return self.work / "models" / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def guesses(singles: Sequence[Single], most_share: float) -> list[Guess]:
-    """Return the chains that may leave no more than ``most_share`` of the bytes, the least loss first.
+def _tokenizer(folder: Path, made: Made) -> str | None:
+    return str(folder) if made.has_own_tokenizer else None
 
-    What is guessed to be a little too large is among them. Where a chain is sure to fit, the same chain with more in it
-    is not listed.
+
+def _sentence(small: Small, original: Small) -> str:
+    quality, share = small.best_quality, small.file_bytes / original.file_bytes
+    known = [
+        *([f"accuracy {quality.accuracy:.1%}"] if quality.accuracy is not None else []),
+        *([f"entity F1 {quality.entity_f1:.1%}"] if quality.entity_f1 is not None else []),
+        *([f"similarity {quality.similarity:.4f}"] if quality.similarity is not None else []),
+        *([f"perplexity {quality.perplexity:,.1f}"] if quality.perplexity is not None else []),
+    ]
+    return f"{small.name}: {format_bytes(small.file_bytes)} ({share:.0%}), {', '.join(known)}"
+
+
+def _prepare(job: Job, work: Path, cache: Path, quiet: bool) -> None:
+    """Prepare the data as a training would, in a process of its own, which says itself what it refuses.
+
+    Raises:
+        RefusedError: it has said why.
+        OutputError: if what was made here was judged by other data.
     """
-    found = (_guess(parts) for parts in _chains(singles) if _is_least(parts, most_share))
-    return sorted(found, key=lambda one: (one.lost, one.share))
-
-
-def smallest(singles: Sequence[Single]) -> list[Guess]:
-    """Return all chains, those first that are expected to leave the least."""
-    return sorted((_guess(parts) for parts in _chains(singles)), key=lambda one: (one.share, one.lost))
-
-
-def varied(ordered: Iterable[Guess], most: int, most_alike: int = 2) -> list[Guess]:
-    """Take the first ``most``, of those with the same methods no more than ``most_alike``."""
-    taken: list[Guess] = []
-    alike: dict[tuple[str, ...], int] = {}
-    for one in ordered:
-        methods = tuple(choice.technique for choice in one.chain)
-        if alike.get(methods, 0) < most_alike:
-            taken.append(one)
-            alike[methods] = alike.get(methods, 0) + 1
-        if len(taken) == most:
-            break
-    return taken
-
-
-def _chains(singles: Sequence[Single]) -> Iterator[list[Single]]:
-    usable = [one for one in singles if math.isfinite(one.lost)]
-    structures = [one for one in usable if not one.is_last]
-    endings = list(_combinations([one for one in usable if one.is_last], _MOST_VALUES))
-    for begin, end in itertools.product(_combinations(structures, _MOST_STRUCTURES), endings):
-        if begin or end:
-            yield [*begin, *end]
-
-
-def _combinations(singles: Sequence[Single], most: int) -> Iterator[list[Single]]:
-    """Choices of up to ``most`` different methods, in the order of a chain; also none."""
-    by_method: dict[int, list[Single]] = {}
-    for one in singles:
-        by_method.setdefault(one.order, []).append(one)
-    for num in range(most + 1):
-        for methods in itertools.combinations(sorted(by_method), num):
-            yield from (list(picked) for picked in itertools.product(*(by_method[order] for order in methods)))
-
-
-def _is_least(parts: Sequence[Single], most_share: float) -> bool:
-    """Whether it may fit, and may not without one of its parts."""
-    shares = [one.share for one in parts]
-    whole = math.prod(shares)
-    return whole <= most_share * _WRONG_BY and all(whole / share > most_share / _WRONG_BY for share in shares)
-
-
-def _guess(parts: Sequence[Single]) -> Guess:
-    # What did no harm alone, or good, may do harm beside others.
-    lost = sum(max(one.lost, 0.0) for one in parts)
-    return Guess(tuple(one.choice for one in parts), math.prod(one.share for one in parts), lost)
+    key_file = work / "data-key"
+    directory = RunDirectory.create(work / "prepared", force=True)
+    directory.write_job(job)
+    code = prepare_data(directory, cache, quiet)
+    if code:
+        raise RefusedError(code)
+    key = json.loads(directory.prepared.read_text(encoding="utf-8"))["key"]
+    if key_file.is_file() and key_file.read_text(encoding="utf-8") != key:
+        raise OutputError(
+            f"the texts of {job.data.train} are others than those that {work} was begun with: give --force"
+        )
+    write_atomically(key_file, key.encode())

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from plimsoll.compression.base import Need
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import SHARE, options_of
-
-NEEDS: dict[str, frozenset[Need]] = {
-    "taylor": frozenset({"gradients"}),
-    "activation": frozenset({"batches"}),
-}
-"""What a way to judge importance must be given; others look at the weights alone."""
 
 
 def share_of(choice: Choice) -> float:

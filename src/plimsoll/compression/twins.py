@@ -97,6 +97,15 @@ def cuts_of(model: nn.Module, twin: nn.Module) -> tuple[Cut, ...] | str:
     return tuple(cuts)
 
 
+def twin_and_cuts(model: nn.Module, fields: Mapping[str, Any]) -> tuple[nn.Module, tuple[Cut, ...]] | str:
+    """Return the model that a changed configuration describes and where to cut, or a sentence why that cannot be."""
+    twin = twin_of(model, fields)
+    if isinstance(twin, str):
+        return twin
+    cuts = cuts_of(model, twin)
+    return cuts if isinstance(cuts, str) else (twin, cuts)
+
+
 def block_of(name: str) -> str:
     """Return the name of the outermost numbered module in a name, such as ``h.1`` in ``h.1.mlp.0``; else the name."""
     parts = name.split(".")

@@ -26,8 +26,7 @@ from plimsoll.models.inference import read_config
 from plimsoll.models.loading import Head, load_model, sketch_checkpoint
 from plimsoll.models.names import RECURRENT
 from plimsoll.models.quantized import Quantize
-from plimsoll.models.recurrent.model import build_recurrent, load_recurrent
-from plimsoll.models.recurrent.tagger import build_tagger
+from plimsoll.models.recurrent.model import load_recurrent
 from plimsoll.records.apply import Dtype
 from plimsoll.records.job import Job
 from plimsoll.weights.loading import open_checkpoint
@@ -106,8 +105,7 @@ def load_for_inference(  # noqa: PLR0917 -- as `load_model` has them
     """
     config = read_config(folder)
     if config.get("architecture") in RECURRENT and quantize is None and not adapters:
-        build = build_tagger if config.get("is_tagger") else build_recurrent
-        return load_recurrent(folder, build, dtype or stored_dtype(folder)).to(device).eval()
+        return load_recurrent(folder, dtype or stored_dtype(folder)).to(device).eval()
     loaded = load_model(
         folder, head=head, dtype=dtype, device=device, quantize=quantize, adapters=adapters, progress=progress
     )

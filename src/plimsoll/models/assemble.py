@@ -38,8 +38,8 @@ from plimsoll.embeddings.vocabulary import of_tokenizer
 from plimsoll.errors import BudgetError, JobError
 from plimsoll.files.store import Progress, silent
 from plimsoll.models.build import build_model, loss_of, name_labels, sketch_model
+from plimsoll.models.distillation.teacher import digest_of
 from plimsoll.models.optimizers import build_optimizer, build_schedule
-from plimsoll.models.teacher import digest_of
 from plimsoll.models.vectors import fill_embedding, require_fitting, word_embedding
 from plimsoll.models.workload import LossFunction, Units, resident_bytes
 from plimsoll.records.embeddings import SubsetFacts

@@ -15,7 +15,6 @@ cover the Hugging Face Hub: download a checkpoint first.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +44,6 @@ from plimsoll.models.recurrent.model import (
     load_recurrent,
     save_recurrent,
 )
-from plimsoll.models.recurrent.tagger import build_tagger
 from plimsoll.models.vectors import prepare_embedding, with_dimension
 from plimsoll.models.workload import LossFunction, Units, model_loss
 from plimsoll.records.embeddings import VectorSource
@@ -191,9 +189,15 @@ def name_labels(model: nn.Module, names: tuple[str, ...]) -> None:
 def _new_model(fields: dict[str, Any], shape: TextShape, device: str, vectors: VectorSource | None) -> nn.Module:
     architecture = fields["architecture"]
     if architecture in RECURRENT:
+        if fields.get("is_tagger") and shape.num_labels is not None and not shape.is_tagger:
+            raise JobError(
+                f"model: is_tagger {fields['is_tagger']} makes a classifier of tokens, not of texts: leave it out"
+            )
         fields = with_dimension(fields, vectors)
+        of_text: dict[str, Any] = {"vocab_size": shape.vocab_size, "num_labels": shape.num_labels}
+        of_text |= {"is_tagger": True} if shape.is_tagger else {}
         with torch.device(device):
-            return _build(shape)({**fields, "vocab_size": shape.vocab_size, "num_labels": shape.num_labels})
+            return build_recurrent(fields | of_text)
     own_fields = {name: value for name, value in fields.items() if name != "architecture"}
     return build_hugging_face(architecture, own_fields, shape, device)
 
@@ -216,10 +220,6 @@ def _loaded_model(folder: Path, shape: TextShape, device: str, files: MappedPool
         )
     is_dry_run = isinstance(torch.empty(0), FakeTensor)  # of the shapes alone
     if device == "cpu" and not is_dry_run:
-        return load_recurrent(folder, _build(shape))
+        return load_recurrent(folder)
     with torch.device(device):
-        return _build(shape)(config)
-
-
-def _build(shape: TextShape) -> Callable[[dict[str, Any]], RecurrentModel]:
-    return build_tagger if shape.is_tagger else build_recurrent
+        return build_recurrent(config)

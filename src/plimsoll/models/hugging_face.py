@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import JobError, WeightsError
-from plimsoll.models.loading import load_model, read_config
+from plimsoll.models.loading import config_of, load_model
 from plimsoll.models.names import HEADS, architectures, require_fields
 from plimsoll.models.skeleton import quiet
 from plimsoll.records.job import Task
@@ -267,16 +267,10 @@ def read_hugging_face_config(folder: Path) -> PreTrainedConfig:
     Raises:
         JobError: if it cannot be read.
     """
-    from huggingface_hub.errors import StrictDataclassError
-
     try:
-        config = read_config(folder)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise JobError(
-            f"model: {folder} is not a Hugging Face checkpoint that can be read ({error}): give a folder that "
-            "`save_pretrained` wrote"
-        ) from None
-    return config
+        return config_of(folder)
+    except WeightsError as error:
+        raise JobError(f"model: {error}") from None
 
 
 def _check_checkpoint(config: PreTrainedConfig, folder: Path, shape: TextShape) -> None:

@@ -8,7 +8,7 @@ says (`plimsoll.models.skeleton`). On place ``mapped`` weights are memory of the
 memory is only what was written (copy on write: the files stay as they are); what cannot be as it is in the file is in
 unnamed files (`plimsoll.device.mapped_memory`).
 
-A folder that torchao's integers were saved in is read as it is (`plimsoll.models.coded`).
+A folder that torchao's integers were saved in is read as it is (`plimsoll.models.quantized`).
 
 It does NOT cover checkpoints that other libraries quantized, GGUF files, and models with code of their own, but for
 those that were made smaller here (`plimsoll.compression.methods`).
@@ -31,8 +31,15 @@ from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import WeightsError
 from plimsoll.files.store import Progress, silent
 from plimsoll.models.adapters import with_adapters
-from plimsoll.models.coded import coded_value, make_coded, refuse_changes, without_quantization
-from plimsoll.models.quantized import Quantize, can_be_quantized, quantized_weight
+from plimsoll.models.quantized import (
+    Quantize,
+    can_be_quantized,
+    coded_value,
+    make_coded,
+    quantized_weight,
+    refuse_changes,
+    without_quantization,
+)
 from plimsoll.models.recurrent.skeleton import recurrent_fields, recurrent_skeleton
 from plimsoll.models.skeleton import Derived, Skeleton, Weight, quiet, replace, skeleton_of
 from plimsoll.weights.loading import Checkpoint, Coded, Entry, open_checkpoint
@@ -128,7 +135,7 @@ def load_model(
         asked = {"head": head, "quantize": quantize, "adapters": merged or None, "vocab_size": vocab_size}
         skeleton = recurrent_skeleton(checkpoint, fields, dtype, asked)
     else:
-        config, said = without_quantization(config or _config_of(checkpoint.folder), checkpoint)
+        config, said = without_quantization(config or config_of(checkpoint.folder), checkpoint)
         if said is not None:
             refuse_changes(checkpoint, config, quantize=quantize, adapters=merged, vocab_size=vocab_size, dtype=dtype)
         chosen = _dtype_of(checkpoint, config, dtype)
@@ -164,7 +171,7 @@ def sketch_checkpoint(
         WeightsError: see `load_model`.
     """
     checkpoint = open_checkpoint(folder)
-    config, said = without_quantization(_config_of(checkpoint.folder), checkpoint)
+    config, said = without_quantization(config_of(checkpoint.folder), checkpoint)
     if said is not None:
         refuse_changes(checkpoint, config, dtype=dtype)
     model_class, chosen = _class_of(config, head, checkpoint.folder), _dtype_of(checkpoint, config, dtype)
@@ -381,17 +388,21 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return found
 
 
-def _config_of(folder: Path) -> PreTrainedConfig:
+def config_of(folder: Path) -> PreTrainedConfig:
+    """Return what `read_config` does.
+
+    Raises:
+        WeightsError: if it cannot be read.
+    """
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        config = read_config(folder)
+        return read_config(folder)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise WeightsError(
             f"{folder} is not a Hugging Face checkpoint that can be read ({error}): give a folder that "
             "`save_pretrained` wrote"
         ) from None
-    return config
 
 
 def _class_of(config: PreTrainedConfig, head: Head | None, folder: Path) -> type[PreTrainedModel]:

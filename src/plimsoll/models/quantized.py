@@ -1,37 +1,49 @@
-"""The weight of a linear layer as integers of torchao, made as it is read: the dense weight is never there as a whole.
+"""Linear weights as integers of torchao, the dense weight never there as a whole: made as they are read, or as saved.
 
-A block of rows is read and quantized after the other. Each row has scales of its own, so the integers are bitwise those
-of torchao on the whole weight. ``int8`` is torchao's ``Int8WeightOnlyConfig`` (a scale for each row), ``int4`` its
-weight-only 4 bits with a scale for each 32 numbers of a row; on the CPU that is a prototype of torchao 0.18
+Made: a block of rows is read and quantized after the other. Each row has scales of its own, so the integers are bitwise
+those of torchao on the whole weight. ``int8`` is torchao's ``Int8WeightOnlyConfig`` (a scale for each row), ``int4``
+its weight-only 4 bits with a scale for each 32 numbers of a row; on the CPU that is a prototype of torchao 0.18
 (``PrototypeInt4WeightOnlyConfig``), whose kernels are torch's own.
 
-It does NOT cover ``int4`` on other devices, and layers other than ``nn.Linear`` (GPT-2 has ``Conv1D``).
+Saved: transformers says in ``quantization_config`` that torchao has quantized a folder. The model is built as if it
+were dense, each of its weights is then made of its parts in the file (`plimsoll.weights.loading.coded`), and in the end
+it says again that it is quantized, so that it can be saved as it was. Tables of embeddings decode only the rows that
+are looked up, and layers whose inputs are quantized too take some rows after the other.
+
+It does NOT cover ``int4`` that is made on other devices, layers other than ``nn.Linear`` (GPT-2 has ``Conv1D``), what
+other libraries quantized, and changes of what is quantized: not its type, its vocabulary, its adapters.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import WeightsError
-from plimsoll.weights.loading import Entry
+from plimsoll.weights.coded_layers import compute_in_parts, decode_rows_only
+from plimsoll.weights.int4 import INT4_ROWS, PLAIN, packed_of
+from plimsoll.weights.loading import Checkpoint, Coded, Entry
+from plimsoll.weights.torchao_layers import SMALLEST_INT4_GROUP, int8_config, quantized, saved_by
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 
 Quantize = Literal["int8", "int4"]
 
 _BLOCK_NUMBERS = 1 << 20  # torchao makes several tensors of four bytes a number on the way
 _BLOCK_ROWS = 64  # what torch's kernel packs together
-_GROUP = 32
-_INT4_ROWS = 16  # torch's kernel packs so many rows at once
 
 
 def can_be_quantized(module: nn.Module, kind: Quantize) -> bool:
     """Whether a layer's weight can be of these integers."""
     if type(module) is not nn.Linear:
         return False
-    return kind == "int8" or (module.in_features % _GROUP == 0 and module.out_features % _INT4_ROWS == 0)
+    return kind == "int8" or (module.in_features % SMALLEST_INT4_GROUP == 0 and module.out_features % INT4_ROWS == 0)
 
 
 def quantized_weight(
@@ -58,7 +70,7 @@ def quantized_weight(
         rows = entry.rows(begin, min(num_rows, begin + step))
         dense = torch.empty(rows.shape, dtype=dtype, device=device)
         rows.read_into(dense, report)
-        example = _quantized(dense, config)
+        example = quantized(dense, config)
         for name in example.__tensor_flatten__()[0]:
             _put(parts, name, getattr(example, name), begin, num_rows)
     _, facts = example.__tensor_flatten__()
@@ -78,27 +90,78 @@ def _put(parts: dict[str, Tensor], name: str, part: Tensor, begin: int, num_rows
     parts[name].narrow(dim, begin, part.shape[dim]).copy_(part)
 
 
-def _quantized(dense: Tensor, config: Any) -> Tensor:
-    from torchao.quantization import quantize_
-
-    layer = nn.Linear(dense.shape[1], dense.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(dense, requires_grad=False)
-    quantize_(layer, config)
-    return layer.weight.data
-
-
 def _config_of(kind: Quantize, device: torch.device) -> Any:
     try:
         if kind == "int8":
-            from torchao.quantization import Int8WeightOnlyConfig
-
-            return Int8WeightOnlyConfig(set_inductor_config=False)
+            return int8_config()
         if device.type != "cpu":
             raise WeightsError(f"int4 is not made on device {device}: use int8, or load on the CPU")
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
-        return PrototypeInt4WeightOnlyConfig(group_size=_GROUP, set_inductor_config=False)
+        return PrototypeInt4WeightOnlyConfig(group_size=SMALLEST_INT4_GROUP, set_inductor_config=False)
     except ImportError as error:
         raise WeightsError(
             f"quantize {kind} needs torchao ({error}): install it with `pip install torch-plimsoll[quantize]`"
         ) from None
+
+
+_METHOD = "torchao"
+
+
+def without_quantization(config: PreTrainedConfig, checkpoint: Checkpoint) -> tuple[PreTrainedConfig, Any | None]:
+    """Return a configuration of the dense model, and what was said of how it is quantized, ``None`` if nothing.
+
+    Raises:
+        WeightsError: if it is quantized by something else than torchao, or its files hold none of that.
+    """
+    said = getattr(config, "quantization_config", None)
+    if said is None:
+        return config, None
+    fields = said if isinstance(said, dict) else said.to_dict()
+    method = getattr(fields.get("quant_method"), "value", fields.get("quant_method"))
+    if method != _METHOD or not checkpoint.coded:
+        raise WeightsError(
+            f"{checkpoint.folder} is quantized already (by {method}, with {len(checkpoint.coded)} weights of torchao "
+            "in its files): give the checkpoint it was made of"
+        )
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    return plain, fields
+
+
+def refuse_changes(checkpoint: Checkpoint, config: PreTrainedConfig, **asked: Any) -> None:
+    """Refuse what would need the dense weights.
+
+    Raises:
+        WeightsError: if something is asked for that a quantized folder cannot have.
+    """
+    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    for name, value in asked.items():
+        is_same = name == "dtype" and str(value).removeprefix("torch.") == stored
+        if value and not is_same:
+            raise WeightsError(
+                f"{checkpoint.folder} is quantized already ({len(checkpoint.coded)} weights, which compute in "
+                f"{stored}), and cannot be loaded with {name} {value}: leave it out, or give the checkpoint it "
+                "was made of"
+            )
+
+
+def coded_value(coded: Coded, device: torch.device, part_of: Callable[[Entry], Tensor]) -> Tensor:
+    """Make a weight of its parts, for a device (``meta``: for its sizes on the CPU)."""
+    made = coded.make(part_of)
+    return packed_of(made) if type(made).__name__ == PLAIN and device.type in ("cpu", "meta") else made
+
+
+def make_coded(model: PreTrainedModel, said: dict[str, Any] | None) -> None:
+    """Have a model that was filled with weights of torchao say so, and compute in as little as it can."""
+    if said is None:
+        return
+    from transformers import TorchAoConfig
+
+    fields = {name: value for name, value in said.items() if name != "quant_method"}
+    config = TorchAoConfig.from_dict(fields)  # type: ignore[no-untyped-call]
+    quantized: Any = model
+    quantized.config.quantization_config = config
+    quantized.hf_quantizer = saved_by(config)
+    decode_rows_only(model)
+    compute_in_parts(model)

@@ -241,7 +241,7 @@ def print_inference_baseline(folder: Path, task: str) -> None:
         apply,  # noqa: F401
         placement,  # noqa: F401
     )
-    from plimsoll.inference.meta_model import Applied
+    from plimsoll.inference.dry_run import Applied
     from plimsoll.inference.model import ModelFolder, tokenizer_of
 
     Applied.open(folder, task, None, 0)

@@ -25,7 +25,7 @@ from plimsoll.device.probe import versions
 from plimsoll.device.process import private_bytes
 from plimsoll.device.speed import measured_speed, speed_of
 from plimsoll.errors import InputError
-from plimsoll.inference.meta_model import Applied
+from plimsoll.inference.dry_run import Applied
 from plimsoll.memory.predict import Counted
 from plimsoll.planning.baseline import StartedBaseline
 from plimsoll.planning.kept_baseline import Baseline

@@ -25,10 +25,10 @@ from plimsoll.device.off_device import outside_the_device
 from plimsoll.errors import JobError
 from plimsoll.models.assemble import choose_device
 from plimsoll.models.build import loss_of
-from plimsoll.models.chunked_distillation import Combination
-from plimsoll.models.distillation import Distillation
+from plimsoll.models.distillation.chunked import Combination
+from plimsoll.models.distillation.loss import Distillation
+from plimsoll.models.distillation.teacher import load_teacher, require_same_tokens, sketch_teacher
 from plimsoll.models.hugging_face import TextShape, is_hugging_face
-from plimsoll.models.teacher import load_teacher, require_same_tokens, sketch_teacher
 from plimsoll.models.workload import LossFunction
 from plimsoll.planning.job_checks import require_teacher_folder
 from plimsoll.records.job import Job

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
-from plimsoll.models.distillation import Distillation
+from plimsoll.models.distillation.loss import Distillation
 from plimsoll.models.recurrent.segments import runs_in_segments, sums_its_loss
 from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice

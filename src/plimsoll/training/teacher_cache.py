@@ -27,9 +27,8 @@ from plimsoll.device.base import Backend
 from plimsoll.errors import OutOfMemoryError
 from plimsoll.files.store import Facts, Progress, silent, stored
 from plimsoll.models.assemble import teacher_cache_folder
-from plimsoll.models.chunked_distillation import CHUNK_NUMBERS
+from plimsoll.models.distillation.chunked import CHUNK_NUMBERS, softened
 from plimsoll.models.head_apart import head_apart
-from plimsoll.models.soft_targets import softened
 from plimsoll.models.workload import move_batch
 from plimsoll.records.job import Job
 from plimsoll.records.run import OomEvent

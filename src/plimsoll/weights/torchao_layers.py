@@ -5,9 +5,9 @@ Weights are changed on the live model by torchao's ``quantize_``, and the config
 and plain ``from_pretrained`` reads them where torchao is installed.
 
 The layers are the ``nn.Linear`` of the base model, and the ``Conv1D`` that GPT-2 has in their place: torchao does not
-know it, so it becomes an ``nn.Linear``, which is noted in the configuration (`_structure`). The head stays as it is:
-the output over the vocabulary (as in transformers), and the classifier, which transformers leaves out or not by the
-order of its parameters.
+know it, so it becomes an ``nn.Linear``, which is noted in the configuration (`plimsoll.weights.structure`). The head
+stays as it is: the output over the vocabulary (as in transformers), and the classifier, which transformers leaves out
+or not by the order of its parameters.
 
 Does NOT cover models that are not of transformers: torchao has no recurrent layers, and those of
 ``torch.ao.nn.quantized.dynamic`` are deprecated and pack their weights into objects that no safetensors file can hold.
@@ -17,17 +17,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault
-from plimsoll.weights.int4 import INT4_ROWS
-from plimsoll.weights.linear_in_parts import LinearInParts
+from plimsoll.weights.coded_layers import LinearInParts
+from plimsoll.weights.int4 import INT4_ROWS, OPAQUE, plain_of
 from plimsoll.weights.parts import is_made_of_parts
-from plimsoll.weights.saved_by import saved_by
 from plimsoll.weights.structure import as_linear, note, put, sizes_of
 
 SMALLEST_INT4_GROUP = 32
@@ -49,11 +47,9 @@ def why_not(model: Any, method: str) -> str | None:
     return None
 
 
-def why_not_linear(model: Any, choice: Choice) -> str | None:
-    """Return why no linear layer of a model can be quantized, or which option of the choice there is not."""
-    method = choice.technique
-    fault = options_fault(choice) or why_not(model, method)
-    return fault or (None if plain_layers(model) else nothing_found(model, method))
+def why_not_linear(model: Any, method: str) -> str | None:
+    """Return why no linear layer of a model can be quantized, ``None`` if some can."""
+    return why_not(model, method) or (None if plain_layers(model) else nothing_found(model, method))
 
 
 def linear_layers(model: Any) -> dict[str, Any]:
@@ -108,7 +104,7 @@ def nothing_found(model: Any, method: str) -> str:
 
 def quantize_layers(model: Any, names: Sequence[str], config: Config) -> None:
     """Quantize some linear layers in place, and have the configuration of the model say so."""
-    replace_weights(model, names, config, lambda weight: _quantized(weight, config))
+    replace_weights(model, names, config, lambda weight: quantized(weight, config))
 
 
 def replace_weights(model: Any, names: Sequence[str], config: Config, made: Callable[[Tensor], Tensor]) -> None:
@@ -127,13 +123,21 @@ def replace_weights(model: Any, names: Sequence[str], config: Config, made: Call
     say_quantized(model, config)
 
 
-def _quantized(weight: Tensor, config: Config) -> Tensor:
+def quantized(weight: Tensor, config: Config) -> Tensor:
+    """Return a dense weight, (out, in), as torchao quantizes it."""
     from torchao.quantization import quantize_
 
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     quantize_(layer, config)
     return layer.weight.data
+
+
+def int8_config() -> Config:
+    """Return what torchao is asked for; without the settings it would otherwise make for a compiler."""
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return Int8WeightOnlyConfig(set_inductor_config=False)
 
 
 def say_quantized(model: Any, config: Config) -> None:
@@ -151,3 +155,31 @@ def say_quantized(model: Any, config: Config) -> None:
     said = TorchAoConfig(config, modules_to_not_convert=plain or None)
     model.config.quantization_config = said
     model.hf_quantizer = saved_by(said)
+
+
+def saved_by(config: Any) -> Any:
+    """Return the quantizer of transformers that ``save_pretrained`` asks, for its ``TorchAoConfig``."""
+    return _quantizer_class()(config)
+
+
+@cache
+def _quantizer_class() -> type:
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
+
+    class Quantizer(TorchAoHfQuantizer):
+        """Writes what torchao itself does not: weights that are packed for one processor."""
+
+        def get_state_dict_and_metadata(self, model: Any) -> Any:
+            # Of a quantized weight that several layers share one is written; the others are tied to it again.
+            others = getattr(model, "all_tied_weights_keys", {})
+            state = {
+                name: one
+                for name, one in model.state_dict().items()
+                if not (is_made_of_parts(one) and others.get(name, name) != name)
+            }
+            return flatten_tensor_state_dict(
+                {name: plain_of(one) if type(one).__name__ == OPAQUE else one for name, one in state.items()}
+            )
+
+    return Quantizer

@@ -11,7 +11,7 @@ import torch
 from model_folders import model_folder, tokenizer, write_rows
 from plimsoll.compression import evidence as shrink_evidence
 from plimsoll.compression.evidence import JobEvidence, TextEvidence
-from plimsoll.compression.methods import SHRINKERS, Calibration, Subject
+from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
 from plimsoll.data.prepare import open_datasets, prepare
 from plimsoll.errors import DataError, JobError
 from plimsoll.models.build import build_model, save_model
@@ -106,12 +106,12 @@ def test_a_model_that_was_trained_for_integers_is_dense_and_becomes_them(place):
     job = job_of(place, model={"architecture": "gpt2", **sizes}, quantization_aware="int8")
     _, trained = saved(place, job)
     evidence = JobEvidence(job.model_copy(update={"model": str(place / "model")}), place / "cache")
-    subject, choice = Subject(evidence.load(place / "model", None)), Choice(technique="int8")
-    assert SHRINKERS["int8"].refusal(subject, choice) is None
-    SHRINKERS["int8"].shrink(subject, choice, Calibration())
+    bundle, choice = Bundle(evidence.load(place / "model", None)), Choice(technique="int8")
+    assert SHRINKERS["int8"].refusal(bundle, choice) is None
+    SHRINKERS["int8"].shrink(bundle, choice, Calibration())
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
-        assert torch.allclose(subject.model(ids).logits, trained(ids).logits, atol=1e-5)
+        assert torch.allclose(bundle.model(ids).logits, trained(ids).logits, atol=1e-5)
 
 
 def test_a_part_of_the_samples_is_drawn_evenly(place):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from plimsoll.compression import recover
-from plimsoll.compression.processes import Source
 from plimsoll.compression.recover import cost_of, train_again
+from plimsoll.compression.worker import Source
 from plimsoll.errors import InputError
 from plimsoll.records.distill import DistillSource
 from plimsoll.records.job import Job

@@ -20,8 +20,7 @@ from plimsoll.inference.model import (
     stored_dtype,
     tokenizer_of,
 )
-from plimsoll.models.recurrent.model import build_recurrent, save_recurrent
-from plimsoll.models.recurrent.tagger import RecurrentTagger, build_tagger
+from plimsoll.models.recurrent.model import RecurrentTagger, build_recurrent, save_recurrent
 
 JOB = "model: {architecture: lstm}\ndata: {train: [x.txt]}\nsequence_length: 24\n"
 
@@ -227,7 +226,7 @@ def test_a_recurrent_model_is_loaded_in_the_type_it_is_stored_in(tmp_path: Path,
 
 def test_a_tagger_is_loaded_as_one(tmp_path: Path) -> None:
     fields = {"architecture": "lstm", "vocab_size": 50, "embedding_size": 8, "hidden_size": 8, "num_labels": 3}
-    save_recurrent(build_tagger(fields), tmp_path)
+    save_recurrent(build_recurrent(fields | {"is_tagger": True}), tmp_path)
     assert isinstance(load_for_inference(tmp_path, "token-classification", None, "cpu"), RecurrentTagger)
 
 

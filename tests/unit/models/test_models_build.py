@@ -141,6 +141,18 @@ def test_folders_that_do_not_fit_are_named(tmp_path):
         build(str(tmp_path), "classification")
 
 
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("classification", "is_tagger True makes a classifier of tokens, not of texts: leave it out"),
+        ("language-modeling", "is_tagger True needs num_labels"),
+    ],
+)
+def test_a_tagger_is_for_the_classification_of_tokens(task, message):
+    with pytest.raises(JobError, match=message):
+        build(LSTM | {"is_tagger": True}, task)
+
+
 def test_a_classification_needs_two_labels():
     with pytest.raises(JobError, match="at least 2 labels, but the data have 1"):
         build_model(job("lstm", "classification"), vocab_size=50, num_labels=1, end_id=3)

@@ -23,7 +23,6 @@ from plimsoll.models.inference import (
     inference_task,
 )
 from plimsoll.models.recurrent.model import build_recurrent, save_recurrent
-from plimsoll.models.recurrent.tagger import build_tagger
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -179,7 +178,7 @@ def test_recurrent_models_have_tasks_too(tmp_path: Path) -> None:
         "language": build_recurrent(sizes),
         "classes": build_recurrent(sizes | {"num_labels": 2, "label_names": ("no", "yes")}),
         "numbers": build_recurrent(sizes | {"num_labels": 2}),
-        "tagger": build_tagger(sizes | {"num_labels": 2}),
+        "tagger": build_recurrent(sizes | {"num_labels": 2, "is_tagger": True}),
     }.items():
         (tmp_path / name).mkdir()
         save_recurrent(built.eval(), tmp_path / name)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plimsoll.compression.saved_form import form_of
+from plimsoll.compression.saving import form_of
 from plimsoll.errors import JobError
 from plimsoll.models.build import save_model
 from plimsoll.models.loading import load_model

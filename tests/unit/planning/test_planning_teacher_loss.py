@@ -18,8 +18,8 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.models.build import loss_of, save_model
-from plimsoll.models.chunked_distillation import Combination
-from plimsoll.models.distillation import Distillation
+from plimsoll.models.distillation.chunked import Combination
+from plimsoll.models.distillation.loss import Distillation
 from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.planning.teacher_loss import (
     form_of,

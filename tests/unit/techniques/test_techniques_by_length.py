@@ -9,7 +9,6 @@ import workloads
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.recurrent.model import build_recurrent
-from plimsoll.models.recurrent.tagger import build_tagger
 from plimsoll.models.workload import Workload, count_elements, model_loss
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.micro_batches import shape_of, weighted_micro_batches
@@ -210,7 +209,9 @@ class Ignoring(nn.Module):
 
 def test_a_model_can_say_itself_that_it_ignores_padding():
     assert ByLength().choices(workload_of(Ignoring()), VARYING) == (BY_LENGTH,)
-    tagger = build_tagger({"architecture": "lstm", "vocab_size": 9, "num_labels": 2, "bidirectional": True})
+    tagger = build_recurrent(
+        {"is_tagger": True, "architecture": "lstm", "vocab_size": 9, "num_labels": 2, "bidirectional": True}
+    )
     assert ByLength().choices(workload_of(tagger), VARYING) == (BY_LENGTH,)
 
 

@@ -19,7 +19,6 @@ from traced_steps import dry_run, recorded
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.models.recurrent.model import build_recurrent
-from plimsoll.models.recurrent.tagger import build_tagger
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, conflict_among, installed
@@ -33,7 +32,7 @@ FIELDS = {"vocab_size": 30, "embedding_size": 8, "hidden_size": 8, "num_layers":
 MODELS = {
     "classifier": lambda: build_recurrent(FIELDS | {"architecture": "gru"}),
     "bidirectional classifier": lambda: build_recurrent(FIELDS | {"architecture": "rnn", "bidirectional": True}),
-    "tagger": lambda: build_tagger(FIELDS | {"architecture": "lstm", "bidirectional": True}),
+    "tagger": lambda: build_recurrent(FIELDS | {"is_tagger": True, "architecture": "lstm", "bidirectional": True}),
 }
 VARYING = Setting("cpu", 4, lengths_vary=True)
 
@@ -305,7 +304,11 @@ def test_it_is_offered_to_models_that_say_that_they_pack(build):
     [
         (Packs, Setting("cuda", 4, lengths_vary=True), "cuDNN runs packed sequences as they are"),
         (Packs, Setting("cpu", 4), "nothing says that the samples of a batch are of different lengths"),
-        (lambda: build_tagger(FIELDS | {"architecture": "lstm"}), VARYING, "say so with `packs_sequences = True`"),
+        (
+            lambda: build_recurrent(FIELDS | {"is_tagger": True, "architecture": "lstm"}),
+            VARYING,
+            "say so with `packs_sequences = True`",
+        ),
         (
             lambda: build_recurrent(FIELDS | {"architecture": "lstm", "num_labels": None}),
             VARYING,
@@ -319,7 +322,7 @@ def test_where_it_is_not_it_says_why(build, setting, reason):
 
 
 def test_by_name_any_recurrent_layer_takes_it():
-    model = build_tagger(FIELDS | {"architecture": "lstm"})
+    model = build_recurrent(FIELDS | {"is_tagger": True, "architecture": "lstm"})
     assert conflict_among((STRETCHES,), workload_of(model), Setting("cpu", 4)) is None
     with installed(workload_of(model), (STRETCHES,)):
         assert isinstance(vars(model.recurrent)["forward"], StretchedLayer)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from plimsoll.errors import InputError
-from plimsoll.models.chunked_distillation import Combination
-from plimsoll.models.distillation import Distillation
+from plimsoll.models.distillation.chunked import Combination
+from plimsoll.models.distillation.loss import Distillation
 from plimsoll.models.recurrent.model import build_recurrent
 from plimsoll.models.recurrent.segments import Passed, as_hidden, as_state
 from plimsoll.models.workload import Workload, model_loss

@@ -17,8 +17,8 @@ from plimsoll.device.base import backend_for
 from plimsoll.errors import OutOfMemoryError
 from plimsoll.models.assemble import assemble, fingerprint, teacher_cache_folder
 from plimsoll.models.build import save_model
+from plimsoll.models.distillation.chunked import softened
 from plimsoll.models.recurrent.model import build_recurrent
-from plimsoll.models.soft_targets import softened
 from plimsoll.planning.teacher_loss import loss_for, teacher_of
 from plimsoll.records.job import Job
 from plimsoll.step.failpoints import armed
@@ -53,9 +53,7 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, P
     torch.manual_seed(7)
     sizes = {"vocab_size": prepared.vocab_size, "num_labels": prepared.num_labels, "embedding_size": 12}
     if task == "token-classification":
-        from plimsoll.models.recurrent.tagger import build_tagger
-
-        teacher: nn.Module = build_tagger({"architecture": "gru", **sizes, "hidden_size": 12, "is_tagger": True})
+        teacher: nn.Module = build_recurrent({"architecture": "gru", **sizes, "hidden_size": 12, "is_tagger": True})
     else:
         teacher = build_recurrent({"architecture": "gru", **sizes, "hidden_size": 12})
     save_model(teacher, folder / "teacher")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from plimsoll.compression.base import Calibration, Choices, Need, Shrinker, Subject
+from plimsoll.compression.base import Bundle, Calibration, Choices, Need, Shrinker
 from plimsoll.compression.methods.bf16 import Bf16
 from plimsoll.compression.methods.channels import Channels
 from plimsoll.compression.methods.dynamic_int8 import DynamicInt8
@@ -47,4 +47,4 @@ _METHODS: tuple[Shrinker, ...] = (
 
 SHRINKERS: Mapping[str, Shrinker] = {method.name: method for method in _METHODS}
 
-__all__ = ["SHRINKERS", "Calibration", "Choices", "Need", "Shrinker", "Subject"]
+__all__ = ["SHRINKERS", "Bundle", "Calibration", "Choices", "Need", "Shrinker"]

@@ -7,38 +7,27 @@ that are in 16 bits already, and those with quantized weights, which decode to t
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault
 from plimsoll.weights.parts import cast_saved, is_made_of_parts
 
 
-class Bf16:
+class Bf16(Shrinker):
     """See the module."""
 
-    name: ClassVar[str] = "bf16"
-    title: ClassVar[str] = "weights in bfloat16"
-    saves: ClassVar[str] = (
+    name = "bf16"
+    saves = (
         "the file and the memory of all weights, and of what is computed with them, fall to a half of float32; the "
         "time of a pass falls where the processor multiplies in bfloat16, and rises where it does not"
     )
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Offer it where there is something in float32."""
-        choice = Choice(technique=self.name)
-        return self.refusal(subject, choice) or (choice,)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Nothing."""
-        return frozenset()
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse models of which nothing is wider."""
-        model = subject.model
+        model = bundle.model
         if not hasattr(model, "config"):
             return f"{type(model).__name__} has no configuration that could say its type: looked for `config`"
         coded = [name for name, one in model.named_parameters() if is_made_of_parts(one)]
@@ -47,13 +36,11 @@ class Bf16:
                 f"{self.name}: {coded[0]} is quantized and stays as it is: do {self.name} before that, or leave it out"
             )
         wide = [one for one in model.parameters() if one.dtype in {torch.float32, torch.float64}]
-        if not wide:
-            return f"no weight of {type(model).__name__} is wider than 16 bits: leave it out"
-        return options_fault(choice)
+        return None if wide else f"no weight of {type(model).__name__} is wider than 16 bits: leave it out"
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Round all weights."""
-        model: Any = subject.model
+        model: Any = bundle.model
         cast_saved(model, torch.bfloat16)
         if hasattr(model, "base_model_prefix"):  # of transformers; a recurrent model is of the type of its file
             model.config.dtype = torch.bfloat16

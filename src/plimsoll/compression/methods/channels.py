@@ -12,23 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject, possible
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.importance import Rows, best, is_meta, norms, read_scores
 from plimsoll.compression.shares import (
-    NEEDS,
     importance_of,
     num_removed,
     removal_fault,
     share_of,
 )
-from plimsoll.compression.twins import Cut, become, block_of, checked, cuts_of, input_dim, twin_of
+from plimsoll.compression.twins import Cut, become, block_of, checked, input_dim, twin_and_cuts
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault
 
 _WIDTHS = (
     "intermediate_size", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_hidden_size",
@@ -50,36 +48,24 @@ class FeedForward:
         return self.readers[0].num_rows
 
 
-class Channels:
+class Channels(Shrinker):
     """Takes channels out of feed-forward layers."""
 
-    name: ClassVar[str] = "channels"
-    title: ClassVar[str] = "fewer channels in the feed-forward layers"
-    saves: ClassVar[str] = (
+    name = "channels"
+    saves = (
         "the file, the memory of weights, gradients and optimizer states, the activations of these layers and the time "
         "of a pass become smaller in proportion; embeddings and attention stay as they are"
     )
+    tried = ({"share": 0.125}, {"share": 0.25}, {"share": 0.5})
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Offer an eighth, a quarter and a half."""
-        choices = [Choice(technique=self.name, options={"share": share}) for share in (0.125, 0.25, 0.5)]
-        return possible(self, subject, choices)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Need what the importance does."""
-        return NEEDS.get(importance_of(choice), frozenset())
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
-        """Refuse wrong options, and models without such layers."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
-        found = _planned(subject.model, share_of(choice))
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
+        """Refuse models without such layers."""
+        found = _planned(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Keep the best channels of each block."""
-        model = subject.model
+        model = bundle.model
         fields, twin, parts = checked(_planned(model, share_of(choice)))
         scores: list[Tensor | None] = [None] * len(parts)
         if not is_meta(model):
@@ -106,10 +92,10 @@ def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Modu
         if fault is not None:
             return fault
     fields = {name: width - num_removed(width, share) for name, width in widths.items()}
-    twin = twin_of(model, fields)
-    cuts = cuts_of(model, twin) if isinstance(twin, nn.Module) else twin
-    if isinstance(twin, str) or isinstance(cuts, str):
-        return str(cuts)
+    found = twin_and_cuts(model, fields)
+    if isinstance(found, str):
+        return found
+    twin, cuts = found
     parts = _parts(model, cuts)
     return parts if isinstance(parts, str) else (fields, twin, parts)
 

@@ -3,48 +3,37 @@
 torchao's ``Int8DynamicActivationInt8WeightConfig``: the product is one of integers, so no layer is decoded. On a CPU
 without instructions for it (VNNI) such products can overflow; there the integers have 7 bits (torchao's
 ``reduce_range``), which the file keeps. The products are int32, and float32 before they are scaled; here some rows go
-through a layer after the other (`plimsoll.weights.linear_in_parts`). Does NOT cover the head and embeddings.
+through a layer after the other (`plimsoll.weights.coded_layers`). Does NOT cover the head and embeddings.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.records.plan import Choice
-from plimsoll.weights.linear_in_parts import compute_in_parts
+from plimsoll.weights.coded_layers import compute_in_parts
 from plimsoll.weights.torchao_layers import Config, plain_layers, quantize_layers, why_not_linear
 
 
-class DynamicInt8:
+class DynamicInt8(Shrinker):
     """See the module."""
 
-    name: ClassVar[str] = "dynamic_int8"
-    title: ClassVar[str] = "linear layers compute in 8 bits"
-    saves: ClassVar[str] = (
+    name = "dynamic_int8"
+    saves = (
         "the file and the memory of the linear weights fall to a quarter of float32; whether a pass is faster depends "
         "on the processor and the size of the layers; without Plimsoll a pass also makes int32 and float32 products "
         "of a whole layer's output, so that with many tokens its peak may rise; it cannot be trained"
     )
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Offer it where there is a linear layer."""
-        return self.refusal(subject, Choice(technique=self.name)) or (Choice(technique=self.name),)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Nothing: the scales of inputs are found when they come."""
-        return frozenset()
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse models without linear layers, and what torchao cannot do."""
-        return why_not_linear(subject.model, choice)
+        return why_not_linear(bundle.model, self.name)
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model."""
-        quantize_layers(subject.model, [*plain_layers(subject.model)], _config())
-        compute_in_parts(subject.model)
+        quantize_layers(bundle.model, [*plain_layers(bundle.model)], _config())
+        compute_in_parts(bundle.model)
 
 
 def _config() -> Config:

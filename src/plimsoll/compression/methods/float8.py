@@ -7,11 +7,9 @@ embeddings.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import options_of
 from plimsoll.weights.torchao_layers import Config, plain_layers, quantize_layers, why_not_linear
@@ -19,29 +17,20 @@ from plimsoll.weights.torchao_layers import Config, plain_layers, quantize_layer
 _LEAST_CAPABILITY = (8, 9)
 
 
-class Float8:
+class Float8(Shrinker):
     """See the module."""
 
-    name: ClassVar[str] = "float8"
-    title: ClassVar[str] = "linear weights in float8"
-    saves: ClassVar[str] = (
+    name = "float8"
+    saves = (
         "the file and the memory of the linear weights fall to a quarter of float32; a pass is faster only with "
         "dynamic=true on a GPU that multiplies in float8, and slower elsewhere, where a layer is decoded whole while "
         "it computes and the peak falls by less than the weights; it cannot be trained"
     )
+    tried = ({"dynamic": True},)  # without a device for it int8 is as small and closer
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Offer it where a device multiplies in float8; elsewhere ``int8`` is as small and closer."""
-        choice = Choice(technique=self.name, options={"dynamic": True})
-        return self.refusal(subject, choice) or (choice,)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Nothing: the scales of inputs are found when they come."""
-        return frozenset()
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse ``dynamic`` without a device for it, models without linear layers, and what torchao cannot do."""
-        fault = why_not_linear(subject.model, choice)
+        fault = why_not_linear(bundle.model, self.name)
         if fault is None and _is_dynamic(choice) and not _multiplies_in_float8():
             return (
                 f"{choice.in_full} multiplies in float8, which needs a GPU of compute capability "
@@ -50,9 +39,9 @@ class Float8:
             )
         return fault
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model."""
-        quantize_layers(subject.model, [*plain_layers(subject.model)], _config(_is_dynamic(choice)))
+        quantize_layers(bundle.model, [*plain_layers(bundle.model)], _config(_is_dynamic(choice)))
 
 
 def _is_dynamic(choice: Choice) -> bool:

@@ -11,55 +11,41 @@ Does NOT cover encoder-decoders, and models in which more than the attention dep
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.compression.attention import Attention, attentions_of, group_scores, head_width_of
-from plimsoll.compression.base import Calibration, Choices, Need, Subject, possible
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.importance import best, is_meta
 from plimsoll.compression.shares import (
-    NEEDS,
     importance_of,
     num_removed,
     removal_fault,
     share_of,
 )
-from plimsoll.compression.twins import Cut, become, checked, cuts_of, input_dim, other_numbers, twin_of
+from plimsoll.compression.twins import Cut, become, checked, input_dim, other_numbers, twin_and_cuts, twin_of
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault
 from plimsoll.weights.structure import keep, note, sizes_of
 
 Kept = Mapping[tuple[str, bool], Tensor]
 """Of a linear layer, by its name and whether it is its inputs: what is kept."""
 
 
-class Heads:
+class Heads(Shrinker):
     """Leaves attention heads out."""
 
-    name: ClassVar[str] = "heads"
-    title: ClassVar[str] = "fewer attention heads"
-    saves: ClassVar[str] = (
+    name = "heads"
+    saves = (
         "the weights, gradients and optimizer states of attention, its activations, its cache of keys and values and "
         "its time become smaller in proportion; feed-forward layers and embeddings stay as they are"
     )
+    tried = ({"share": 0.25}, {"share": 0.5})
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Offer a quarter and a half of the heads."""
-        choices = [Choice(technique=self.name, options={"share": share}) for share in (0.25, 0.5)]
-        return possible(self, subject, choices)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Need what the importance does."""
-        return NEEDS.get(importance_of(choice), frozenset())
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
-        """Refuse wrong options, models without heads, and shares that are no whole groups of heads."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
-        found = attentions_of(subject.model)
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
+        """Refuse models without heads, and shares that are no whole groups of heads."""
+        found = attentions_of(bundle.model)
         if isinstance(found, str):
             return found
         groups = "heads" if found[0].heads_per_group == 1 else "groups of heads that share keys and values"
@@ -67,11 +53,11 @@ class Heads:
         if fault is not None:
             return fault
         num_kept = _num_kept(found[0], choice)
-        return None if _plain(subject.model, found, num_kept) else _outside(subject.model, found, num_kept)
+        return None if _plain(bundle.model, found, num_kept) else _outside(bundle.model, found, num_kept)
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Keep the best heads of each block."""
-        model: Any = subject.model
+        model: Any = bundle.model
         attentions = checked(attentions_of(model))
         num_kept = _num_kept(attentions[0], choice)
         kept = kept_groups(model, attentions, num_kept, importance_of(choice), calibration)
@@ -121,10 +107,10 @@ def _plain(
     fields = {"num_attention_heads": num_kept * attentions[0].heads_per_group, "head_dim": head_width_of(config)}
     if getattr(config, "num_key_value_heads", None) is not None:
         fields["num_key_value_heads"] = num_kept
-    twin = twin_of(model, fields)
-    cuts = cuts_of(model, twin) if isinstance(twin, nn.Module) else twin
-    if isinstance(twin, str) or isinstance(cuts, str):
+    planned = twin_and_cuts(model, fields)
+    if isinstance(planned, str):
         return None
+    twin, cuts = planned
     everything = torch.arange(num_kept)
     wanted = {
         (name, False): len(one.rows(role, everything)) for one in attentions for role, name in one.writers.items()

@@ -18,26 +18,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.compression.attention import Attention, attentions_of, head_width_of
-from plimsoll.compression.base import Calibration, Choices, Need, Subject, possible
+from plimsoll.compression.base import Bundle, Calibration, Options, Shrinker
 from plimsoll.compression.importance import Rows, best, first_order, is_meta, norms, read_scores
 from plimsoll.compression.methods.channels import widths_of
 from plimsoll.compression.methods.heads import Kept, kept_groups, side_of
 from plimsoll.compression.shares import (
-    NEEDS,
     importance_of,
     num_removed,
     removal_fault,
     share_of,
 )
-from plimsoll.compression.twins import Cut, become, checked, cuts_of, input_dim, twin_of
+from plimsoll.compression.twins import Cut, become, checked, cuts_of, input_dim, twin_and_cuts, twin_of
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault
 
 _EQUALS = ("embedding_size", "word_embed_proj_dim", "pooler_hidden_size")
 """Other widths that stay equal to the hidden size where they are: then there is no layer between the two."""
@@ -55,46 +53,35 @@ class Narrowing:
     residual: tuple[Cut, ...]
 
 
-class Hidden:
+class Hidden(Shrinker):
     """Takes dimensions out of the vectors between the layers."""
 
-    name: ClassVar[str] = "hidden"
-    title: ClassVar[str] = "a smaller hidden size"
-    saves: ClassVar[str] = (
+    name = "hidden"
+    saves = (
         "everything becomes smaller in proportion, embeddings as well: the file, the memory of weights, gradients, "
         "optimizer states and activations, and the time of a pass"
     )
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Offer about an eighth, a quarter and a half; where heads leave with it, shares that are whole heads.
+    def worth_trying(self, bundle: Bundle) -> tuple[Options, ...]:
+        """Return about an eighth, a quarter and a half; where heads leave with it, shares that are whole heads.
 
         They are judged by activations, which lost far less than the size of weights (docs/LOG.md).
         """
         shares = [0.125, 0.25, 0.5]
-        found = attentions_of(subject.model)
-        if not isinstance(found, str) and not _has_head_width(subject.model):
+        found = attentions_of(bundle.model)
+        if not isinstance(found, str) and not _has_head_width(bundle.model):
             whole = found[0].num_groups
             shares = sorted({round(max(1, num_removed(whole, share)) / whole, 4) for share in shares})
-        choices = [
-            Choice(technique=self.name, options={"share": share, "importance": "activation"}) for share in shares
-        ]
-        return possible(self, subject, choices)
+        return tuple({"share": share, "importance": "activation"} for share in shares)
 
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Need what the importance does."""
-        return NEEDS.get(importance_of(choice), frozenset())
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
-        """Refuse wrong options, other structures, and shares that are no whole heads where they must be."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
-        found = _narrowed(subject.model, share_of(choice))
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
+        """Refuse other structures, and shares that are no whole heads where they must be."""
+        found = _narrowed(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Keep the best dimensions, and with them the best heads where some must leave."""
-        model, importance = subject.model, importance_of(choice)
+        model, importance = bundle.model, importance_of(choice)
         found: Narrowing = checked(_narrowed(model, share_of(choice)))
         inner: Kept = {}
         if found.inner:
@@ -158,10 +145,10 @@ def _plan(model: nn.Module, attentions: list[Attention], new_width: int, num_gro
         fields["num_attention_heads"] = num_groups * attentions[0].heads_per_group
         if getattr(config, "num_key_value_heads", None):
             fields["num_key_value_heads"] = num_groups
-    twin = twin_of(model, fields)
-    cuts = cuts_of(model, twin) if isinstance(twin, nn.Module) else twin
-    if isinstance(twin, str) or isinstance(cuts, str):
-        return str(cuts)
+    found = twin_and_cuts(model, fields)
+    if isinstance(found, str):
+        return found
+    twin, cuts = found
     heads = {(name, False) for one in attentions for name in one.writers.values()}
     heads |= {(one.reader, True) for one in attentions}
     inner = tuple(cut for cut in cuts if side_of(model, cut) in heads)

@@ -9,12 +9,12 @@ layers whose sizes the kernel does not have: they stay dense.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import options_of
 from plimsoll.weights.int4 import INT4_ROWS, packed_int4
@@ -33,56 +33,45 @@ _COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _LARGEST_GROUP = 128
 
 
-class Int4:
+class Int4(Shrinker):
     """See the module."""
 
-    name: ClassVar[str] = "int4"
-    title: ClassVar[str] = "linear weights in 4 bits"
-    saves: ClassVar[str] = (
+    name = "int4"
+    saves = (
         "the file and the memory of the linear weights fall to a sixth of float32 (0.62 bytes a weight in groups of "
         "32, 0.53 of 128), those of all others to half (bfloat16); a pass on the CPU is slower than in dense "
         "bfloat16; without Plimsoll the folder computes on a GPU only; it cannot be trained"
     )
+    tried = ({"group": SMALLEST_INT4_GROUP}, {"group": _LARGEST_GROUP})
+    easiest = 0
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Offer small groups, which are closer, and large ones, which are smaller."""
-        choices = [
-            Choice(technique=self.name, options={"group": group}) for group in (SMALLEST_INT4_GROUP, _LARGEST_GROUP)
-        ]
-        fitting = tuple(choice for choice in choices if self.refusal(subject, choice) is None)
-        return fitting or self.refusal(subject, choices[0]) or ()
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Nothing: scales are of the weights alone."""
-        return frozenset()
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse groups that the kernel has not, and models none of whose layers it has."""
-        fault = why_not_linear(subject.model, choice)
+        fault = why_not_linear(bundle.model, self.name)
         if fault is not None:
             return fault
         group = _group(choice)
-        if not int4_layers(subject.model, group):
-            sizes = sorted({tuple(sizes_of(one)) for one in plain_layers(subject.model).values()})
+        if not int4_layers(bundle.model, group):
+            sizes = sorted({tuple(sizes_of(one)) for one in plain_layers(bundle.model).values()})
             shown = ", ".join(f"{width} x {rows}" for width, rows in sizes[:3])
             fault = (
                 f"{choice.in_full}: no linear layer reads a multiple of {group} numbers and gives a multiple of "
                 f"{INT4_ROWS} ({shown}): use int8"
             )
-        fault = fault or _decodes_to_another(subject.model, choice)
-        device = next(subject.model.parameters()).device.type
+        fault = fault or _decodes_to_another(bundle.model, choice)
+        device = next(bundle.model.parameters()).device.type
         if fault is None and device not in ("cpu", "meta"):
             fault = f"{choice.in_full} is made on the CPU, and the model is on {device}: move it, or use int8"
         return fault
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model that the kernel has."""
         group = _group(choice)
-        cast_saved(subject.model, _COMPUTE[_compute(choice)])
-        names = int4_layers(subject.model, group)
-        replace_weights(subject.model, names, _config(group), lambda weight: packed_int4(weight, group))
+        cast_saved(bundle.model, _COMPUTE[_compute(choice)])
+        names = int4_layers(bundle.model, group)
+        replace_weights(bundle.model, names, _config(group), lambda weight: packed_int4(weight, group))
         for name in names:
-            note(subject.model, "gpu_only", name)
+            note(bundle.model, "gpu_only", name)
 
 
 def _decodes_to_another(model: nn.Module, choice: Choice) -> str | None:

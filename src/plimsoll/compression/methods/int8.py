@@ -6,43 +6,25 @@ weights lie in, and no less time. Does NOT cover the head and embeddings.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.records.plan import Choice
-from plimsoll.weights.torchao_layers import Config, plain_layers, quantize_layers, why_not_linear
+from plimsoll.weights.torchao_layers import int8_config, plain_layers, quantize_layers, why_not_linear
 
 
-class Int8:
+class Int8(Shrinker):
     """See the module."""
 
-    name: ClassVar[str] = "int8"
-    title: ClassVar[str] = "linear weights in 8 bits"
-    saves: ClassVar[str] = (
+    name = "int8"
+    saves = (
         "the file and the memory of the linear weights fall to a quarter of float32; a pass is no faster, since "
         "a layer is decoded whole while it computes, so that with many tokens the peak falls by less than the weights; "
         "the head and the embeddings stay; it cannot be trained"
     )
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Offer it where there is a linear layer."""
-        return self.refusal(subject, Choice(technique=self.name)) or (Choice(technique=self.name),)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Nothing: scales are of the weights alone."""
-        return frozenset()
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse models without linear layers, and what torchao cannot do."""
-        return why_not_linear(subject.model, choice)
+        return why_not_linear(bundle.model, self.name)
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model."""
-        quantize_layers(subject.model, [*plain_layers(subject.model)], int8_config())
-
-
-def int8_config() -> Config:
-    """Return what torchao is asked for; without the settings it would otherwise make for a compiler."""
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return Int8WeightOnlyConfig(set_inductor_config=False)
+        quantize_layers(bundle.model, [*plain_layers(bundle.model)], int8_config())

@@ -2,48 +2,37 @@
 
 Plain transformers with torchao reads the folder and gives the same numbers, but torchao decodes the whole table in
 every pass: its memory then rises by the dense table. Loaded by Plimsoll only the rows of the batch are decoded
-(`plimsoll.weights.coded_embedding`). Does NOT cover a table that is the output layer too, and tables of positions.
+(`plimsoll.weights.coded_layers`). Does NOT cover a table that is the output layer too, and tables of positions.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
-from plimsoll.compression.methods.int8 import int8_config
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault
-from plimsoll.weights.coded_embedding import decode_rows_only
+from plimsoll.weights.coded_layers import decode_rows_only
 from plimsoll.weights.parts import is_made_of_parts
-from plimsoll.weights.torchao_layers import num_holders, say_quantized, why_not
+from plimsoll.weights.torchao_layers import int8_config, num_holders, say_quantized, why_not
 
 
-class Int8Embeddings:
+class Int8Embeddings(Shrinker):
     """See the module."""
 
-    name: ClassVar[str] = "int8_embeddings"
-    title: ClassVar[str] = "token embeddings in 8 bits"
-    saves: ClassVar[str] = (
+    name = "int8_embeddings"
+    saves = (
         "the file and the memory of the token embeddings fall to a little over a quarter of float32; loaded without "
         "Plimsoll the table is decoded whole in every pass, and the peak of memory rises; it cannot be trained"
     )
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Offer it where the model has a table of its own."""
-        return self.refusal(subject, Choice(technique=self.name)) or (Choice(technique=self.name),)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Nothing: scales are of the weights alone."""
-        return frozenset()
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse tables that are shared with the output, are none of torch, or are quantized."""
-        fault = options_fault(choice) or why_not(subject.model, self.name)
+        fault = why_not(bundle.model, self.name)
         if fault is not None:
             return fault
-        model: Any = subject.model
+        model: Any = bundle.model
         table = model.get_input_embeddings()
         if not isinstance(table, nn.Embedding) or table.max_norm is not None:
             return f"{self.name} looked for an nn.Embedding and found a {type(table).__name__}: use another method"
@@ -57,11 +46,11 @@ class Int8Embeddings:
             )
         return None
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Quantize the table, and decode only what is looked up."""
         from torchao.quantization import quantize_
 
-        model: Any = subject.model
+        model: Any = bundle.model
         table, before = model.get_input_embeddings(), getattr(model, "hf_quantizer", None)
         config = int8_config()
         quantize_(model, config, filter_fn=lambda module, name: module is table)

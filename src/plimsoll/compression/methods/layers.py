@@ -14,65 +14,56 @@ another place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Bundle, Calibration, Options, Shrinker
 from plimsoll.compression.importance import best, first_order, is_meta, norms, passes, tokens_of
-from plimsoll.compression.renumbered import renumber, renumbered
-from plimsoll.compression.shares import NEEDS, importance_of, num_removed, removal_fault, share_of
+from plimsoll.compression.shares import importance_of, num_removed, removal_fault, share_of
 from plimsoll.compression.twins import checked, is_place, other_numbers, take_fields, take_numbers, twin_of
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault
+from plimsoll.weights.structure import FIELD, LISTS, refresh_ties
 
 
-class Layers:
+class Layers(Shrinker):
     """Leaves layers out."""
 
-    name: ClassVar[str] = "layers"
-    title: ClassVar[str] = "fewer layers"
-    saves: ClassVar[str] = (
+    name = "layers"
+    saves = (
         "the file, the memory of weights, gradients, optimizer states and activations, and the time of a pass become "
         "smaller by what the layers had of them; embeddings stay as they are"
     )
+    easiest = 0
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Offer to keep three quarters and a half of the layers."""
-        found = _lists(subject.model)
+    def worth_trying(self, bundle: Bundle) -> tuple[Options, ...] | str:
+        """Return to keep three quarters and a half of the layers."""
+        found = _lists(bundle.model)
         if isinstance(found, str):
             return found
         num_layers = len(found[0][1])
-        numbers = sorted({-(-3 * num_layers // 4), -(-num_layers // 2)} - {num_layers}, reverse=True)
-        choices = [Choice(technique=self.name, options={"keep": number}) for number in numbers]
-        faults = [self.refusal(subject, choice) for choice in choices]
-        offered = tuple(choice for choice, fault in zip(choices, faults, strict=True) if fault is None)
-        return offered or str([*faults, removal_fault("layers", num_layers, 0.5)][0])
+        numbers = {-(-3 * num_layers // 4), -(-num_layers // 2)} - {num_layers}
+        return tuple({"keep": number} for number in sorted(numbers, reverse=True))
 
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Need what the importance does."""
-        return NEEDS.get(importance_of(choice), frozenset())
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
-        """Refuse wrong options, and models whose layers cannot be left out."""
-        fault = options_fault(choice)
-        found = _lists(subject.model)
-        if fault is not None or isinstance(found, str):
-            return fault or str(found)
-        num_layers = len(found[0][1])
-        keep = choice.options.get("keep")
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
+        """Refuse models whose layers cannot be left out."""
+        found = _lists(bundle.model)
+        if isinstance(found, str):
+            return found
+        num_layers, keep, fault = len(found[0][1]), choice.options.get("keep"), None
         if keep is None:
             fault = removal_fault("layers", num_layers, share_of(choice))
         elif not int(keep) < num_layers:
             fault = f"layers cannot keep {keep} of {num_layers}: give keep from 1 to {num_layers - 1}"
-        return fault or _other_places(subject.model, _kept_evenly(num_layers, _num_kept(choice, num_layers)))
+        return fault or _other_places(bundle.model, _kept_evenly(num_layers, _num_kept(choice, num_layers)))
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Keep the best layers."""
-        model = subject.model
+        model = bundle.model
         lists = checked(_lists(model))
         importance, num_layers = importance_of(choice), len(lists[0][1])
         num_kept = _num_kept(choice, num_layers)
@@ -201,3 +192,45 @@ def _changes(model: nn.Module, blocks: list[nn.Module], calibration: Calibration
 
     passes(model, blocks, calibration, look)
     return changes / torch.tensor(counts).clamp(min=1)
+
+
+def renumber(model: Any, layers: str, kept: list[int]) -> None:
+    """Rename what is noted of layers after some of them were taken away.
+
+    Args:
+        model: whose configuration is changed.
+        layers: the name of the list of layers.
+        kept: the numbers, before, of those that are left.
+    """
+    before = getattr(model.config, FIELD, None)
+    if before:
+        model.config.shrunk = renumbered(before, layers, kept)
+        refresh_ties(model)
+
+
+def renumbered(shrunk: Mapping[str, Any], layers: str, kept: list[int]) -> dict[str, Any]:
+    """Return what is noted of layers after some of them were taken away."""
+    renamed = functools.partial(_renamed, layers=layers, kept=kept)
+    return {kind: _renamed_changes(kind, changes, renamed) for kind, changes in shrunk.items()}
+
+
+def _renamed(name: str, layers: str, kept: list[int]) -> str | None:
+    if not name.startswith(f"{layers}."):
+        return name
+    number, dot, rest = name[len(layers) + 1 :].partition(".")
+    return f"{layers}.{kept.index(int(number))}{dot}{rest}" if int(number) in kept else None
+
+
+def _renamed_changes(kind: str, changes: Any, renamed: Callable[[str], str | None]) -> Any:
+    if kind in LISTS:
+        return [name for name in map(renamed, changes) if name is not None]
+    if kind != "shared":
+        return {name: value for old, value in changes.items() if (name := renamed(old)) is not None}
+    after: dict[str, str] = {}
+    heirs: dict[str, str] = {}  # where the layer that had the parameters is gone, the first that is left has them
+    for old, source in changes.items():
+        name = renamed(old)
+        if name is not None:
+            first = renamed(source) or heirs.setdefault(source, name)
+            after |= {} if first == name else {name: first}
+    return after

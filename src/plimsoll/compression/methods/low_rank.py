@@ -14,17 +14,18 @@ classifier), experts kept as one tensor, and recurrent layers, whose matrices to
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
-from plimsoll.compression.layers import block_of, is_of_transformers, linear_weight, linears_of_blocks
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
+from plimsoll.compression.importance import passes, tokens_of
+from plimsoll.compression.layers import is_of_transformers, linear_weight, linears_of_blocks
+from plimsoll.compression.twins import block_of
 from plimsoll.errors import WeightsError
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault, options_of
+from plimsoll.records.shrink import options_of
 from plimsoll.weights.structure import factored, note, put, sizes_of, use_parameters_of
 
 _DEFAULT_SHARE = 0.25
@@ -34,33 +35,20 @@ Group = list[str]
 """Names of layers that have the same weight."""
 
 
-class LowRank:
+class LowRank(Shrinker):
     """Linear layers of blocks become two factors."""
 
-    name: ClassVar[str] = "low_rank"
-    title: ClassVar[str] = "linear layers in two factors"
-    saves: ClassVar[str] = (
+    name = "low_rank"
+    saves = (
         "the file, the memory of the weights and of a training's gradients and optimizer states, and operations, by "
         "the share of the factored layers; a training keeps one more activation for each of them, and small layers "
         "are no faster"
     )
+    tried = ({"share": 0.25}, {"share": 0.5})
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Return a quarter and a half, or why it cannot be."""
-        choices = tuple(Choice(technique=self.name, options={"share": share}) for share in (0.25, 0.5))
-        possible = tuple(choice for choice in choices if self.refusal(subject, choice) is None)
-        return possible or str(self.refusal(subject, choices[0]))
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Return batches, but for a plain SVD."""
-        return frozenset({"batches"} if options_of(choice)["aware"] else ())
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Return why this cannot be: no such layers, or no rank that pays."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
-        model = subject.model
+        model = bundle.model
         names = linears_of_blocks(model)
         if not is_of_transformers(model) or not names:
             return (
@@ -76,13 +64,13 @@ class LowRank:
             )
         return None
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Put factors in the place of layers.
 
         Raises:
             WeightsError: if it needs batches and there are none.
         """
-        model = subject.model
+        model = bundle.model
         is_aware = bool(options_of(choice)["aware"]) and not next(model.parameters()).is_meta
         for groups in _blocks(model):
             ranks = {group[0]: _rank(model.get_submodule(group[0]), choice) for group in groups}
@@ -167,43 +155,18 @@ def _factor(model: nn.Module, group: Group, rank: int, second_moment: Tensor | N
 
 def _second_moments(model: nn.Module, groups: list[Group], calibration: Calibration) -> dict[str, Tensor]:
     """Sum ``x xᵀ`` over the inputs of layers, by the first name of a group; padding does not count."""
-    sums: dict[str, Tensor] = {}
-    masks: list[Tensor | None] = []
-    num_batches = 0
-    with _watched(model, groups, sums, masks), torch.no_grad():
-        for batch in calibration.batches():
-            masks[:] = [batch.get("attention_mask")]
-            model(**batch)
-            num_batches += 1
-    if not num_batches:
+    if next(iter(calibration.batches()), None) is None:
         raise WeightsError(
             f"`low_rank` looks at what goes into {len(groups)} layers of each block, and there are no batches: give "
             "data, or set aware=false"
         )
+    sums: dict[str, Tensor] = {}
+    layers = [(group[0], model.get_submodule(name)) for group in groups for name in group]
+
+    def look(place: int, mask: Tensor | None, given: Tensor, _: Any) -> None:
+        rows, key = tokens_of(given, mask).double(), layers[place][0]
+        moment = rows.t() @ rows
+        sums[key] = sums[key].add_(moment) if key in sums else moment
+
+    passes(model, [layer for _, layer in layers], calibration, look)
     return sums
-
-
-@contextmanager
-def _watched(
-    model: nn.Module, groups: list[Group], sums: dict[str, Tensor], masks: list[Tensor | None]
-) -> Iterator[None]:
-    def hook_for(key: str) -> Any:
-        def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-            hidden: Tensor = args[0].detach()
-            mask = masks[0]
-            if mask is not None and mask.shape == hidden.shape[:-1]:
-                hidden = hidden[mask.bool()]
-            rows = hidden.reshape(-1, hidden.shape[-1]).double()
-            moment = rows.t() @ rows
-            sums[key] = sums[key].add_(moment) if key in sums else moment
-
-        return look
-
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(hook_for(group[0])) for group in groups for name in group
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

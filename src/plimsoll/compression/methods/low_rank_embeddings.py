@@ -10,47 +10,34 @@ models of ours, whose configuration has no field for it.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.layers import is_of_transformers
 from plimsoll.compression.methods.low_rank import rank_for
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault, options_of
+from plimsoll.records.shrink import options_of
 from plimsoll.weights.structure import factored, note, put
 
 _DEFAULT_SHARE = 0.5
 
 
-class LowRankEmbeddings:
+class LowRankEmbeddings(Shrinker):
     """The table of tokens becomes two factors."""
 
-    name: ClassVar[str] = "low_rank_embeddings"
-    title: ClassVar[str] = "the table of tokens in two factors"
-    saves: ClassVar[str] = (
+    name = "low_rank_embeddings"
+    saves = (
         "the file, the memory of the weights and of a training's gradients and optimizer states, by the share of the "
         "table; a pass takes a small product more, and a tied output fewer operations"
     )
+    tried = ({"share": 0.5}, {"share": 0.75})
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Return a half and three quarters, or why it cannot be."""
-        choices = tuple(Choice(technique=self.name, options={"share": share}) for share in (0.5, 0.75))
-        possible = tuple(choice for choice in choices if self.refusal(subject, choice) is None)
-        return possible or str(self.refusal(subject, choices[0]))
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Return that it needs nothing."""
-        return frozenset()
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Return why this cannot be: no such table, or no rank that pays."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
-        model: Any = subject.model
+        model: Any = bundle.model
         if not is_of_transformers(model):
             return (
                 f"the configuration of a {type(model).__name__} has no field for a table in factors: looked for a "
@@ -68,9 +55,9 @@ class LowRankEmbeddings:
             return f"rank {rank} does not make a table of {num_rows} x {width} smaller: give a smaller rank or share"
         return None
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Put factors in the place of the table, and of an output that is tied to it."""
-        model: Any = subject.model
+        model: Any = bundle.model
         table: Any = model.get_input_embeddings()
         rank = _rank(table.num_embeddings, table.embedding_dim, choice)
         output = model.get_output_embeddings() if _is_tied(model) else None

@@ -12,44 +12,31 @@ whose layers differ in their sizes, and recurrent layers.
 from __future__ import annotations
 
 import itertools
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.layers import is_of_transformers, layer_list
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault, options_of
+from plimsoll.records.shrink import options_of
 from plimsoll.weights.structure import note, use_parameters_of
 
 
-class SharedLayers:
+class SharedLayers(Shrinker):
     """Neighbouring layers get one set of parameters."""
 
-    name: ClassVar[str] = "shared_layers"
-    title: ClassVar[str] = "layers that share their parameters"
-    saves: ClassVar[str] = (
+    name = "shared_layers"
+    saves = (
         "the file, the memory of the weights and of a training's gradients and optimizer states, by the layers that "
         "have none of their own; not activations, and not time: as many layers are computed as before"
     )
+    tried = ({"groups": 2}, {"groups": 1})
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Return two groups and one, where there are so many layers, or why it cannot be."""
-        choices = tuple(Choice(technique=self.name, options={"groups": groups}) for groups in (2, 1))
-        possible = tuple(choice for choice in choices if self.refusal(subject, choice) is None)
-        return possible or str(self.refusal(subject, choices[-1]))
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Return that it needs nothing."""
-        return frozenset()
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Return why this cannot be: no layers, or layers of several shapes."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
-        model = subject.model
+        model = bundle.model
         found = layer_list(model) if is_of_transformers(model) else None
         if found is None:
             return (
@@ -62,9 +49,9 @@ class SharedLayers:
             return f"{name} has {len(layers)} layers, which {groups} groups do not make fewer: give fewer groups"
         return _layers_fault(name, layers)
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Give the layers of each group one set of parameters."""
-        found = layer_list(subject.model)
+        found = layer_list(bundle.model)
         assert found is not None, "it was not refused"
         name, layers = found
         options: Any = options_of(choice)
@@ -75,7 +62,7 @@ class SharedLayers:
                 use_parameters_of(layers[group[0]], layers[number])
         for group in _groups(len(layers), options["groups"]):
             for number in group[1:]:
-                note(subject.model, "shared", f"{name}.{number}", f"{name}.{group[0]}")
+                note(bundle.model, "shared", f"{name}.{number}", f"{name}.{group[0]}")
 
 
 def _layers_fault(name: str, layers: nn.ModuleList) -> str | None:

@@ -9,41 +9,27 @@ It does NOT cover models without an output over the vocabulary, tables of differ
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault
 
 
-class Tied:
+class Tied(Shrinker):
     """One table for what goes in and what comes out."""
 
-    name: ClassVar[str] = "tied"
-    title: ClassVar[str] = "output rows are those of the embedding"
-    saves: ClassVar[str] = (
+    name = "tied"
+    saves = (
         "the file, the memory of the weights and of a training's gradients and optimizer states, by the output's "
         "table; not time: the output is computed as before"
     )
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Return the one choice, or why it cannot be."""
-        choice = Choice(technique=self.name)
-        return self.refusal(subject, choice) or (choice,)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Return that it needs nothing."""
-        return frozenset()
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Return why this cannot be."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
-        name = type(subject.model).__name__
-        table, output = _tables(subject.model)
+        name = type(bundle.model).__name__
+        table, output = _tables(bundle.model)
         if type(table) is not nn.Embedding or type(output) is not nn.Linear:
             return (
                 f"no pair of tables: looked for an nn.Embedding and an nn.Linear over the vocabulary in a {name}, and "
@@ -56,13 +42,13 @@ class Tied:
                 f"the output has {tuple(output.weight.shape)} numbers and the embedding {tuple(table.weight.shape)}: "
                 "use `hidden` or `low_rank_embeddings` instead"
             )
-        if not _is_recurrent(subject.model) and not getattr(subject.model, "_tied_weights_keys", None):
+        if not _is_recurrent(bundle.model) and not getattr(bundle.model, "_tied_weights_keys", None):
             return f"the class {name} of transformers cannot tie its tables: leave `tied` out"
         return None
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Let the output have the embedding's rows."""
-        model: Any = subject.model
+        model: Any = bundle.model
         table, output = _tables(model)
         if _is_recurrent(model):
             model.config = model.config.model_copy(update={"tie_weights": True})

@@ -7,57 +7,52 @@ embeddings and recurrent layers.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
-from plimsoll.compression.zeros import layers_of, why_no_zeros
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
+from plimsoll.compression.layers import dense_layers, why_no_zeros
 from plimsoll.records.plan import Choice
 from plimsoll.weights.structure import sizes_of
 
 _GROUP = 4
 
 
-class TwoFour:
+class TwoFour(Shrinker):
     """See the module."""
 
-    name: ClassVar[str] = "two_four"
-    title: ClassVar[str] = "two of four weights are zero"
-    saves: ClassVar[str] = (
+    name = "two_four"
+    saves = (
         "nothing by itself: zeros are stored and multiplied like any number, 0 bytes and 0 seconds; on a GPU of "
         "compute capability 8.0 or more torch.sparse.to_sparse_semi_structured then halves the linear weights"
     )
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Offer nothing, and say why."""
+    def worth_trying(self, bundle: Bundle) -> str:
+        """Return why it is not worth it."""
         return f"{self.name} saves {self.saves}: ask for {self.name} by name if you want the zeros"
 
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Nothing: the smallest are known by themselves."""
-        return frozenset()
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse models none of whose layers has rows of fours."""
-        fault = why_no_zeros(subject, choice)
-        if fault is None and not _of_fours(subject.model):
-            widths = sorted({sizes_of(one)[0] for one in layers_of(subject.model).values()})
+        fault = why_no_zeros(bundle, choice)
+        if fault is None and not _of_fours(bundle.model):
+            widths = sorted({sizes_of(one)[0] for one in dense_layers(bundle.model).values()})
             return (
                 f"{choice.in_full}: no linear layer reads a multiple of {_GROUP} numbers ({widths}): use another method"
             )
         return fault
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Set the two smallest of each four to zero."""
         with torch.no_grad():
-            for layer in _of_fours(subject.model).values():
+            for layer in _of_fours(bundle.model).values():
                 if not layer.weight.is_meta:
                     _thin_out(layer.weight if isinstance(layer, nn.Linear) else layer.weight.t())
 
 
 def _of_fours(model: Any) -> dict[str, Any]:
-    return {name: one for name, one in layers_of(model).items() if sizes_of(one)[0] % _GROUP == 0}
+    return {name: one for name, one in dense_layers(model).items() if sizes_of(one)[0] % _GROUP == 0}
 
 
 def _thin_out(weight: Tensor) -> None:

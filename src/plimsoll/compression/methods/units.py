@@ -15,24 +15,22 @@ Shapes: H units, D directions, G gates.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject, possible
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.importance import best, first_order, is_meta, norms, passes
 from plimsoll.compression.shares import (
-    NEEDS,
     importance_of,
     num_removed,
     removal_fault,
     share_of,
 )
-from plimsoll.compression.twins import Cut, become, checked, cuts_of, twin_of
+from plimsoll.compression.twins import Cut, become, checked, twin_and_cuts
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault
 
 
 class Lane(NamedTuple):
@@ -49,48 +47,36 @@ class Reading(NamedTuple):
     lanes: tuple[Lane, ...]
 
 
-class Units:
+class Units(Shrinker):
     """Takes units out of recurrent layers."""
 
-    name: ClassVar[str] = "units"
-    title: ClassVar[str] = "fewer units in the recurrent layers"
-    saves: ClassVar[str] = (
+    name = "units"
+    saves = (
         "the weights that lead back become smaller with the square of what is left, with their gradients and optimizer "
         "states; activations and what reads the layers in proportion, the time of a pass with both; the embedding "
         "stays, unless the output shares its weights"
     )
+    tried = ({"share": 0.125}, {"share": 0.25}, {"share": 0.5})
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Offer an eighth, a quarter and a half."""
-        choices = [Choice(technique=self.name, options={"share": share}) for share in (0.125, 0.25, 0.5)]
-        return possible(self, subject, choices)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Need what the importance does."""
-        return NEEDS.get(importance_of(choice), frozenset())
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
-        """Refuse wrong options, and models without recurrent layers."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
-        found = _planned(subject.model, share_of(choice))
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
+        """Refuse models without recurrent layers."""
+        found = _planned(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Keep the best units of each layer and direction."""
-        model: Any = subject.model
+        model: Any = bundle.model
         fields, twin, cuts = checked(_planned(model, share_of(choice)))
         layers, before = model.recurrent, model.config.hidden_size
         num_kept = fields["hidden_size"]
-        scores: Mapping[Lane, Tensor | None] = dict.fromkeys(_slots(layers))
+        scores: Mapping[Lane, Tensor | None] = dict.fromkeys(_lanes(layers))
         if not is_meta(model):
             scores = _scores(model, importance_of(choice), calibration)
         units = {lane: best(score, num_kept) for lane, score in scores.items()}
-        slots_of = _slots_by_cut(model)
+        lanes_of = _lanes_by_cut(model)
         kept: dict[Cut, Tensor] = {}
         for cut in cuts:
-            lanes = slots_of[cut.name, cut.dim]
+            lanes = lanes_of[cut.name, cut.dim]
             starts = range(0, cut.num_rows, before)  # gates of one lane, or lanes side by side
             sides = lanes if len(lanes) > 1 else lanes * len(starts)
             kept[cut] = torch.cat([units[lane] + start for lane, start in zip(sides, starts, strict=True)])
@@ -117,12 +103,11 @@ def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Modu
     fields: dict[str, Any] = {"hidden_size": config.hidden_size - num_removed(config.hidden_size, share)}
     if config.tie_weights:
         fields["embedding_size"] = fields["hidden_size"]
-    twin = twin_of(model, fields)
-    cuts = cuts_of(model, twin) if isinstance(twin, nn.Module) else twin
-    return str(cuts) if isinstance(twin, str) or isinstance(cuts, str) else (fields, twin, cuts)
+    found = twin_and_cuts(model, fields)
+    return found if isinstance(found, str) else (fields, *found)
 
 
-def _slots(layers: Any) -> list[Lane]:
+def _lanes(layers: Any) -> list[Lane]:
     directions = 1 + layers.bidirectional
     return [Lane(layer, direction) for layer in range(layers.num_layers) for direction in range(directions)]
 
@@ -137,7 +122,7 @@ def _layer(lanes: list[Lane], number: int) -> tuple[Lane, ...]:
 
 def _readings(model: Any) -> list[Reading]:
     """What reads units: each lane its own, the next layer those of both directions, the output those of the last."""
-    layers, lanes = model.recurrent, _slots(model.recurrent)
+    layers, lanes = model.recurrent, _lanes(model.recurrent)
     found = [Reading(f"recurrent.weight_hh_{_suffix(lane)}", (lane,)) for lane in lanes]
     found += [
         Reading(f"recurrent.weight_ih_{_suffix(lane)}", _layer(lanes, lane.layer - 1)) for lane in lanes if lane.layer
@@ -148,10 +133,10 @@ def _readings(model: Any) -> list[Reading]:
     return found
 
 
-def _slots_by_cut(model: Any) -> dict[tuple[str, int], tuple[Lane, ...]]:
+def _lanes_by_cut(model: Any) -> dict[tuple[str, int], tuple[Lane, ...]]:
     """Whose units are along each dimension of each weight that has some."""
     found = {(one.name, 1): one.lanes for one in _readings(model)}
-    for lane in _slots(model.recurrent):
+    for lane in _lanes(model.recurrent):
         for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
             found[f"recurrent.{kind}_{_suffix(lane)}", 0] = (lane,)
     if model.config.tie_weights:
@@ -164,7 +149,7 @@ def _scores(model: Any, importance: str, calibration: Calibration) -> dict[Lane,
     width, readings = model.config.hidden_size, _readings(model)
     if model.config.tie_weights:
         readings.pop()  # it reads the embedding, which is judged as the output's weights
-    scores = {lane: torch.zeros(width, dtype=torch.float64) for lane in _slots(model.recurrent)}
+    scores = {lane: torch.zeros(width, dtype=torch.float64) for lane in _lanes(model.recurrent)}
     weights = [model.get_parameter(one.name) for one in readings]
     if importance == "taylor":
         sizes = first_order(model, [(weight, 1, 1) for weight in weights], calibration)
@@ -182,7 +167,7 @@ def _scores(model: Any, importance: str, calibration: Calibration) -> dict[Lane,
 def _written(model: Any) -> dict[Lane, Tensor]:
     """How much is written into each unit: the norm over its rows in all gates."""
     width, written = model.config.hidden_size, {}
-    for lane in _slots(model.recurrent):
+    for lane in _lanes(model.recurrent):
         names = [f"recurrent.{kind}_{_suffix(lane)}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
         squares = [norms(model.get_parameter(name), 0).square().reshape(-1, width).sum(0) for name in names]
         written[lane] = torch.stack(squares).sum(0).sqrt()
@@ -192,7 +177,7 @@ def _written(model: Any) -> dict[Lane, Tensor]:
 def _activity(model: Any, calibration: Calibration) -> dict[Lane, Tensor]:
     """The mean size of each unit's output, over tokens that are no padding where sequences are packed."""
     width = model.config.hidden_size
-    sums = {lane: torch.zeros(width, dtype=torch.float64) for lane in _slots(model.recurrent)}
+    sums = {lane: torch.zeros(width, dtype=torch.float64) for lane in _lanes(model.recurrent)}
     alone = [_single(model.recurrent, number) for number in range(model.recurrent.num_layers)]
 
     def look(_: int, mask: Tensor | None, given: Any, __: Any) -> None:

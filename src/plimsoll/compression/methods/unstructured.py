@@ -7,42 +7,37 @@ the CPU these are slower than dense ones below some 90 % of zeros.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.nn.utils import prune
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
-from plimsoll.compression.zeros import layers_of, why_no_zeros
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
+from plimsoll.compression.layers import dense_layers, why_no_zeros
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import options_of
 
 
-class Unstructured:
+class Unstructured(Shrinker):
     """See the module."""
 
-    name: ClassVar[str] = "unstructured"
-    title: ClassVar[str] = "the smallest weights are zero"
-    saves: ClassVar[str] = (
+    name = "unstructured"
+    saves = (
         "nothing: zeros are stored and multiplied like any number, 0 bytes of the file, 0 bytes of memory, 0 seconds; "
         "only what packs the file (zip) makes it smaller"
     )
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Offer nothing, and say why."""
+    def worth_trying(self, bundle: Bundle) -> str:
+        """Return why it is not worth it."""
         return f"{self.name} saves {self.saves}: ask for {self.name}(share=0.5) by name if you want the zeros"
 
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Nothing: the smallest are known by themselves."""
-        return frozenset()
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Refuse shares that leave all or nothing, and models without linear layers."""
-        return why_no_zeros(subject, choice)
+        return why_no_zeros(bundle, choice)
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Set the share of each layer that is smallest to zero."""
         share: Any = options_of(choice)["share"]
-        for layer in layers_of(subject.model).values():
+        for layer in dense_layers(bundle.model).values():
             if not layer.weight.is_meta:
                 prune.l1_unstructured(layer, "weight", share)  # type: ignore[no-untyped-call]
                 prune.remove(layer, "weight")  # type: ignore[no-untyped-call]

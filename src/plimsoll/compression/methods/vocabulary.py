@@ -1,6 +1,6 @@
 """Only the tokens that a corpus has: fewer rows in the embedding and in the output over the vocabulary.
 
-Exact on that corpus: with the new tokenizer its texts have the same tokens (`_token_needs` says why), with other
+Exact on that corpus: with the new tokenizer its texts have the same tokens (`token_needs` says why), with other
 numbers, and the logits of the tokens that are kept are bitwise what they were. Probabilities over the vocabulary are
 higher and perplexity is lower than before, for there are fewer tokens to divide among: that is no better model.
 
@@ -17,18 +17,18 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from plimsoll.compression.base import Calibration, Choices, Need, Subject
+from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.token_needs import KINDS, tokens_needed, with_only
 from plimsoll.errors import WeightsError
 from plimsoll.records.plan import Choice
-from plimsoll.records.shrink import options_fault, options_of
+from plimsoll.records.shrink import options_of
 from plimsoll.weights.structure import class_for, tell_sizes
 
 
@@ -40,61 +40,49 @@ class Slot(NamedTuple):
     dim: int
 
 
-class Vocabulary:
+class Vocabulary(Shrinker):
     """Rows of tokens that the corpus does not have are taken away."""
 
-    name: ClassVar[str] = "vocabulary"
-    title: ClassVar[str] = "only the tokens of the corpus"
-    saves: ClassVar[str] = (
+    name = "vocabulary"
+    saves = (
         "the file, the memory of the weights and of a training's optimizer states and gradients by the rows that are "
         "taken away, and of a language model the time and memory of its logits; an embedding's lookups take the same "
         "time"
     )
+    reads_corpus = True
 
-    def choices(self, subject: Subject) -> Choices | str:
-        """Return the one choice, or why it cannot be."""
-        choice = Choice(technique=self.name)
-        return self.refusal(subject, choice) or (choice,)
-
-    def needs(self, choice: Choice) -> frozenset[Need]:
-        """Return that it needs to know how often each token is in the corpus."""
-        return frozenset({"corpus"})
-
-    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+    def fault(self, bundle: Bundle, choice: Choice) -> str | None:
         """Return why this cannot be: no fast tokenizer, or weights that are not found by their number of rows."""
-        fault = options_fault(choice)
-        if fault is not None:
-            return fault
-        if subject.tokenizer is None:
+        if bundle.tokenizer is None:
             return "there is no tokenizer to take tokens from: give a model folder that has its tokenizer.json"
-        backend = getattr(subject.tokenizer, "backend_tokenizer", None)
-        kind = type(subject.tokenizer).__name__ if backend is None else type(backend.model).__name__
+        backend = getattr(bundle.tokenizer, "backend_tokenizer", None)
+        kind = type(bundle.tokenizer).__name__ if backend is None else type(backend.model).__name__
         if kind not in KINDS:
             return f"the tokenizer is a {kind}, and only {', '.join(KINDS)} are known: use one of these"
-        return _refusal_of_model(subject.model)
+        return _refusal_of_model(bundle.model)
 
-    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Take the rows away, and the tokens; without counts, as for sizes alone, those are taken that none can have.
 
         Raises:
             WeightsError: if what the corpus has is not of this model's tokens.
         """
-        tokenizer: Any = subject.tokenizer
+        tokenizer: Any = bundle.tokenizer
         described = json.loads(tokenizer.backend_tokenizer.to_str())
-        num_rows = _num_tokens(subject.model)
+        num_rows = _num_tokens(bundle.model)
         counts = calibration.token_counts
         if counts is None:
             counts = np.full(min(len(tokenizer), num_rows), _min_count(choice))
         occurring = _occurring(counts, _min_count(choice), num_rows, len(tokenizer))
         known = {*tokenizer.get_vocab().values()}
-        special = {one for one in (*tokenizer.all_special_ids, *_special_numbers(subject.model)) if one in known}
+        special = {one for one in (*tokenizer.all_special_ids, *_special_numbers(bundle.model)) if one in known}
         kept = sorted(one for one in tokens_needed(described, occurring | special) if one < num_rows)
-        slots = [*_slots(subject.model)]
-        kept = _from_padding_on(subject.model, kept)
+        slots = [*_slots(bundle.model)]
+        kept = _from_padding_on(bundle.model, kept)
         text = with_only(described, kept)
         _keep_rows(slots, torch.tensor(kept))
-        _renumber_config(subject.model, kept)
-        subject.tokenizer = _with_backend(tokenizer, text)
+        _renumber_config(bundle.model, kept)
+        bundle.tokenizer = _with_backend(tokenizer, text)
 
 
 def _min_count(choice: Choice) -> Any:

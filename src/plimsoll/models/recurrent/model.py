@@ -1,14 +1,19 @@
-"""Recurrent language models and classifiers: LSTM, GRU and plain (tanh) RNN on ``torch.nn``.
+"""Recurrent language models, classifiers and taggers: LSTM, GRU and plain (tanh) RNN on ``torch.nn``.
 
 Called as the Hugging Face models are: ``model(input_ids=..., attention_mask=..., labels=...)`` returns ``.loss`` and
 ``.logits``. Saved as ``model.safetensors`` and ``config.json``. Dropout is where Zaremba et al. 2014 (arXiv:1409.2329)
 have it: on the embeddings, between the layers and on the output, not on the recurrent state.
 
-Both run in segments of time as well (`plimsoll.models.recurrent.segments`), but for a bidirectional classifier. Every
+A tagger gives each token a label. Padding on the right changes nothing: where both directions are read, sequences are
+packed, so that the one from right to left begins at the last token. On the CPU torch takes time for a packed sequence
+that grows with the square of its length, but with `plimsoll.techniques.packed_stretches`.
+
+Language models and classifiers run in segments of time as well (`plimsoll.models.recurrent.segments`), but for a
+bidirectional classifier. Every
 sequence starts from zeros, but for the windows of a stream, of a language model that was told to carry its state
 (`RecurrentLanguageModel.carry`).
 
-It does NOT cover padding on the left.
+It does NOT cover padding on the left, and labels that depend on their neighbours (a CRF).
 
 Shapes: B samples, T tokens, E embedding size, H hidden size, V vocabulary, L labels.
 """
@@ -27,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from plimsoll.errors import InputError, JobError
 from plimsoll.models.adaptive import DIV_VALUE, adaptive_head, adaptive_loss, cutoffs_fault, log_probabilities, widened
@@ -111,7 +116,7 @@ class RecurrentOutput(NamedTuple):
 
 
 class RecurrentModel(nn.Module):
-    """What a language model, a classifier and a tagger (`plimsoll.models.recurrent.tagger`) have in common."""
+    """What a language model, a classifier and a tagger have in common."""
 
     config: RecurrentConfig
     ignores_padding: ClassVar[bool] = True  # on the right, see `plimsoll.techniques.by_length`
@@ -304,19 +309,51 @@ class RecurrentClassifier(RecurrentLabeller):
         return RecurrentOutput(loss, logits_BL)
 
 
+class RecurrentTagger(RecurrentLabeller):
+    """Gives each token one of L labels; its loss is the mean over the tokens that have a label."""
+
+    @property
+    def packs_sequences(self) -> bool:
+        """Whether sequences are packed, which `plimsoll.techniques.packed_stretches` asks."""
+        return self.config.bidirectional
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> RecurrentOutput:
+        """Compute the logits (B, T, L) and the mean loss over the labels that are not -100.
+
+        Args:
+            input_ids: (B, T), padded on the right.
+            attention_mask: (B, T), 1 for a token and 0 for padding, which then changes nothing; without it all are
+                tokens. A sequence without tokens is read as one token of padding.
+            labels: (B, T), from 0 to L - 1, or -100.
+        """
+        embedded = self.dropout(self.embedding(input_ids))
+        if attention_mask is None or not self.config.bidirectional:  # from left to right no token sees the padding
+            hidden_BTH, _ = self.recurrent(embedded)
+        else:
+            num_tokens = attention_mask.sum(dim=1).clamp(min=1).cpu()
+            packed = pack_padded_sequence(embedded, num_tokens, batch_first=True, enforce_sorted=False)
+            hidden, _ = self.recurrent(packed)
+            hidden_BTH, _ = pad_packed_sequence(hidden, batch_first=True, total_length=input_ids.shape[1])
+        logits_BTL = self.head(self.dropout(hidden_BTH))
+        if labels is None:
+            return RecurrentOutput(None, logits_BTL)
+        logits = widened(logits_BTL.flatten(0, 1))
+        loss = functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL)
+        return RecurrentOutput(loss, logits_BTL)
+
+
 def build_recurrent(fields: dict[str, Any]) -> RecurrentModel:
-    """Build a model with new weights from the fields of a `RecurrentConfig`; taggers are built by `build_tagger`.
+    """Build a model with new weights from the fields of a `RecurrentConfig`.
 
     Raises:
         JobError: if a field is unknown or has a wrong value.
     """
     config = recurrent_config(fields)
-    if config.is_tagger:
-        raise JobError(
-            f"model: is_tagger {config.is_tagger} makes a classifier of tokens, not of texts: use "
-            "plimsoll.models.recurrent.tagger.build_tagger"
-        )
-    return RecurrentLanguageModel(config) if config.num_labels is None else RecurrentClassifier(config)
+    if config.num_labels is None:
+        return RecurrentLanguageModel(config)
+    return RecurrentTagger(config) if config.is_tagger else RecurrentClassifier(config)
 
 
 def recurrent_config(fields: dict[str, Any]) -> RecurrentConfig:
@@ -344,23 +381,18 @@ def save_recurrent(model: RecurrentModel, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def load_recurrent(
-    folder: Path,
-    build: Callable[[dict[str, Any]], RecurrentModel] = build_recurrent,
-    dtype: torch.dtype = torch.float32,
-) -> RecurrentModel:
+def load_recurrent(folder: Path, dtype: torch.dtype = torch.float32) -> RecurrentModel:
     """Load a model that `save_recurrent` wrote, bitwise where it was of that type.
 
     Args:
         folder: of the model.
-        build: `build_tagger` for a tagger.
         dtype: of the weights, whatever they have in the file.
 
     Raises:
         JobError: if a file is missing or damaged.
     """
     try:
-        model = build(json.loads((folder / "config.json").read_text(encoding="utf-8"))).to(dtype)
+        model = build_recurrent(json.loads((folder / "config.json").read_text(encoding="utf-8"))).to(dtype)
         load_model(model, folder / "model.safetensors")
     except (OSError, json.JSONDecodeError, SafetensorError) as error:
         raise JobError(f"model: {folder} cannot be loaded as a recurrent model ({error}): save it again") from None

@@ -15,7 +15,6 @@ import torch
 from plimsoll.errors import JobError, WeightsError
 from plimsoll.models.names import RECURRENT
 from plimsoll.models.recurrent.model import MODEL_TYPE, build_recurrent
-from plimsoll.models.recurrent.tagger import build_tagger
 from plimsoll.models.skeleton import Skeleton, Slot, Weight, slots_of
 from plimsoll.weights.loading import Checkpoint
 
@@ -50,7 +49,7 @@ def recurrent_skeleton(
             raise WeightsError(f"{checkpoint.folder} is a recurrent model, which has no {name} {value}: leave it out")
     try:
         with torch.device("meta"):
-            model: Any = (build_tagger if fields.get("is_tagger") else build_recurrent)(fields)
+            model: Any = build_recurrent(fields)
     except JobError as error:
         raise WeightsError(f"{checkpoint.folder}: {error}; save the model again") from None
     places: dict[int, list[tuple[str, Slot]]] = {}

@@ -32,7 +32,7 @@ from plimsoll.distributed.ranks import Ranks
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.trace import DryRun, dry_run, failures_explained, with_unknown_lengths
 from plimsoll.models.build import build_model, import_library_of
-from plimsoll.models.distillation import Distillation
+from plimsoll.models.distillation.loss import Distillation
 from plimsoll.models.optimizers import build_optimizer
 from plimsoll.models.workload import (
     IGNORED_LABEL,

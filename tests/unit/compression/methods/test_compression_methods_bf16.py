@@ -7,11 +7,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from plimsoll.compression.methods import Calibration, Subject
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.bf16 import Bf16
 from plimsoll.inference.model import load_for_inference
 from plimsoll.models.recurrent.model import build_recurrent, save_recurrent
-from plimsoll.models.recurrent.tagger import build_tagger
 from plimsoll.records.plan import Choice
 from plimsoll.weights.parts import model_bytes
 from quantized_models import made, shrunk
@@ -25,15 +24,15 @@ def model():
 
 
 def test_half_the_bytes_and_loaded_as_it_is(tmp_path):
-    subject = Subject(model())
+    bundle = Bundle(model())
     ids = torch.arange(10)[None]
     with torch.no_grad():
-        wanted, before_bytes = subject.model(ids).logits, model_bytes(subject.model)
-        Bf16().shrink(subject, CHOICE, Calibration())
-        found = subject.model(ids).logits
-        assert model_bytes(subject.model) * 2 == before_bytes
+        wanted, before_bytes = bundle.model(ids).logits, model_bytes(bundle.model)
+        Bf16().shrink(bundle, CHOICE, Calibration())
+        found = bundle.model(ids).logits
+        assert model_bytes(bundle.model) * 2 == before_bytes
         assert torch.allclose(found.float(), wanted, atol=0.02)
-        subject.model.save_pretrained(tmp_path)
+        bundle.model.save_pretrained(tmp_path)
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, found)
 
 
@@ -43,13 +42,13 @@ def test_recurrent_models_are_loaded_in_what_their_file_has(architecture, kind, 
     fields = {"architecture": architecture, "vocab_size": 50, "embedding_size": 16, "hidden_size": 16}
     labels = {} if kind == "language model" else {"num_labels": 3, "is_tagger": kind == "tagger"}
     torch.manual_seed(0)
-    small = (build_tagger if kind == "tagger" else build_recurrent)(fields | labels).eval()
+    small = build_recurrent(fields | labels).eval()
     ids = torch.arange(12).view(2, 6)
     asked = {"input_ids": ids, "labels": {"tagger": ids % 3, "classifier": ids[:, 0] % 3}.get(kind, ids)}
     with torch.no_grad():
         wanted, before_bytes = small(**asked), model_bytes(small)
-        assert Bf16().refusal(Subject(small), CHOICE) is None
-        Bf16().shrink(Subject(small), CHOICE, Calibration())
+        assert Bf16().refusal(Bundle(small), CHOICE) is None
+        Bf16().shrink(Bundle(small), CHOICE, Calibration())
         found = small(**asked)
         assert model_bytes(small) * 2 == before_bytes
         assert torch.allclose(found.logits.float(), wanted.logits, atol=0.02)
@@ -70,8 +69,7 @@ def test_recurrent_models_are_loaded_in_what_their_file_has(architecture, kind, 
             CHOICE,
             "bf16: bert.encoder.layer.0.attention.self.query.weight is quantized and stays as it is: do bf16 before",
         ),
-        (model, Choice(technique="bf16", options={"bits": 7}), "`bf16` has no option `bits`"),
     ],
 )
 def test_what_cannot_be_is_refused(make, choice, said):
-    assert said in Bf16().refusal(Subject(make()), choice)
+    assert said in Bf16().refusal(Bundle(make()), choice)

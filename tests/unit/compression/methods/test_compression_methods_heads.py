@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from plimsoll.compression.attention import attentions_of
-from plimsoll.compression.methods import Calibration, Subject
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.heads import Heads
 from plimsoll.compression.twins import input_dim
 from plimsoll.records.plan import Choice
@@ -36,24 +36,24 @@ def kill_first_group(model: nn.Module) -> None:
 def test_dead_heads_leave_without_a_trace(name: str, importance: str):
     model = small_model(name)
     kill_first_group(model)
-    before, num_before, subject = logits_of(model), num_weights(model), Subject(model)
+    before, num_before, bundle = logits_of(model), num_weights(model), Bundle(model)
     num_groups = attentions_of(model)[0].num_groups
     choice = chosen(share=1 / num_groups, importance=importance)
-    HEADS.shrink(subject, choice, Calibration(lambda: batches_of(model)))
-    torch.testing.assert_close(logits_of(subject.model), before, rtol=0, atol=1e-6)
-    assert num_weights(subject.model) < num_before
-    assert {one.num_groups for one in attentions_of(subject.model)} == {num_groups - 1}
+    HEADS.shrink(bundle, choice, Calibration(lambda: batches_of(model)))
+    torch.testing.assert_close(logits_of(bundle.model), before, rtol=0, atol=1e-6)
+    assert num_weights(bundle.model) < num_before
+    assert {one.num_groups for one in attentions_of(bundle.model)} == {num_groups - 1}
     assert (getattr(model.config, "shrunk", None) is None) == (name in PLAIN)
-    on_meta = Subject(small_model(name, "meta"))
+    on_meta = Bundle(small_model(name, "meta"))
     HEADS.shrink(on_meta, choice, Calibration())
-    assert shapes_of(on_meta.model) == shapes_of(subject.model)
+    assert shapes_of(on_meta.model) == shapes_of(bundle.model)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
 def test_heads_leave_twice_and_the_rest_is_trained(name: str):
     model = small_model(name, **({"num_key_value_heads": 4} if name == "llama" else {}))
     for num_heads in (3, 2):
-        HEADS.shrink(Subject(model), chosen(), Calibration())
+        HEADS.shrink(Bundle(model), chosen(), Calibration())
         assert [one.num_heads for one in attentions_of(model)] == [num_heads, num_heads]
         model(**next(batches_of(model))).loss.backward()
         assert all(one.grad.isfinite().all() for one in model.parameters() if one.grad is not None)
@@ -69,7 +69,7 @@ def test_a_head_is_kept_for_its_values_and_what_reads_them():
             layer.bias.zero_()
         part.output.dense.weight.fill_(1.0)
         part.output.dense.weight[:, 12:] = 0.0  # nothing reads head 3
-    HEADS.shrink(Subject(model), chosen(share=0.5), Calibration())
+    HEADS.shrink(Bundle(model), chosen(share=0.5), Calibration())
     assert part.self.value.weight[:, 0].tolist() == [1.0] * 4 + [2.0] * 4
     assert part.self.query.weight.shape == (8, 16)
     assert model.config.shrunk["attributes"]["bert.encoder.layer.0.attention.self"] == {
@@ -80,7 +80,7 @@ def test_a_head_is_kept_for_its_values_and_what_reads_them():
 
 def test_the_configuration_of_grouped_heads_says_how_many_are_left():
     model = small_model("qwen2")
-    HEADS.shrink(Subject(model), chosen(share=0.5), Calibration())
+    HEADS.shrink(Bundle(model), chosen(share=0.5), Calibration())
     config = model.config
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (2, 1, 4)
     ids = next(batches_of(model))["input_ids"][:, :4]
@@ -91,34 +91,26 @@ def test_the_configuration_of_grouped_heads_says_how_many_are_left():
 
 
 def test_it_offers_what_leaves_whole_groups():
-    assert [str(choice) for choice in HEADS.choices(Subject(small_model("bert", "meta")))] == [
-        "heads=0.25",
-        "heads=0.5",
-    ]
-    assert [str(choice) for choice in HEADS.choices(Subject(small_model("llama", "meta")))] == ["heads=0.5"]
+    assert [str(choice) for choice in HEADS.choices(Bundle(small_model("bert", "meta")))] == ["heads=0.25", "heads=0.5"]
+    assert [str(choice) for choice in HEADS.choices(Bundle(small_model("llama", "meta")))] == ["heads=0.5"]
 
 
 def test_what_cannot_be_is_refused_with_what_was_looked_for():
     assert "Linear has no attention: looked for linear layers named query, q_proj" in HEADS.choices(
-        Subject(nn.Linear(1, 1))
+        Bundle(nn.Linear(1, 1))
     )
-    said = HEADS.refusal(Subject(small_model("llama", "meta")), chosen(share=0.1))
+    said = HEADS.refusal(Bundle(small_model("llama", "meta")), chosen(share=0.1))
     assert (
         "a share of 0.1 of 2 groups of heads that share keys and values is none of them: give a share from 0.5" in said
     )
-    said = HEADS.refusal(Subject(small_model("bert", "meta")), chosen(share=0.95))
+    said = HEADS.refusal(Bundle(small_model("bert", "meta")), chosen(share=0.95))
     assert "a share of 0.95 of 4 heads is all of them: give a share from 0.25 to 0.75" in said
     shared = small_model("bert", "meta")
     shared.config.shrunk = {"shared": {"bert.encoder.layer.1": "bert.encoder.layer.0"}}
     assert "2 layers of BertForSequenceClassification share their weights: use heads before" in HEADS.choices(
-        Subject(shared)
+        Bundle(shared)
     )
     with torch.device("meta"):
         config = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=40)
         slopes = transformers.BloomForCausalLM(config)
-    assert "`transformer` of BloomForCausalLM has num_heads too" in HEADS.choices(Subject(slopes))
-
-
-def test_it_needs_what_its_importance_does():
-    assert HEADS.needs(chosen()) == frozenset()
-    assert HEADS.needs(chosen(importance="activation")) == {"batches"}
+    assert "`transformer` of BloomForCausalLM has num_heads too" in HEADS.choices(Bundle(slopes))

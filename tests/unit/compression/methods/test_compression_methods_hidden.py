@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.compression.methods import Calibration, Subject
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.heads import Heads
 from plimsoll.compression.methods.hidden import Hidden
 from plimsoll.records.plan import Choice
@@ -23,7 +23,7 @@ def chosen(**options: float | str) -> Choice:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_what_is_left_is_a_model_of_its_class(name: str):
     model = small_model(name)
-    HIDDEN.shrink(Subject(model), chosen(share=0.25), Calibration())
+    HIDDEN.shrink(Bundle(model), chosen(share=0.25), Calibration())
     assert model.config.hidden_size == 12
     assert model.config.num_attention_heads == (4 if name in KEEP_HEADS else 3)
     assert getattr(model.config, "shrunk", None) is None
@@ -33,7 +33,7 @@ def test_what_is_left_is_a_model_of_its_class(name: str):
     )
     model(**next(batches_of(model))).loss.backward()
     assert all(one.grad.isfinite().all() for one in model.parameters() if one.grad is not None)
-    on_meta = Subject(small_model(name, "meta"))
+    on_meta = Bundle(small_model(name, "meta"))
     HIDDEN.shrink(on_meta, chosen(share=0.25), Calibration())
     assert shapes_of(on_meta.model) == shapes_of(model)
 
@@ -53,7 +53,7 @@ def test_dead_dimensions_are_the_ones_that_leave(importance: str):
             block.mlp.gate_proj.weight[:, dead] = 0
             block.mlp.up_proj.weight[:, dead] = 0
     before = logits_of(model)
-    HIDDEN.shrink(Subject(model), chosen(share=0.25, importance=importance), Calibration(lambda: batches_of(model)))
+    HIDDEN.shrink(Bundle(model), chosen(share=0.25, importance=importance), Calibration(lambda: batches_of(model)))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -68,7 +68,7 @@ def test_whole_heads_leave_where_their_width_is_not_in_the_configuration():
     with torch.no_grad():
         last.c_proj.weight[4:8] = 0.0  # nothing reads head 1 of the last block
     values = last.c_attn.weight.clone()
-    HIDDEN.shrink(Subject(model), chosen(share=0.25), Calibration())
+    HIDDEN.shrink(Bundle(model), chosen(share=0.25), Calibration())
     assert (last.num_heads, last.head_dim, last.split_size, last.embed_dim) == (3, 4, 12, 12)
     assert model.config.n_inner == 64, "what was four times the hidden size stays"
     kept = [row for row in range(16) if not 4 <= row < 8]
@@ -77,7 +77,7 @@ def test_whole_heads_leave_where_their_width_is_not_in_the_configuration():
 
 
 def test_shares_that_are_no_whole_heads_are_refused_with_those_that_are():
-    said = HIDDEN.refusal(Subject(small_model("bert", "meta")), chosen(share=0.3))
+    said = HIDDEN.refusal(Bundle(small_model("bert", "meta")), chosen(share=0.3))
     assert said == (
         "a share of 0.3 of 16 dimensions does not leave whole heads of 4, which BertForSequenceClassification has 4 "
         "of: give one of 0.25, 0.5, 0.75"
@@ -87,30 +87,23 @@ def test_shares_that_are_no_whole_heads_are_refused_with_those_that_are():
 def test_where_heads_stay_the_width_is_a_multiple_of_their_number():
     """As the configuration of Llama wants it."""
     model = small_model("llama")
-    HIDDEN.shrink(Subject(model), chosen(share=0.3), Calibration())
+    HIDDEN.shrink(Bundle(model), chosen(share=0.3), Calibration())
     assert (model.config.hidden_size, model.config.head_dim) == (12, 4)
-    said = HIDDEN.refusal(Subject(model), chosen(share=0.1))
+    said = HIDDEN.refusal(Bundle(model), chosen(share=0.1))
     assert said == "a share of 0.1 of 3 times 4 dimensions is none of them: give a share from 0.333 to 0.667"
 
 
 def test_it_offers_what_can_be():
-    assert [str(choice) for choice in HIDDEN.choices(Subject(small_model("bert", "meta")))] == [
+    assert [str(choice) for choice in HIDDEN.choices(Bundle(small_model("bert", "meta")))] == [
         "hidden(share=0.25,importance=activation)",
         "hidden(share=0.5,importance=activation)",
     ]
-    offered = HIDDEN.choices(Subject(small_model("llama", "meta", hidden_size=32)))
+    offered = HIDDEN.choices(Bundle(small_model("llama", "meta", hidden_size=32)))
     assert [choice.options["share"] for choice in offered] == [0.125, 0.25, 0.5]
 
 
 def test_what_cannot_be_is_refused():
-    assert "Linear has no hidden size between blocks: looked for hidden_size" in HIDDEN.choices(
-        Subject(nn.Linear(1, 1))
-    )
-    subject = Subject(small_model("bert", "meta"))
-    Heads().shrink(subject, Choice(technique="heads"), Calibration())
-    assert "whose sizes do not follow its hidden size: use hidden before other methods" in HIDDEN.choices(subject)
-
-
-def test_it_needs_what_its_importance_does():
-    assert HIDDEN.needs(chosen()) == frozenset()
-    assert HIDDEN.needs(chosen(importance="taylor")) == {"gradients"}
+    assert "Linear has no hidden size between blocks: looked for hidden_size" in HIDDEN.choices(Bundle(nn.Linear(1, 1)))
+    bundle = Bundle(small_model("bert", "meta"))
+    Heads().shrink(bundle, Choice(technique="heads"), Calibration())
+    assert "whose sizes do not follow its hidden size: use hidden before other methods" in HIDDEN.choices(bundle)

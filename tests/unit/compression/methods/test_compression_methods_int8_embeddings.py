@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from plimsoll.compression.methods import SHRINKERS, Subject
+from plimsoll.compression.methods import SHRINKERS, Bundle
 from plimsoll.models.loading import load_model
-from plimsoll.weights.coded_embedding import CodedEmbedding
+from plimsoll.weights.coded_layers import CodedEmbedding
 from plimsoll.weights.parts import model_bytes
 from quantized_models import choice_of, logits, made, shrunk
 
@@ -30,11 +30,11 @@ def test_the_layers_may_follow(tmp_path):
 
 
 def test_a_table_that_is_the_output_too_is_refused():
-    fault = SHRINKERS["int8_embeddings"].choices(Subject(made("gpt2")))
+    fault = SHRINKERS["int8_embeddings"].choices(Bundle(made("gpt2")))
     assert "the table of 100 tokens is shared with another layer" in fault
 
 
 def test_it_is_done_once():
     model = shrunk("int8_embeddings", made("bert"))
-    fault = SHRINKERS["int8_embeddings"].refusal(Subject(model), choice_of("int8_embeddings"))
+    fault = SHRINKERS["int8_embeddings"].refusal(Bundle(model), choice_of("int8_embeddings"))
     assert fault == "int8_embeddings: the 100 token embeddings are quantized already: leave it out"

@@ -7,11 +7,11 @@ import torch
 from plimsoll.compression.methods import Calibration
 from plimsoll.compression.methods.low_rank import LowRank
 from plimsoll.compression.methods.tied import Tied
-from plimsoll.compression.saved_form import form_of
+from plimsoll.compression.saving import form_of
 from plimsoll.models.build import save_model
 from plimsoll.models.loading import load_model
 from plimsoll.records.plan import Choice
-from shrink_models import CORPUS, ids_of, num_bytes, outputs, subject
+from shrink_models import CORPUS, bundle, ids_of, num_bytes, outputs
 
 METHOD = Tied()
 CHOICE = Choice(technique="tied")
@@ -19,7 +19,7 @@ CHOICE = Choice(technique="tied")
 
 def test_equal_tables_lose_nothing_and_are_saved_once():
     for name in ("llama", "lstm-lm"):
-        given = subject(name)
+        given = bundle(name)
         table, output = (
             (given.model.embedding, given.model.head)
             if name == "lstm-lm"
@@ -36,7 +36,7 @@ def test_equal_tables_lose_nothing_and_are_saved_once():
 
 
 def test_a_model_of_another_structure_is_tied_as_well(tmp_path):
-    given = subject("llama")
+    given = bundle("llama")
     LowRank().shrink(given, Choice(technique="low_rank", options={"aware": False}), Calibration())
     METHOD.shrink(given, CHOICE, Calibration())
     assert form_of(given.model) == "code"
@@ -46,11 +46,9 @@ def test_a_model_of_another_structure_is_tied_as_well(tmp_path):
 
 
 def test_bad_input_is_refused_with_what_to_do():
-    assert "no pair of tables" in METHOD.choices(subject("bert"))
-    assert "no pair of tables" in METHOD.choices(subject("lstm-classifier"))
-    assert "tied to its embedding already" in METHOD.choices(subject("gpt2"))
-    given = subject("lstm-lm")
+    assert "no pair of tables" in METHOD.choices(bundle("bert"))
+    assert "no pair of tables" in METHOD.choices(bundle("lstm-classifier"))
+    assert "tied to its embedding already" in METHOD.choices(bundle("gpt2"))
+    given = bundle("lstm-lm")
     given.model.head = torch.nn.Linear(12, given.model.config.vocab_size)
     assert "use `hidden` or `low_rank_embeddings`" in METHOD.choices(given)
-    assert "no option `rows`" in METHOD.refusal(given, Choice(technique="tied", options={"rows": 1}))
-    assert METHOD.needs(CHOICE) == frozenset()

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from plimsoll.compression.methods import SHRINKERS, Subject, two_four
+from plimsoll.compression.methods import SHRINKERS, Bundle, two_four
 from plimsoll.weights.parts import model_bytes
-from quantized_models import choice_of, made, shrunk
+from quantized_models import made, shrunk
 
 
 def test_two_of_four_are_zero_along_what_goes_in():
@@ -27,5 +27,4 @@ def test_the_largest_stay_and_of_equals_the_first():
 
 def test_it_is_not_offered_and_says_why():
     method = SHRINKERS["two_four"]
-    assert "0 bytes and 0 seconds; on a GPU of compute capability 8.0 or more" in method.choices(Subject(made("bert")))
-    assert "`two_four` has no option `share`" in method.refusal(Subject(made("bert")), choice_of("two_four", share=0.5))
+    assert "0 bytes and 0 seconds; on a GPU of compute capability 8.0 or more" in method.choices(Bundle(made("bert")))

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plimsoll.compression.methods import Calibration, Subject
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.units import Units
 from plimsoll.models.recurrent.model import build_recurrent
-from plimsoll.models.recurrent.tagger import build_tagger
 from plimsoll.records.plan import Choice
 from pruned_models import shapes_of, small_model
 
@@ -36,7 +35,7 @@ def built(architecture: str, kind: str, device: str = "cpu", **fields: Any) -> A
     torch.manual_seed(0)
     fields = SIZES | {"architecture": architecture} | KINDS[kind] | fields
     with torch.device(device):
-        return (build_tagger if fields.get("is_tagger") else build_recurrent)(fields).eval()
+        return build_recurrent(fields).eval()
 
 
 def batches_of(model: Any) -> Iterator[dict[str, Tensor]]:
@@ -71,12 +70,12 @@ def test_dead_units_leave_without_a_trace(architecture: str, kind: str, importan
     kill(model)
     before = logits_of(model)
     choice = chosen(share=0.25, importance=importance)
-    UNITS.shrink(Subject(model), choice, Calibration(lambda: batches_of(model)))
+    UNITS.shrink(Bundle(model), choice, Calibration(lambda: batches_of(model)))
     torch.testing.assert_close(logits_of(model), before, rtol=0, atol=1e-6)
     assert model.config.hidden_size == model.recurrent.hidden_size == 9
     model(**next(batches_of(model))).loss.backward()
     assert all(one.grad.isfinite().all() for one in model.parameters())
-    on_meta = Subject(built(architecture, kind, "meta"))
+    on_meta = Bundle(built(architecture, kind, "meta"))
     UNITS.shrink(on_meta, choice, Calibration())
     assert shapes_of(on_meta.model) == shapes_of(model)
 
@@ -90,7 +89,7 @@ def test_each_layer_and_direction_keeps_its_own():
         reads = [model.recurrent.weight_ih_l1, model.recurrent.weight_ih_l1_reverse, model.head.weight]
         for weight, (forward, backward) in zip(reads, ((0, 13), (0, 13), (2, 15)), strict=True):
             weight[:, [forward, backward]] = 0
-    UNITS.shrink(Subject(model), chosen(share=1 / 12), Calibration())
+    UNITS.shrink(Bundle(model), chosen(share=1 / 12), Calibration())
     for number, name in enumerate(("l0", "l0_reverse", "l1", "l1_reverse")):
         kept = [row for row in range(48) if row % 12 != number]
         assert getattr(model.recurrent, f"bias_ih_{name}").tolist() == kept
@@ -98,7 +97,7 @@ def test_each_layer_and_direction_keeps_its_own():
 
 def test_a_tied_embedding_leaves_with_the_units():
     model = built("lstm", "tied")
-    UNITS.shrink(Subject(model), chosen(share=0.5), Calibration())
+    UNITS.shrink(Bundle(model), chosen(share=0.5), Calibration())
     assert (model.config.embedding_size, model.config.hidden_size) == (6, 6)
     assert model.head.weight is model.embedding.weight
 
@@ -107,18 +106,17 @@ def test_what_is_left_is_saved_and_read_again(tmp_path):
     from plimsoll.models.recurrent.model import load_recurrent, save_recurrent
 
     model = built("gru", "classifier")
-    UNITS.shrink(Subject(model), chosen(), Calibration())
+    UNITS.shrink(Bundle(model), chosen(), Calibration())
     save_recurrent(model, tmp_path)
     assert torch.equal(logits_of(load_recurrent(tmp_path).eval()), logits_of(model))
 
 
 def test_what_cannot_be_is_refused():
-    said = UNITS.choices(Subject(small_model("bert", "meta")))
+    said = UNITS.choices(Bundle(small_model("bert", "meta")))
     assert "BertForSequenceClassification has no recurrent layers: looked for an LSTM, GRU or RNN" in said
-    assert "Linear has no recurrent layers" in UNITS.choices(Subject(nn.Linear(1, 1)))
+    assert "Linear has no recurrent layers" in UNITS.choices(Bundle(nn.Linear(1, 1)))
     adaptive = built("lstm", "language model", "meta", adaptive_cutoffs=(4,))
-    assert "an adaptive softmax with cutoffs [4] have features whose number follows" in UNITS.choices(Subject(adaptive))
-    plain = Subject(built("lstm", "language model", "meta"))
+    assert "an adaptive softmax with cutoffs [4] have features whose number follows" in UNITS.choices(Bundle(adaptive))
+    plain = Bundle(built("lstm", "language model", "meta"))
     assert "a share of 0.01 of 12 units is none of them" in str(UNITS.refusal(plain, chosen(share=0.01)))
     assert [str(choice) for choice in UNITS.choices(plain)] == ["units=0.125", "units=0.25", "units=0.5"]
-    assert UNITS.needs(chosen(importance="activation")) == {"batches"}

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from plimsoll.compression.methods import Calibration, Subject
+from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.vocabulary import Vocabulary
 from plimsoll.errors import WeightsError
 from plimsoll.records.plan import Choice
-from shrink_models import CORPUS, OTHER, calibration, ids_of, is_language_model, num_bytes, outputs, subject
+from shrink_models import CORPUS, OTHER, bundle, calibration, ids_of, is_language_model, num_bytes, outputs
 
 METHOD = Vocabulary()
 CHOICE = Choice(technique="vocabulary")
@@ -22,7 +22,7 @@ CHOICE = Choice(technique="vocabulary")
 
 @pytest.mark.parametrize("kind", ["BPE", "WordPiece", "Unigram", "WordLevel"])
 def test_the_corpus_has_the_same_tokens_and_the_tokenizer_loads_again(kind, tmp_path):
-    given = subject("gpt2", kind)
+    given = bundle("gpt2", kind)
     before = given.tokenizer
     METHOD.shrink(given, CHOICE, calibration(given))
     given.tokenizer.save_pretrained(tmp_path)
@@ -45,7 +45,7 @@ def test_the_corpus_has_the_same_tokens_and_the_tokenizer_loads_again(kind, tmp_
              "lstm-lm-tied", "lstm-tagger"]
 )  # fmt: skip
 def test_what_is_computed_of_the_corpus_has_the_same_bits(name):
-    given = subject(name)
+    given = bundle(name)
     model, before = given.model, given.tokenizer
     wanted = [outputs(model, ids_of(before, text)) for text in CORPUS]
     total, rows = num_bytes(model), model.config.vocab_size
@@ -65,16 +65,16 @@ def test_what_is_computed_of_the_corpus_has_the_same_bits(name):
 
 
 def test_what_is_rare_is_taken_away_when_asked_for():
-    given = subject("bert")
+    given = bundle("bert")
     seldom = Choice(technique="vocabulary", options={"min_count": 3})
-    plain = subject("bert")
+    plain = bundle("bert")
     METHOD.shrink(plain, CHOICE, calibration(plain))
     METHOD.shrink(given, seldom, calibration(given))
     assert 256 < len(given.tokenizer) < len(plain.tokenizer)  # all bytes stay
 
 
 def test_ties_stay_and_numbers_in_the_configuration_follow(tmp_path):
-    given = subject("gpt2")
+    given = bundle("gpt2")
     given.model.config.eos_token_id = given.model.generation_config.eos_token_id = [0, 3]
     last = len(given.tokenizer) - 2
     given.model.config.bos_token_id = last
@@ -84,11 +84,11 @@ def test_ties_stay_and_numbers_in_the_configuration_follow(tmp_path):
     assert model.lm_head.out_features == model.config.vocab_size == len(given.tokenizer)
     assert model.config.eos_token_id == model.generation_config.eos_token_id == [0, 3]
     kept = given.tokenizer.convert_ids_to_tokens(model.config.bos_token_id)
-    assert kept == subject("gpt2").tokenizer.convert_ids_to_tokens(last)
+    assert kept == bundle("gpt2").tokenizer.convert_ids_to_tokens(last)
 
 
 def test_rows_beyond_the_tokenizer_go_first():
-    given = subject("bert")
+    given = bundle("bert")
     given.model.resize_token_embeddings(len(given.tokenizer) + 40)
     total = num_bytes(given.model)
     METHOD.shrink(given, CHOICE, Calibration())  # without counts only what no text can have
@@ -97,7 +97,7 @@ def test_rows_beyond_the_tokenizer_go_first():
 
 
 def test_a_model_trains_on():
-    given = subject("gpt2")
+    given = bundle("gpt2")
     METHOD.shrink(given, CHOICE, calibration(given))
     [batch, *_] = calibration(given).batches()
     given.model(**batch).loss.backward()
@@ -106,15 +106,15 @@ def test_a_model_trains_on():
 
 
 def test_bad_input_is_refused_with_what_to_do():
-    given = subject("gpt2")
-    no_tokenizer = METHOD.refusal(Subject(given.model), CHOICE)
+    given = bundle("gpt2")
+    no_tokenizer = METHOD.refusal(Bundle(given.model), CHOICE)
     assert "give a model folder that has its tokenizer.json" in no_tokenizer
-    assert METHOD.choices(Subject(given.model)) == no_tokenizer
+    assert METHOD.choices(Bundle(given.model)) == no_tokenizer
     assert METHOD.choices(given) == (CHOICE,)
     wrong = Choice(technique="vocabulary", options={"min_count": 0})
     assert "give a whole number from 1 on" in METHOD.refusal(given, wrong)
     assert "no option `share`" in METHOD.refusal(given, Choice(technique="vocabulary", options={"share": 0.5}))
-    assert "no `vocab_size`" in METHOD.refusal(Subject(nn.Linear(2, 2), given.tokenizer), CHOICE)
+    assert "no `vocab_size`" in METHOD.refusal(Bundle(nn.Linear(2, 2), given.tokenizer), CHOICE)
     with pytest.raises(WeightsError, match="use the one in its folder"):
         METHOD.shrink(given, CHOICE, Calibration(token_counts=np.ones(5000, dtype=np.int64)))
 
@@ -124,7 +124,7 @@ def test_an_adaptive_softmax_is_refused():
 
     fields = {"vocab_size": 300, "embedding_size": 8, "hidden_size": 8, "adaptive_cutoffs": (50,)}
     model = build_recurrent({"architecture": "lstm", **fields})
-    assert "ranks of frequency" in METHOD.refusal(Subject(model, subject("lstm-lm").tokenizer), CHOICE)
+    assert "ranks of frequency" in METHOD.refusal(Bundle(model, bundle("lstm-lm").tokenizer), CHOICE)
 
 
 def test_needs_the_corpus():

@@ -2,9 +2,7 @@
 
 from textwrap import dedent, indent
 
-import pytest
-
-from lint_snippets import lines, marked, names
+from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.checkpoint_without_gradient import hits
 from plimsoll.diagnose.lint.helpers.source import parse
 
@@ -71,10 +69,7 @@ SNIPPETS = {
     "of-another-library": net(FINE).replace("torch.utils.checkpoint", "saving"),
 }
 
-
-@pytest.mark.parametrize(**names(SNIPPETS))
-def test_what_is_marked_is_found_and_nothing_else(code):
-    assert lines(hits, code) == marked(code)
+test_what_is_marked_is_found_and_nothing_else = found_where_marked(hits, SNIPPETS)
 
 
 def test_what_is_written_is_mended():

@@ -1,8 +1,6 @@
 """Samples that a data set moves to the device."""
 
-import pytest
-
-from lint_snippets import lines, marked, names
+from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.dataset_moves_to_cuda_in_getitem import hits
 
 SNIPPETS = {
@@ -53,7 +51,4 @@ SNIPPETS = {
     """,
 }
 
-
-@pytest.mark.parametrize(**names(SNIPPETS))
-def test_what_is_marked_is_found_and_nothing_else(code):
-    assert lines(hits, code) == marked(code)
+test_what_is_marked_is_found_and_nothing_else = found_where_marked(hits, SNIPPETS)

@@ -1,8 +1,6 @@
 """Tables of word vectors that are loaded as a whole."""
 
-import pytest
-
-from lint_snippets import lines, marked, names
+from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.full_embedding_load import hits
 
 SNIPPETS = {
@@ -79,7 +77,4 @@ SNIPPETS = {
     """,
 }
 
-
-@pytest.mark.parametrize(**names(SNIPPETS))
-def test_what_is_marked_is_found_and_nothing_else(code):
-    assert lines(hits, code) == marked(code)
+test_what_is_marked_is_found_and_nothing_else = found_where_marked(hits, SNIPPETS)

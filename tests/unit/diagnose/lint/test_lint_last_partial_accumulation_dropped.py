@@ -1,8 +1,6 @@
 """What is left over behind the last full group."""
 
-import pytest
-
-from lint_snippets import lines, marked, names
+from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.last_partial_accumulation_dropped import hits
 
 SNIPPETS = {
@@ -87,7 +85,4 @@ SNIPPETS = {
     """,
 }
 
-
-@pytest.mark.parametrize(**names(SNIPPETS))
-def test_what_is_marked_is_found_and_nothing_else(code):
-    assert lines(hits, code) == marked(code)
+test_what_is_marked_is_found_and_nothing_else = found_where_marked(hits, SNIPPETS)

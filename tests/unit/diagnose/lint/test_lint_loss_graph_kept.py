@@ -1,8 +1,6 @@
 """Losses and outputs that are kept with their graphs, and those that are not."""
 
-import pytest
-
-from lint_snippets import lines, marked, names
+from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.loss_graph_kept import hits
 
 SNIPPETS = {
@@ -234,7 +232,4 @@ SNIPPETS = {
     """,
 }
 
-
-@pytest.mark.parametrize(**names(SNIPPETS))
-def test_what_is_marked_is_found_and_nothing_else(code):
-    assert lines(hits, code) == marked(code)
+test_what_is_marked_is_found_and_nothing_else = found_where_marked(hits, SNIPPETS)

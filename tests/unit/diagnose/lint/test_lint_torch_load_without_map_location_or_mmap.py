@@ -1,8 +1,6 @@
 """Loads that do not say where to."""
 
-import pytest
-
-from lint_snippets import lines, marked, names
+from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.torch_load_without_map_location_or_mmap import hits
 
 SNIPPETS = {
@@ -29,7 +27,4 @@ SNIPPETS = {
     """,
 }
 
-
-@pytest.mark.parametrize(**names(SNIPPETS))
-def test_what_is_marked_is_found_and_nothing_else(code):
-    assert lines(hits, code) == marked(code)
+test_what_is_marked_is_found_and_nothing_else = found_where_marked(hits, SNIPPETS)

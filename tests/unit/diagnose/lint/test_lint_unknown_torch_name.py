@@ -4,7 +4,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from lint_snippets import lines, marked, names
+from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.unknown_torch_name import _INVENTED, hits
 
 SNIPPETS = {
@@ -31,10 +31,7 @@ SNIPPETS = {
     """,
 }
 
-
-@pytest.mark.parametrize(**names(SNIPPETS))
-def test_what_is_marked_is_found_and_nothing_else(code):
-    assert lines(hits, code) == marked(code)
+test_what_is_marked_is_found_and_nothing_else = found_where_marked(hits, SNIPPETS)
 
 
 @pytest.mark.parametrize("name", _INVENTED)

@@ -9,7 +9,6 @@ from plimsoll.errors import WeightsError
 from plimsoll.models.loading import load_model
 from plimsoll.models.recurrent.model import build_recurrent, save_recurrent
 from plimsoll.models.recurrent.skeleton import recurrent_fields
-from plimsoll.models.recurrent.tagger import build_tagger
 
 LANGUAGE = {"architecture": "lstm", "vocab_size": 30, "embedding_size": 8, "hidden_size": 8}
 KINDS = {
@@ -24,7 +23,7 @@ KINDS = {
 @pytest.mark.parametrize("place", ["memory", "mapped"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_and_logits_are_those_that_were_saved(kind, place, tmp_path):
-    model = (build_tagger if kind == "tagger" else build_recurrent)(KINDS[kind]).eval()
+    model = build_recurrent(KINDS[kind]).eval()
     save_recurrent(model, tmp_path)
     loaded = load_model(tmp_path, place=place)
     assert type(loaded.model) is type(model)

@@ -22,9 +22,8 @@ from distillations import (
     task_of,
 )
 from plimsoll.data.samples.teacher_cache import LOG_P, WORDS
-from plimsoll.models.chunked_distillation import Combination
-from plimsoll.models.distillation import Distillation, difference_of_states
-from plimsoll.models.soft_targets import softened
+from plimsoll.models.distillation.chunked import Combination, softened
+from plimsoll.models.distillation.loss import Distillation, difference_of_states
 from plimsoll.models.workload import count_units, model_loss, split_batch
 
 UNITS: Any = {"language-modeling": "next-tokens", "classification": "samples"}

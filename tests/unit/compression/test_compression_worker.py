@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.compression.processes import ShrinkProcess, Source
+from plimsoll.compression.worker import ShrinkProcess, Source
 from plimsoll.errors import KilledError, WeightsError
 from plimsoll.records.plan import Choice
 
 ANSWERS = """
 import os, signal
 from plimsoll.errors import KilledError, WeightsError
-from plimsoll.compression.processes import serve
+from plimsoll.compression.worker import serve
 
 def weight_bytes(chain):
     print("a library prints what nobody asked for")

@@ -25,10 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.errors import JobError, WeightsError
 from plimsoll.models.hugging_face import TextShape, load_hugging_face, read_hugging_face_config
-from plimsoll.models.loading import Head, Place, load_model, sketch_checkpoint
+from plimsoll.models.loading import Place, load_model, sketch_checkpoint
 from plimsoll.models.recurrent.model import build_recurrent
 from plimsoll.models.recurrent.skeleton import recurrent_fields
-from plimsoll.models.recurrent.tagger import build_tagger
 from plimsoll.models.skeleton import quiet
 from plimsoll.records.job import Task
 from plimsoll.weights.loading import open_checkpoint
@@ -59,7 +58,7 @@ def load_teacher(
     sketch = sketch_teacher(folder, task, shape)
     named: dict[str, Any] = {}
     if recurrent_fields(folder) is None:
-        named = {"head": _head_of(task), "config": sketch.config}
+        named = {"head": task, "config": sketch.config}
     try:
         loaded = load_model(folder, dtype=torch.float32, device=device, place=place, **named)
     except WeightsError as error:
@@ -126,18 +125,14 @@ def _in_dry_run(folder: Path, shape: TextShape) -> nn.Module:
     fields = recurrent_fields(folder)
     if fields is None:
         return load_hugging_face(folder, shape, "cpu")
-    return (build_tagger if shape.is_tagger else build_recurrent)(fields)
-
-
-def _head_of(task: Task) -> Head:
-    return task
+    return build_recurrent(fields)
 
 
 def _check_head(folder: Path, task: Task) -> None:
     """Refuse a folder without the weights of the head, which would be drawn anew."""
     try:
         with quiet():
-            skeleton, _ = sketch_checkpoint(folder, head=_head_of(task))
+            skeleton, _ = sketch_checkpoint(folder, head=task)
     except WeightsError as error:
         raise JobError(f"{_FIELD}: {folder} cannot be read ({error}): save or download it again") from None
     missing = [name for name in skeleton.missing if "pooler" not in name.split(".") or task == "classification"]
@@ -166,7 +161,7 @@ def _sketch_recurrent(
             f"{shape.vocab_size} tokens: set `tokenizer: {folder}`, or the folder of the tokenizer it was trained with"
         )
     with torch.device("meta"):
-        return _silent((build_tagger if shape.is_tagger else build_recurrent)(fields))
+        return _silent(build_recurrent(fields))
 
 
 def _check_labels(folder: Path, own: list[str], num_labels: int, names: tuple[str, ...]) -> None:

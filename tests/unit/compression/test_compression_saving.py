@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from model_folders import model_folder, tokenizer
-from plimsoll.compression.methods import Subject
-from plimsoll.compression.saved_form import form_of, save_planning_input
+from plimsoll.compression.methods import Bundle
+from plimsoll.compression.saving import form_of, save_bundle
 from plimsoll.errors import OutputError
 from plimsoll.models.build import save_model
 from plimsoll.models.hugging_face import TextShape, load_hugging_face
@@ -40,7 +40,7 @@ def folder(request, tmp_path):
     """A saved one of three layers."""
     origin = model_folder(tmp_path / "origin", request.param, num_hidden_layers=3)
     model = restructured(load_model(origin).model)
-    save_planning_input(Subject(model, tokenizer()), tmp_path / "small", origin)
+    save_bundle(Bundle(model, tokenizer()), tmp_path / "small", origin)
     torch.save(model(IDS_BT).logits.detach(), tmp_path / "logits.pt")
     return tmp_path / "small"
 
@@ -105,7 +105,7 @@ def test_what_belongs_to_sentence_embeddings_comes_along(tmp_path):
     modules = [{"path": "", "type": "a.Transformer"}, {"path": "1_Pooling", "type": "a.Pooling"}]
     (origin / "modules.json").write_text(json.dumps(modules))
     (origin / "sentence_bert_config.json").write_text("{}")
-    save_planning_input(Subject(load_model(origin).model, tokenizer()), tmp_path / "small", origin)
+    save_bundle(Bundle(load_model(origin).model, tokenizer()), tmp_path / "small", origin)
     names = {path.name for path in (tmp_path / "small").iterdir()}
     assert {"modules.json", "1_Pooling", "sentence_bert_config.json", "tokenizer.json"} <= names
 
@@ -113,4 +113,4 @@ def test_what_belongs_to_sentence_embeddings_comes_along(tmp_path):
 def test_nothing_is_overwritten(tmp_path):
     model = load_model(model_folder(tmp_path / "plain")).model
     with pytest.raises(OutputError, match="is not empty: give another --out"):
-        save_planning_input(Subject(model), tmp_path / "plain")
+        save_bundle(Bundle(model), tmp_path / "plain")

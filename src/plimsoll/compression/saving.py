@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
-from plimsoll.compression.methods import Subject
+from plimsoll.compression.methods import Bundle
 from plimsoll.errors import OutputError
 from plimsoll.models.build import save_model
 from plimsoll.models.pooling import MODULES_FILE
@@ -34,11 +34,11 @@ def form_of(model: nn.Module) -> Form:
     return "code" if getattr(config, FIELD, None) else "plain"
 
 
-def save_planning_input(subject: Subject, folder: Path, origin: Path | None = None) -> None:
+def save_bundle(bundle: Bundle, folder: Path, origin: Path | None = None) -> None:
     """Write a model and its tokenizer into a folder, which is made if need be.
 
     Args:
-        subject: what is saved.
+        bundle: what is saved.
         folder: an empty one, or none yet.
         origin: the folder the model came from, for what belongs to it beside model and tokenizer.
 
@@ -47,10 +47,10 @@ def save_planning_input(subject: Subject, folder: Path, origin: Path | None = No
     """
     if folder.exists() and any(folder.iterdir()):
         raise OutputError(f"{folder} is not empty: give another --out, or delete what is in it")
-    save_model(subject.model, folder)
+    save_model(bundle.model, folder)
     try:
-        if subject.tokenizer is not None:
-            subject.tokenizer.save_pretrained(folder)
+        if bundle.tokenizer is not None:
+            bundle.tokenizer.save_pretrained(folder)
         if origin is not None:
             _copy_what_belongs(origin, folder)
     except OSError as error:

@@ -16,8 +16,8 @@ from plimsoll.errors import JobError
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.trace import dry_run
 from plimsoll.models.build import save_model
+from plimsoll.models.distillation.teacher import digest_of, load_teacher, require_same_tokens, sketch_teacher
 from plimsoll.models.hugging_face import TextShape
-from plimsoll.models.teacher import digest_of, load_teacher, require_same_tokens, sketch_teacher
 
 LM, CLASSIFIER = TextShape(VOCABULARY, None, 0, 16), TextShape(VOCABULARY, LABELS, 0, 16)
 

@@ -2,7 +2,7 @@
 
 `Workshop` makes models: it loads the original anew for each, applies a chain of methods
 (`plimsoll.compression.methods`), evaluates what came of it and writes a folder. `measured` applies a model in a process
-that has nothing else, so that what it takes is the model's. Both are asked by `plimsoll.compression.shrink`, which
+that has nothing else, so that what it takes is the model's. Both are asked by `plimsoll.compression.search`, which
 holds no tensors.
 
 Does NOT search and does not train.
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.compression.evidence import Evidence, JobEvidence, TextEvidence
-from plimsoll.compression.methods import SHRINKERS, Calibration, Shrinker, Subject
-from plimsoll.compression.processes import Made, Offer, ShrinkRequest, Source
-from plimsoll.compression.saved_form import form_of, save_planning_input
+from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration, Shrinker
+from plimsoll.compression.saving import form_of, save_bundle
+from plimsoll.compression.worker import Made, Offer, ShrinkRequest, Source
 from plimsoll.data.sketch import sketch_texts
 from plimsoll.data.tokens.model_tokenizer import load_model_tokenizer
 from plimsoll.device.base import backend_for
@@ -70,15 +70,15 @@ class Workshop:
     folder: Path
     evidence: Evidence
     _training_baseline: Estimate | None = None
-    _sketched: Subject | None = None
+    _sketched: Bundle | None = None
 
     def offers(self) -> tuple[Offer, ...]:
         """Ask each method what it has for the original."""
-        subject = self._subject(self.folder, None)
+        bundle = self._bundle(self.folder, None)
         found = []
         for method in SHRINKERS.values():
-            menu = self.evidence.cannot_judge(method.name) or method.choices(subject)
-            offered = {"reason": menu} if isinstance(menu, str) else {"choices": menu}
+            choices = self.evidence.cannot_judge(method.name) or method.choices(bundle)
+            offered = {"reason": choices} if isinstance(choices, str) else {"choices": choices}
             known = {"method": method.name, "stage": METHODS[method.name].stage, "saves": method.saves}
             found.append(Offer.model_validate(known | offered))
         return tuple(found)
@@ -91,25 +91,25 @@ class Workshop:
         Raises:
             WeightsError: it says why.
         """
-        subject = Subject(self._bare(), self._tokenizer(self.folder))
+        bundle = Bundle(self._bare(), self._tokenizer(self.folder))
         for choice in chain:
-            self._apply(subject, choice, Calibration())
+            self._apply(bundle, choice, Calibration())
 
     def weight_bytes(self, chain: Sequence[Choice]) -> int | None:
         """Return the bytes of the weights after a chain, without making it; ``None`` if a method refuses its part."""
-        subject, is_stored = self._sketch(), False
+        bundle, is_stored = self._sketch(), False
         try:
             for choice in chain:
                 if METHODS[choice.technique].stage == "values" and not is_stored:
-                    cast_saved(subject.model, stored_dtype(self.folder))
+                    cast_saved(bundle.model, stored_dtype(self.folder))
                     is_stored = True
                 counts = "corpus" in _method(choice.technique).needs(choice)
-                self._apply(subject, choice, self._calibration(choice, None) if counts else Calibration())
+                self._apply(bundle, choice, self._calibration(choice, None) if counts else Calibration())
         except InputError:
             return None
         if not is_stored:
-            cast_saved(subject.model, stored_dtype(self.folder))
-        return model_bytes(subject.model)
+            cast_saved(bundle.model, stored_dtype(self.folder))
+        return model_bytes(bundle.model)
 
     def make(self, source: Source, chain: Sequence[Choice], target: Path | None) -> Made:
         """Make a smaller model of the one in ``source`` and judge it.
@@ -126,31 +126,31 @@ class Workshop:
         return fitting(lambda: self._made(source, chain, target), backend_for("cpu"), "making a smaller model")
 
     def _made(self, source: Source, chain: Sequence[Choice], target: Path | None) -> Made:
-        subject = self._subject(Path(source.folder), source.tokenizer)
+        bundle = self._bundle(Path(source.folder), source.tokenizer)
         with TemporaryDirectory(prefix="plimsoll-") as place:
             tokenizer = None if source.tokenizer is None else Path(source.tokenizer)
             dtype, is_stored = stored_dtype(Path(source.folder)), False
             for number, choice in enumerate(chain):
                 if METHODS[choice.technique].stage == "values" and not is_stored:
-                    cast_saved(subject.model, dtype)
+                    cast_saved(bundle.model, dtype)
                     is_stored = True
-                before = subject.tokenizer
-                self._apply(subject, choice, self._calibration(choice, tokenizer))
-                if subject.tokenizer is not before:
-                    assert subject.tokenizer is not None
+                before = bundle.tokenizer
+                self._apply(bundle, choice, self._calibration(choice, tokenizer))
+                if bundle.tokenizer is not before:
+                    assert bundle.tokenizer is not None
                     tokenizer = Path(place) / f"tokenizer-{number}"
-                    subject.tokenizer.save_pretrained(tokenizer)
+                    bundle.tokenizer.save_pretrained(tokenizer)
             if not is_stored:
-                cast_saved(subject.model, dtype)
-            subject.model.eval()
-            quality = self._quality(subject.model, tokenizer, chain)
+                cast_saved(bundle.model, dtype)
+            bundle.model.eval()
+            quality = self._quality(bundle.model, tokenizer, chain)
             folder = target or Path(place) / "model"
             folder.mkdir(parents=True, exist_ok=True)
-            save_planning_input(subject, folder, Path(source.folder))
+            save_bundle(bundle, folder, Path(source.folder))
             return Made(
-                form=form_of(subject.model),
+                form=form_of(bundle.model),
                 file_bytes=_file_bytes(folder),
-                weight_bytes=model_bytes(subject.model),
+                weight_bytes=model_bytes(bundle.model),
                 quality=quality,
                 has_own_tokenizer=tokenizer is not None,
             )
@@ -188,12 +188,12 @@ class Workshop:
             return None
         return target.count(trace).peak
 
-    def _sketch(self) -> Subject:
+    def _sketch(self) -> Bundle:
         """The original on the meta device, read once."""
         if self._sketched is None:
-            given = self._subject(self.folder, None)
-            self._sketched = Subject(_on_meta(given.model), given.tokenizer)
-        return Subject(copy.deepcopy(self._sketched.model), self._sketched.tokenizer)
+            given = self._bundle(self.folder, None)
+            self._sketched = Bundle(_on_meta(given.model), given.tokenizer)
+        return Bundle(copy.deepcopy(self._sketched.model), self._sketched.tokenizer)
 
     def _bare(self) -> nn.Module:
         """The original on the meta device, of which nothing but the sizes is read."""
@@ -204,9 +204,9 @@ class Workshop:
         bare: nn.Module = skeleton.model
         return bare
 
-    def _subject(self, folder: Path, tokenizer: str | None) -> Subject:
+    def _bundle(self, folder: Path, tokenizer: str | None) -> Bundle:
         own = None if tokenizer is None else Path(tokenizer)
-        return Subject(self.evidence.load(folder, own), self._tokenizer(own or folder))
+        return Bundle(self.evidence.load(folder, own), self._tokenizer(own or folder))
 
     def _tokenizer(self, folder: Path) -> PreTrainedTokenizerFast | None:
         try:
@@ -217,19 +217,19 @@ class Workshop:
     def _calibration(self, choice: Choice, tokenizer: Path | None) -> Calibration:
         return self.evidence.calibration(tokenizer) if _method(choice.technique).needs(choice) else Calibration()
 
-    def _apply(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+    def _apply(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         method = _method(choice.technique)
-        fault = method.refusal(subject, choice)
+        fault = method.refusal(bundle, choice)
         if fault is not None:
             raise WeightsError(
                 f"{choice.in_full} cannot be used for {self.folder} ({fault}): leave it out, or change it"
             )
-        if not _is_meta(subject.model) and "corpus" in method.needs(choice) and calibration.token_counts is None:
+        if not _is_meta(bundle.model) and "corpus" in method.needs(choice) and calibration.token_counts is None:
             raise WeightsError(
                 f"{choice.in_full} needs the number of times each token is in the corpus, and nobody counted them: "
                 "leave out data.on_the_fly"
             )
-        method.shrink(subject, choice, calibration)
+        method.shrink(bundle, choice, calibration)
 
     def _quality(self, model: nn.Module, tokenizer: Path | None, chain: Sequence[Choice]) -> Quality:
         try:
@@ -255,7 +255,7 @@ def evidence_of(request: ShrinkRequest) -> Evidence:
 
 
 def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
-    """Return what `plimsoll.compression.processes.serve` answers, from plain values to plain values."""
+    """Return what `plimsoll.compression.worker.serve` answers, from plain values to plain values."""
     workshop = Workshop(Path(request.folder), evidence_of(request))
 
     def chain_of(given: list[dict[str, Any]]) -> tuple[Choice, ...]:

@@ -4,9 +4,9 @@
          + hidden * mean square difference of hidden states
 
 each a mean over the units of the task: the labels that count, or the samples. T softens both distributions (Hinton et
-al. 2015, arXiv:1503.02531); `plimsoll.models.soft_targets` has the divergence. Of language models neither logits exist
-as a whole (`plimsoll.models.chunked_distillation`): the teacher runs first, without a graph, and leaves what its head
-reads; the student's pass follows.
+al. 2015, arXiv:1503.02531); `plimsoll.models.distillation.chunked` has the divergence. Of language models neither
+logits exist as a whole: the teacher runs first, without a graph, and leaves what its head reads; the student's pass
+follows.
 
 Hidden states are compared layer by layer: what the student's layer i passes on with what the teacher's layer
 round(i * teacher's layers / student's layers) does, the embeddings (i = 0) among them, all pairs counting the same (the
@@ -33,9 +33,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plimsoll.data.samples.teacher_cache import LOG_P, WORDS
-from plimsoll.models.chunked_distillation import CHUNK_NUMBERS, Combination, chunked_distillation
+from plimsoll.models.distillation.chunked import (
+    CHUNK_NUMBERS,
+    Combination,
+    FullTargets,
+    SoftTargets,
+    TopTargets,
+    chunked_distillation,
+    softened,
+)
 from plimsoll.models.head_apart import HeadApart, head_apart
-from plimsoll.models.soft_targets import FullTargets, SoftTargets, TopTargets, softened
 from plimsoll.models.workload import IGNORED_LABEL, model_loss
 from plimsoll.records.job import Task
 

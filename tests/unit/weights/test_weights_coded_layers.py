@@ -1,4 +1,4 @@
-"""Linear layers over integers, some rows of the input after the other."""
+"""Layers over integers: rows that are looked up are decoded alone, and inputs go through a part after the other."""
 
 from functools import partial
 
@@ -14,8 +14,36 @@ from torchao.quantization import (
     quantize_,
 )
 
-from plimsoll.weights import linear_in_parts
-from plimsoll.weights.linear_in_parts import LinearInParts, compute_in_parts
+from plimsoll.weights import coded_layers
+from plimsoll.weights.coded_layers import CodedEmbedding, LinearInParts, compute_in_parts, decode_rows_only
+
+
+def coded_table(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 8, padding_idx=0, dtype=dtype))
+    quantize_(
+        model, Int8WeightOnlyConfig(set_inductor_config=False), lambda module, _: isinstance(module, nn.Embedding)
+    )
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_bitwise_those_of_the_whole_table(dtype):
+    model, ids = coded_table(dtype), torch.tensor([[0, 3], [49, 3]])
+    with torch.no_grad():
+        expected = model(ids)
+        decode_rows_only(model)
+        assert type(model[0]) is CodedEmbedding
+        assert model(ids).dtype == expected.dtype == dtype
+        assert torch.equal(model(ids), expected)
+    assert model[0].padding_idx == 0
+    assert (model[0].num_embeddings, model[0].embedding_dim) == (50, 8)
+
+
+def test_dense_tables_stay():
+    model = nn.Sequential(nn.Embedding(5, 4))
+    decode_rows_only(model)
+    assert type(model[0]) is nn.Embedding
 
 
 def coded(config, dtype=torch.float32, bias=True, inputs=32):
@@ -42,7 +70,7 @@ class LargestProduct(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_outputs_are_bitwise_those_of_the_whole_input(monkeypatch, dtype, bias, shape):
     # The weight is 32 x 48, so 32 rows go at once; the largest input has 64.
-    monkeypatch.setattr(linear_in_parts, "PART_BYTES", 1)
+    monkeypatch.setattr(coded_layers, "PART_BYTES", 1)
     model, inputs = coded(Int8DynamicActivationInt8WeightConfig, dtype, bias), torch.randn(shape).to(dtype)
     with torch.no_grad():
         expected = model(inputs)
@@ -56,7 +84,7 @@ def test_outputs_are_bitwise_those_of_the_whole_input(monkeypatch, dtype, bias, 
 
 @pytest.mark.parametrize(("part_bytes", "most_bytes"), [(1, 192 * 25), (192 * 50, 192 * 50), (1 << 20, 192 * 100)])
 def test_a_product_is_as_large_as_the_weight_or_as_it_may_be(monkeypatch, part_bytes, most_bytes):
-    monkeypatch.setattr(linear_in_parts, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(coded_layers, "PART_BYTES", part_bytes)
     model = coded(Int8DynamicActivationInt8WeightConfig)
     compute_in_parts(model)
     with torch.no_grad(), LargestProduct() as products:
