@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from plimsoll.data.batch import IGNORED_LABEL
 from plimsoll.errors import InputError
 from plimsoll.models.head_apart import HeadApart, forward_of
 from plimsoll.models.soft_targets import SoftTargets
-from plimsoll.models.workload import IGNORED_LABEL
 
 CHUNK_NUMBERS = 2 << 20
 """Logits at once, 8 MiB in float32, of which a chunk has up to six copies: of 50,000 words 41 positions."""

@@ -32,11 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plimsoll.data.batch import IGNORED_LABEL
 from plimsoll.data.samples.teacher_cache import LOG_P, WORDS
 from plimsoll.models.chunked_distillation import CHUNK_NUMBERS, Combination, chunked_distillation
 from plimsoll.models.head_apart import HeadApart, head_apart
 from plimsoll.models.soft_targets import FullTargets, SoftTargets, TopTargets, softened
-from plimsoll.models.workload import IGNORED_LABEL, model_loss
+from plimsoll.models.workload import model_loss
 from plimsoll.records.job import Task
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.models.optimizers import is_separable
-from plimsoll.models.workload import Workload
+from plimsoll.models.workload import Workload, hooked
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques.mechanisms.pinned import PinnedPool
@@ -48,11 +49,8 @@ class OptimizerInBackward:
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
         """Say to the step where to keep what undoes an update."""
         pool = PinnedPool() if workload.device.type == "cuda" else MappedPool()
-        before, workload.copy_outside = workload.copy_outside, pool.copy_of
-        try:
+        with hooked(workload, replace(workload.hooks, update_early=pool.copy_of)):
             yield
-        finally:
-            workload.copy_outside = before
 
 
 _SCALED = "fp16's scaler looks at all gradients before it lets any be used"

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from plimsoll.data.batch import IGNORED_LABEL
 from plimsoll.models.adaptive import widened
 from plimsoll.models.recurrent.model import RecurrentLabeller, RecurrentOutput, recurrent_config
-from plimsoll.models.workload import IGNORED_LABEL
 
 
 class RecurrentTagger(RecurrentLabeller):
