@@ -52,11 +52,11 @@ from torch import Tensor, nn
 
 from _results import add_out, fenced, file_result, keep_printed
 from _results import table as markdown
+from plimsoll.data.batch import count_units, split_batch
 from plimsoll.data.batches.loader import Batch
 from plimsoll.device.base import backend_for
 from plimsoll.models.hugging_face import TextShape, build_hugging_face
 from plimsoll.models.recurrent.model import build_recurrent
-from plimsoll.models.workload import count_units, split_batch
 from plimsoll.records.run import StepLine
 from plimsoll.report.as_text import live_panel
 from plimsoll.step.train_step import TrainStep

@@ -20,11 +20,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from plimsoll.data.batch import Units, split_batch
 from plimsoll.data.batches.loader import iterate_once
 from plimsoll.device.base import backend_for
 from plimsoll.distributed.ranks import PeerOutOfMemory, Ranks, joined
 from plimsoll.errors import InputError, OutOfMemoryError, TornStepError
-from plimsoll.models.workload import Units, split_batch
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.run import OomEvent
 from plimsoll.step.collective import attempt_collectively

@@ -31,8 +31,9 @@ from tests.technique_trainings import (
 from tests.workloads import units_of, weights_of
 from torch import Tensor
 
+from plimsoll.data.batch import split_batch
 from plimsoll.distributed.ranks import Ranks, joined
-from plimsoll.models.workload import Workload, split_batch
+from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice
 from plimsoll.step.failpoints import armed
 from plimsoll.step.micro_batches import autocast
@@ -82,7 +83,7 @@ def restored(ranks: Ranks, setup: Setup, choices: tuple[Choice, ...]) -> Gradien
     assert [name for name in numbers if not torch.equal(numbers[name], after[name])] == []
     with installed(workload, choices):
         found = gradients_of_all(ranks, setup, workload)
-        workload.sharded.reset()
+        workload.hooks.sharding.reset()
     assert differing(before, shape_of(workload)) == [], differing(before, shape_of(workload))
     return found
 
@@ -93,7 +94,7 @@ def gradients_of_all(ranks: Ranks, setup: Setup, workload: Workload) -> Gradient
     with autocast(workload):
         loss = workload.loss(workload.model, part) * (units_of(setup.case, part) / units_of(setup.case, batch))
     loss.backward()
-    sharded: Any = workload.sharded
+    sharded: Any = workload.hooks.sharding
     sharded.hand_over()
     total = ranks.add_up(loss.detach().double().reshape(1)).item()
     have_one = {name: rows for name, rows in sharded.rows.items() if rows.grad is not None}

@@ -29,7 +29,7 @@ def end_badly(ranks: Ranks, case: dict[str, Any]) -> str:
     try:
         step(part_of(batch_of(0), ranks))
         if case.get("short_at_end") == ranks.rank:
-            run_out_of_memory_in(step.workload.sharded, call=4)
+            run_out_of_memory_in(step.workload.hooks.sharding, call=4)
         step.close()
     except PlimsollError as error:
         return f"{type(error).__name__}: {error}"

@@ -32,7 +32,7 @@ def go_on(ranks: Ranks, case: dict[str, Any]) -> list[float]:
     root = Path(case["root"])
     saved = checkpoint.newest_good(root, MARKS)
     if saved is not None:
-        is_whole = step.workload.sharded is None and not sharded_checkpoint.is_sharded(saved)
+        is_whole = not step.workload.hooks.sharding.is_sharded and not sharded_checkpoint.is_sharded(saved)
         saved.restore(model, optimizer) if is_whole else sharded_checkpoint.restore(saved, step.workload)
         step.load_state_dict(saved.progress["training_step"])
     while step.num_steps < case["until"]:
@@ -44,7 +44,7 @@ def go_on(ranks: Ranks, case: dict[str, Any]) -> list[float]:
     }
     if "short_of_memory" in case:
         fails_to_write(case["short_of_memory"], step, root, facts)
-    if step.workload.sharded is None:
+    if not step.workload.hooks.sharding.is_sharded:
         if ranks.rank == 0:
             checkpoint.save(root, step.num_steps, model=model, optimizer=optimizer, **facts)
     else:

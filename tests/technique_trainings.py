@@ -384,7 +384,9 @@ def shape_of(workload: Workload) -> dict[str, Any]:
     found["state dict"] = list(workload.model.state_dict())
     for number, group in enumerate(optimizer.param_groups):
         found[f"group {number}"] = Same(tuple(group["params"])), {k: v for k, v in group.items() if k != "params"}
-    found["workload"] = Same(tuple(getattr(workload, field.name) for field in fields(workload)))
+    own = [field.name for field in fields(workload) if field.name != "hooks"]
+    found["workload"] = Same(tuple(getattr(workload, name) for name in own))
+    found["hooks"] = Same(tuple(getattr(workload.hooks, field.name) for field in fields(workload.hooks)))
     if hasattr(workload.model, "config"):
         config = workload.model.config
         found["config"] = config.to_dict() if hasattr(config, "to_dict") else config

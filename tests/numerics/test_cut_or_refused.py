@@ -14,6 +14,7 @@ from torch import nn
 import plimsoll
 from plimsoll.errors import BudgetError, InputError, OutOfMemoryError
 from plimsoll.integrations.lightning import OomProof
+from plimsoll.models.hooks import StepHooks
 from plimsoll.planning.given_plan import require_that_fits
 from plimsoll.planning.inputs import JobInput
 from plimsoll.records.job import Job
@@ -105,7 +106,7 @@ def test_an_evaluation_is_not_cut_either():
     step = step_of(contrastive)
     step.workload.model.eval()
     whole = contrastive(step.workload.model, BATCH).item()
-    step.workload.evaluation_samples = 4
+    step.workload.hooks = StepHooks(evaluation_samples=4)
     assert step.evaluate([BATCH]).loss == pytest.approx(whole, rel=1e-6)
     with (
         armed("evaluation", 1, 2, 3),

@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from plimsoll.data.batch import Units, move_batch
 from plimsoll.errors import InputError
 from plimsoll.integrations.loops.accelerated import put_back_of_scaler, stepped_as_now
 from plimsoll.integrations.loops.planned import planned, refuse_both
 from plimsoll.integrations.loops.transaction import Transaction, techniques_for_loops
-from plimsoll.models.workload import LossFunction, Units, Workload, model_loss, move_batch
+from plimsoll.models.workload import LossFunction, Workload, model_loss
 from plimsoll.records.former import former_arguments
 from plimsoll.records.plan import Choice, Configuration, Plan
 from plimsoll.records.run import OomEvent

@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from plimsoll.data.batch import Units, batch_size_of
 from plimsoll.errors import InputError
 from plimsoll.integrations.loops.lightning_logs import joined_values, mean, remember
 from plimsoll.integrations.loops.planned import planned, refuse_both
 from plimsoll.integrations.loops.transaction import PutBack, Transaction, techniques_for_loops
-from plimsoll.models.workload import Units, batch_size_of
 from plimsoll.records.former import former_arguments
 from plimsoll.records.plan import Choice, Configuration, Plan
 from plimsoll.records.run import OomEvent

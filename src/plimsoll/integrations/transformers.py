@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from transformers.trainer_utils import TrainOutput
 
+from plimsoll.data.batch import Units, count_units
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import InputError
 from plimsoll.integrations.loops.accelerated import put_back_of_scaler, stepped_as_now
@@ -62,7 +63,7 @@ from plimsoll.integrations.loops.planned import planned, refuse_both
 from plimsoll.integrations.loops.trainer_loss import loss_of
 from plimsoll.integrations.loops.transaction import Transaction, techniques_for_loops
 from plimsoll.integrations.training_arguments import to_training_arguments
-from plimsoll.models.workload import Precision, Units, count_units
+from plimsoll.models.workload import Precision
 from plimsoll.records.former import former_arguments
 from plimsoll.records.plan import MICRO_BATCH, Choice, Configuration, Plan
 from plimsoll.records.run import OomEvent
@@ -115,7 +116,7 @@ def fit(
         budget: what the process may use of the device, such as ``"8GiB"``: planned for, and enforced. ``None``: what
             there is, and nothing but the smaller pieces.
         units: what the loss averages over where the trainer does not divide by ``num_items_in_batch``; by default
-            guessed from the labels (see `plimsoll.models.workload.count_units`).
+            guessed from the labels (see `plimsoll.data.batch.count_units`).
         batch: with a budget, the largest batch there will be, as the collator makes it; by default the first one.
         fallbacks: without a budget, the techniques to begin with, and what to change to, in order, when memory runs
             out, as for `plimsoll.TrainStep`: those that leave loop, precision and optimizer to the trainer.

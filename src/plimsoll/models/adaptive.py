@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import AdaptiveLogSoftmaxWithLoss, functional
 from torch.utils.checkpoint import checkpoint
 
-from plimsoll.models.workload import IGNORED_LABEL
+from plimsoll.data.batch import IGNORED_LABEL
 
 DIV_VALUE = 4
 """torch's and the paper's: each cluster has a quarter of the features of the one before."""

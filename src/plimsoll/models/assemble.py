@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from plimsoll.data.batch import Units
 from plimsoll.data.batches.augment import TokenAugmentation
 from plimsoll.data.batches.augment_text import TextAugmentation
 from plimsoll.data.batches.batching import Buckets
@@ -41,7 +42,7 @@ from plimsoll.models.build import build_model, loss_of, name_labels, sketch_mode
 from plimsoll.models.distillation.teacher import digest_of
 from plimsoll.models.optimizers import build_optimizer, build_schedule
 from plimsoll.models.vectors import fill_embedding, require_fitting, word_embedding
-from plimsoll.models.workload import LossFunction, Units, resident_bytes
+from plimsoll.models.workload import LossFunction, resident_bytes
 from plimsoll.records.embeddings import SubsetFacts
 from plimsoll.records.job import Job
 from plimsoll.records.units import format_bytes, format_share

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from plimsoll.data.batch import Units
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import JobError, OutputError
 from plimsoll.models.hugging_face import (
@@ -45,7 +46,7 @@ from plimsoll.models.recurrent.model import (
     save_recurrent,
 )
 from plimsoll.models.vectors import prepare_embedding, with_dimension
-from plimsoll.models.workload import LossFunction, Units, model_loss
+from plimsoll.models.workload import LossFunction, model_loss
 from plimsoll.records.embeddings import VectorSource
 from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task
 from plimsoll.weights.saving import save_weights

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from plimsoll.data.batch import Units, batch_size_of
 from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError
@@ -23,7 +24,7 @@ from plimsoll.memory.lowering.base import Lowering
 from plimsoll.models.assemble import require_vectors
 from plimsoll.models.build import build_model, loss_of
 from plimsoll.models.optimizers import build_optimizer
-from plimsoll.models.workload import LossFunction, Precision, Units, Workload, batch_size_of
+from plimsoll.models.workload import LossFunction, Precision, Workload
 from plimsoll.planning.dry_run.processes import Asked, Tracers
 from plimsoll.planning.dry_run.step import dry_run_step, uneven_batch
 from plimsoll.planning.facts import facts_of, facts_of_model

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from plimsoll.data.batch import Units
 from plimsoll.data.sketch import TextSketch
 from plimsoll.device.disk import disk_bytes_per_second
 from plimsoll.device.exchange import exchange_of, measured_exchange
@@ -35,7 +36,7 @@ from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
 from plimsoll.models.assemble import choose_device
-from plimsoll.models.workload import LossFunction, Reason, Units, model_loss
+from plimsoll.models.workload import LossFunction, Reason, model_loss
 from plimsoll.planning.baseline import StartedBaseline
 from plimsoll.planning.constraints import decided_of, setting_of, with_pins_of
 from plimsoll.planning.dry_run.processes import Asked

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from plimsoll.data.batch import Units, batch_size_of
 from plimsoll.device.cpu.pages import FileMappings
 from plimsoll.errors import InputError
 from plimsoll.memory.trace import trace_training
-from plimsoll.models.workload import LossFunction, Precision, Units, batch_size_of, model_loss
+from plimsoll.models.workload import LossFunction, Precision, model_loss
 from plimsoll.planning.dry_run.step import dry_run_step
 from plimsoll.planning.targets import find_target, own_baseline
 from plimsoll.records.plan import micro_batch_choice

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from plimsoll.data.batch import Units, batch_size_of, pick_samples
 from plimsoll.errors import BudgetError, InputError
 from plimsoll.memory.largest_size import largest_that_fits
-from plimsoll.models.workload import LossFunction, Precision, Units, batch_size_of, model_loss, pick_samples
+from plimsoll.models.workload import LossFunction, Precision, model_loss
 from plimsoll.planning.predict_step import predict
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.units import format_bytes

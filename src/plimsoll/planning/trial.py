@@ -29,10 +29,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from plimsoll.data.batch import batch_size_of, pick_samples
 from plimsoll.data.batches.loader import Loader
 from plimsoll.errors import NonFiniteLossError, PlimsollError, TornStepError
 from plimsoll.models.optimizers import is_separable
-from plimsoll.models.workload import batch_size_of, pick_samples
 from plimsoll.planning.calibration import learn_from_trial
 from plimsoll.planning.search.near_best import in_falling_order
 from plimsoll.planning.search.reasons import told_of, untried

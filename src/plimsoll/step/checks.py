@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from plimsoll.data.batch import IGNORED_LABEL
 from plimsoll.device.off_device import is_marked
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.embeddings.host import HostEmbedding
 from plimsoll.embeddings.sparse_gradients import refuse_wrong_gradients
 from plimsoll.errors import DataError, InputError, NonFiniteLossError
-from plimsoll.models.workload import IGNORED_LABEL, Reason, Workload, model_loss
+from plimsoll.models.workload import Reason, Workload, model_loss
 from plimsoll.step.micro_batches import Shape
 from plimsoll.step.oom_boundary import Position
 from plimsoll.techniques.autocast import lstm_fault

@@ -1,7 +1,7 @@
 """The mean loss over batches, without gradients, in as large pieces as fit.
 
 A batch that runs out of memory is evaluated again in smaller pieces; nothing else changes, so there is nothing to undo.
-``workload.evaluation_samples`` bounds the pieces. Ranks that train together share each batch as they do in training,
+The hook ``evaluation_samples`` bounds the pieces. Ranks that train together share each batch as they do in training,
 and what does not fit on one of them is cut on all; the loss is that of all parts, on each of them.
 
 It runs under ``torch.no_grad`` and not ``torch.inference_mode``, which saves no memory beyond it: what a module makes
@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
+from plimsoll.data.batch import move_batch
 from plimsoll.device.base import Backend
 from plimsoll.distributed.ranks import PeerOutOfMemory
 from plimsoll.errors import DataError, OutOfMemoryError
-from plimsoll.models.workload import Workload, move_batch
+from plimsoll.models.workload import Workload
 from plimsoll.records.run import OomEvent
 from plimsoll.step.checks import refuse_recut
 from plimsoll.step.collective import attempt_collectively, told_by_all
@@ -81,7 +82,7 @@ class Evaluator:
         fallback_schedule = self._fallback_schedule_for(num_samples)
         return min(
             fallback_schedule.sizes[fallback_schedule.in_force].samples,
-            self._workload.evaluation_samples or num_samples,
+            self._workload.hooks.evaluation_samples or num_samples,
         )
 
     def evaluate(self, batches: Iterable[Any], prepare: Callable[[], list[OomEvent]] = list) -> Evaluation:
@@ -154,7 +155,7 @@ class Evaluator:
             self._fallback_schedule = self._fallback_schedule_for(shape.num_samples)
         fallback_schedule = self._fallback_schedule
         fallback = fallback_schedule.choose(shape.elements_per_sample)
-        most = min(shape.num_samples, self._workload.evaluation_samples or shape.num_samples)
+        most = min(shape.num_samples, self._workload.hooks.evaluation_samples or shape.num_samples)
         while True:
             size, whole = min(fallback_schedule.sizes[fallback].samples, most), None
             is_cut = size < shape.num_samples or not self._ranks.is_alone
@@ -169,8 +170,7 @@ class Evaluator:
             if not isinstance(loss, OomEvent):
                 fallback_schedule.held(fallback, num_elements)
                 return loss
-            if self._workload.sharded is not None:
-                self._workload.sharded.reset()
+            self._workload.hooks.sharding.reset()
             self._backend.release()
             loss = told_by_all(loss, self._ranks)
             following = fallback_schedule.failed(fallback, size, num_elements)
@@ -191,7 +191,7 @@ class Evaluator:
     def _forward_only(self, batch: Any, micro_batch: int, own: Shape, shape: Shape, filler: Filler) -> float:
         total = torch.zeros((), device=self._workload.device)
         micro_batches = weighted_micro_batches(batch, micro_batch, own, self._workload, shape.num_units)
-        if self._workload.sharded is not None:
+        if self._workload.hooks.sharding.is_sharded:
             micro_batches = filler.filled(micro_batches, -(-shape.num_samples // micro_batch))
         for piece, share, numbers in micro_batches:
             self._position.samples = numbers

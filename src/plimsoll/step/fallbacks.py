@@ -179,7 +179,7 @@ def take_back(fallbacks: InstalledFallbacks, workload: Workload, backend: Backen
     Raises:
         OutOfMemoryError: if a model that is shared out over the ranks is not whole again on all of them.
     """
-    is_shared = workload.sharded is not None  # then all ranks close, and none waits for one that fails in it
+    is_shared = workload.hooks.sharding.is_sharded  # then all ranks close, and none waits for one that fails in it
     event = attempt_collectively(fallbacks.close, backend, position, workload.ranks if is_shared else Ranks())
     if isinstance(event, OomEvent) and is_shared:
         raise OutOfMemoryError(

@@ -12,21 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from plimsoll.data.batch import Units, batch_size_of, count_elements, count_units, move_batch, pick_samples, split_batch
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import InputError
-from plimsoll.models.workload import (
-    Reason,
-    Units,
-    Workload,
-    batch_size_of,
-    count_elements,
-    count_units,
-    move_batch,
-    pick_samples,
-    split_batch,
-)
+from plimsoll.models.workload import Reason, Workload
 from plimsoll.records.run import OomEvent
-from plimsoll.techniques.mechanisms.lengths import Group, elements_of_full_length, groups_by_length, trimmed
 
 _OF_BATCH_NORM = "Expected more than 1 value per channel"
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,13 +43,9 @@ class MicroBatch(NamedTuple):
 
 
 def shape_of(batch: Any, workload: Workload) -> Shape:
-    """Return the shape of a batch; where shorter samples are put more to a pass, they count as long as the longest."""
+    """Return the shape of a batch, as the cut of the workload sees it."""
     num_samples, num_units = batch_size_of(batch), count_units(batch, workload.units)
-    if workload.cuts_by_length and workload.full_length is not None:
-        full_elements = elements_of_full_length(batch, workload.full_length)
-        if full_elements is not None:
-            return Shape(num_samples, num_units, full_elements)
-    return Shape(num_samples, num_units, count_elements(batch) / num_samples)
+    return Shape(num_samples, num_units, workload.hooks.cut.elements_per_sample(batch, num_samples))
 
 
 def shape_of_any(batch: Any, units: Units) -> Shape:
@@ -99,25 +85,16 @@ def weighted_micro_batches(
     """Yield the micro-batches; one without a target, which has no mean loss, is left out.
 
     Shares are of ``total_units``, by default those of this batch.
-
-    A workload that is cut by length has samples of alike length together, without the padding that none of them needs
-    and as many as have no more elements than ``micro_batch`` samples of full length, where the batch says how long they
-    are.
     """
-    units, num_units = workload.units, total_units or shape.num_units
     if not shape.num_units:
         return
-    groups = groups_by_length(batch, micro_batch, workload.full_length) if workload.cuts_by_length else None
-    if groups is not None:
-        yield from _weighted_groups(batch, groups, shape, units, num_units)
-        return
-    if micro_batch >= shape.num_samples:
-        yield MicroBatch(batch, shape.num_units / num_units, range(shape.num_samples))
-        return
-    for start, piece in zip(range(0, shape.num_samples, micro_batch), split_batch(batch, micro_batch), strict=True):
-        share = count_units(piece, units) / num_units
-        if share:
-            yield MicroBatch(piece, share, range(start, min(start + micro_batch, shape.num_samples)))
+
+    def count(piece: Any) -> float:
+        return shape.num_units if piece is batch else count_units(piece, workload.units)
+
+    cut = workload.hooks.cut.micro_batches(batch, shape.num_samples, micro_batch, count)
+    for piece, num_units, numbers in cut:
+        yield MicroBatch(piece, num_units / (total_units or shape.num_units), numbers)
 
 
 def equal_micro_batches(batch: Any, micro_batch: int, num_samples: int) -> Iterator[MicroBatch]:
@@ -139,13 +116,12 @@ class Filler:
 
     def __init__(self, workload: Workload, is_lent: bool) -> None:
         self._ranks, self._units, self._is_lent = workload.ranks, workload.units, is_lent
-        self._is_told = workload.cuts_by_length
+        self._is_told = workload.hooks.cut.depends_on_values
 
     def filled(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int) -> Iterator[MicroBatch]:
         """Yield the pieces, and then the spare sample until there were as many as on the rank that has most.
 
-        All ranks must ask for it. So many are ``num_micro_batches``, or, where samples of alike length are together,
-        fewer.
+        All ranks must ask for it. So many are ``num_micro_batches``, unless that depends on what is in the batches.
 
         Raises:
             PeerOutOfMemory: if memory ran out on another rank before it could lend one.
@@ -173,19 +149,6 @@ class Filler:
         """The first sample that the loss is defined for; the whole piece has one."""
         each = (pick_samples(piece, [number]) for number in range(batch_size_of(piece)))
         return next((one for one in each if count_units(one, self._units)), piece)
-
-
-def _weighted_groups(
-    batch: Any, groups: list[Group], shape: Shape, units: Units, num_units: float
-) -> Iterator[MicroBatch]:
-    if len(groups) == 1:
-        yield MicroBatch(trimmed(batch, groups[0][1]), shape.num_units / num_units, range(shape.num_samples))
-        return
-    for numbers, num_columns in groups:
-        piece = pick_samples(batch, numbers)
-        share = count_units(piece, units) / num_units
-        if share:
-            yield MicroBatch(trimmed(piece, num_columns), share, numbers)
 
 
 def autocast(workload: Workload) -> torch.autocast:

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from plimsoll.data.batch import move_batch
 from plimsoll.device.base import Backend
-from plimsoll.models.workload import Workload, move_batch
+from plimsoll.models.workload import Workload
 from plimsoll.step.checks import refuse_non_finite
 from plimsoll.step.failpoints import failpoint
 from plimsoll.step.folding.passes import Folded
@@ -63,13 +64,11 @@ class Passes:
         self._position.phase = "copy"
         failpoint("copy")
         eager = partial(self._eagerly, share=share, scaler=scaler, releases_gradients=releases_gradients)
-        if self._workload.captured is not None:
+        if self.folded is None:
             return self.replays.run(piece, share, scaler, eager)
-        if self.folded is not None:
-            loss = self.folded.run(piece, share != 1, lambda: eager(move_batch(piece, self._workload.device)))
-            self._position.phase = "backward"  # in which a pass ends
-            return loss
-        return eager(move_batch(piece, self._workload.device))
+        loss = self.folded.run(piece, share != 1, lambda: eager(move_batch(piece, self._workload.device)))
+        self._position.phase = "backward"  # in which a pass ends
+        return loss
 
     def _eagerly(self, piece: Any, *, share: float, scaler: Scaler, releases_gradients: bool) -> Tensor:
         step = self._position.step + 1

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from plimsoll.data.batch import batch_size_of, pick_samples
 from plimsoll.device.base import Backend
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning, TornStepError
-from plimsoll.models.workload import batch_size_of, pick_samples
 from plimsoll.records.run import OomEvent
 from plimsoll.step.missing_gradients import is_compiled
 from plimsoll.step.oom_boundary import Position, attempt, attempt_twice, without_fail

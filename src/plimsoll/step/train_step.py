@@ -34,12 +34,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from plimsoll.data.batch import Units, move_batch
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.distributed.reduction import Reduction
 from plimsoll.errors import InputError, OutOfMemoryError
-from plimsoll.models.workload import LossFunction, Precision, Units, Workload, model_loss, move_batch
+from plimsoll.models.workload import LossFunction, Precision, Workload, model_loss
 from plimsoll.records.device import MemoryUse
 from plimsoll.records.former import former_arguments, renamed
 from plimsoll.records.plan import Choice, Configuration
@@ -70,7 +71,7 @@ from plimsoll.step.undo.saved import Stateful
 from plimsoll.step.update.after_update import AfterUpdate
 from plimsoll.step.update.commit import StepCommit
 from plimsoll.step.update.gradient_release import GradientRelease, gradient_release
-from plimsoll.step.update.sparse import clip
+from plimsoll.step.update.sparse import clippable
 from plimsoll.techniques.mechanisms.whole import WholeBatch
 
 T = TypeVar("T")
@@ -152,7 +153,8 @@ class TrainStep:
         self._retry = Retry(
             {"model": model, "loss": loss, "units": units}, self.backend, self.position,
             optimizer=optimizer, extra_state=extra_state,
-            allow_hidden_state=allow_hidden_state, observes=backend is None and self.workload.sharded is None,
+            allow_hidden_state=allow_hidden_state,
+            observes=backend is None and not self.workload.hooks.sharding.is_sharded,
         )  # fmt: skip
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
         self._following = AfterUpdate(optimizer, self.backend, self.position)
@@ -367,7 +369,7 @@ class TrainStep:
         self._gradient_release = None
         self._retry.undo.done()
         self.position.step += 1
-        self._following.do(self._scaler, self.workload.schedule if updated else None, self.workload.after_step)
+        self._following.do(self._scaler, self.workload.schedule if updated else None, self.workload.hooks.after_step)
         self.graphs.look(self.num_steps)
         self.unreached.look(self.num_steps)
 
@@ -389,8 +391,7 @@ class TrainStep:
         self.position.phase = "copy"
         self._use(size.level)
         loss = self._retry.until_settled(partial(self._once, batch, size.samples, own, shape), self._put_back)
-        if self.workload.sharded is not None:
-            self.workload.sharded.hand_over()
+        self.workload.hooks.sharding.hand_over()
         if self._reduction is not None:
             self._reduction.prepare()
         return loss
@@ -398,7 +399,7 @@ class TrainStep:
     def _once(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
         """Gradients from a state that is remembered."""
         loss_of = partial(self._loss_of, batch, micro_batch) if self.ranks.is_alone else None
-        self._retry.remember(batch, loss_of, None if self.workload.copy_outside else [*self._all_parameters()])
+        self._retry.remember(batch, loss_of, None if self.workload.hooks.update_early else [*self._all_parameters()])
         releases_gradients = gradient_release(self.workload, micro_batch, own.num_samples) is not None
         self._retry.undo.is_updating = releases_gradients
         with nullcontext() if releases_gradients else self._retry.observing():
@@ -438,7 +439,7 @@ class TrainStep:
         """Accumulate the gradients of the batch; returns its part of the mean loss."""
         total = torch.zeros((), device=self.workload.device)
         micro_batches = weighted_micro_batches(batch, micro_batch, own, self.workload, shape.num_units)
-        if self.workload.sharded:
+        if self.workload.hooks.sharding.is_sharded:
             micro_batches = self._filler.filled(micro_batches, -(-shape.num_samples // micro_batch))
         else:
             self.unreached.begin()
@@ -455,14 +456,13 @@ class TrainStep:
         """Clip the gradients of the whole batch; returns their norm before, or ``None`` if they are not to be."""
         self.position.phase = "clip"
         failpoint("clip")
-        clip_norm, sharded = self.workload.clip_norm, self.workload.sharded
+        clip_norm, sharding = self.workload.clip_norm, self.workload.hooks.sharding
         if self._scaler is not None:
             self._scaler.unscale_(self._commit)  # type: ignore[arg-type]
-            if sharded is not None:
-                sharded.agree_on_infinities(self._scaler, self._commit)
+            sharding.agree_on_infinities(self._scaler, self._commit)
         if clip_norm is None:
             return None
-        norm = (sharded.clip(clip_norm) if sharded else clip(self._parameters, clip_norm)).item()
+        norm = sharding.clip(clippable(self._parameters), clip_norm).item()
         # Under fp16 gradients overflow now and then: the scaler skips that update and lowers the scale.
         if self._scaler is None or self._scaler.get_scale() < _SMALLEST_SCALE:
             refuse_non_finite("gradient norm", norm, self.workload, self.position)
@@ -476,8 +476,7 @@ class TrainStep:
 
     def _put_back_own(self) -> None:
         self._drop_gradients()
-        if self.workload.sharded is not None:
-            self.workload.sharded.reset()
+        self.workload.hooks.sharding.reset()
         if self._gradient_release is not None:
             self._gradient_release.undo()
         self._gradient_release = None

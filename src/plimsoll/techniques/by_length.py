@@ -19,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import nn
 
-from plimsoll.models.workload import Workload, model_loss
+from plimsoll.models.workload import Workload, hooked, model_loss
 from plimsoll.records.plan import Choice
+from plimsoll.techniques.mechanisms.lengths import CutByLength
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 from plimsoll.techniques.mechanisms.whole import counts_rows
 
@@ -92,11 +94,8 @@ class ByLength(Technique):
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
         """Say it to the step."""
-        before, workload.cuts_by_length = workload.cuts_by_length, True
-        try:
+        with hooked(workload, replace(workload.hooks, cut=CutByLength(workload.full_length))):
             yield
-        finally:
-            workload.cuts_by_length = before
 
 
 def _model_type(model: nn.Module) -> str | None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
-from plimsoll.models.workload import Workload
+from plimsoll.models.workload import Workload, hooked
 from plimsoll.records.plan import Choice
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
@@ -50,15 +51,12 @@ class Cache(Technique):
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
         """Look at the cache after each step; on another device than CUDA, such as a dry run's, do nothing."""
-        before = workload.after_step
         line_bytes, device = int(choice.options["line_bytes"]), workload.device
 
         def empty_above_line() -> None:
             if device.type == "cuda" and torch.cuda.memory_reserved(device) > line_bytes:
                 torch.cuda.empty_cache()
 
-        workload.after_step = (*before, empty_above_line)
-        try:
+        after_step = (*workload.hooks.after_step, empty_above_line)
+        with hooked(workload, replace(workload.hooks, after_step=after_step)):
             yield
-        finally:
-            workload.after_step = before

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import nn
 
-from plimsoll.models.workload import Workload
+from plimsoll.models.hooks import CapturedPass
+from plimsoll.models.workload import Workload, hooked
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import technique_of
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
@@ -49,13 +51,13 @@ class CudaGraph(Technique):
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
         """Ask the step for it; on exit the graph's memory is given back."""
-        before, workload.captured = workload.captured, []
-        try:
-            yield
-        finally:
-            for one in workload.captured or ():
-                one.graph.release()
-            workload.captured = before
+        captured: list[CapturedPass] = []
+        with hooked(workload, replace(workload.hooks, captured=captured)):
+            try:
+                yield
+            finally:
+                for one in captured:
+                    one.release()
 
 
 def _obstacle(workload: Workload, setting: Setting) -> str | None:

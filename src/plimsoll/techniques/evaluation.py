@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
-from plimsoll.models.workload import Workload
+from plimsoll.models.workload import Workload, hooked
 from plimsoll.records.plan import Choice
 from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique
 
@@ -58,8 +59,5 @@ class EvaluationPass(Technique):
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
         """Say the size to the evaluator."""
-        before, workload.evaluation_samples = workload.evaluation_samples, int(choice.options["samples"])
-        try:
+        with hooked(workload, replace(workload.hooks, evaluation_samples=int(choice.options["samples"]))):
             yield
-        finally:
-            workload.evaluation_samples = before

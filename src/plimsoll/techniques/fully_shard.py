@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -35,6 +36,7 @@ from torch import nn
 
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import InputError
+from plimsoll.models.hooks import UNSHARDED
 from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice, Value
 from plimsoll.techniques import technique_of
@@ -147,7 +149,7 @@ class FullyShard(Technique):
         sharded = ShardedTraining(workload, sharding, mesh_of(workload))
         with ExitStack() as stack:
             sharded.shard()
-            workload.sharded = sharded
+            workload.hooks = replace(workload.hooks, sharding=sharded)
             stack.callback(_gather, workload, sharded)
             if place == "disk":  # on the host they are made where the rows are
                 states = Choice(technique=OptimizerOffload.name, options={"to": place})
@@ -159,7 +161,7 @@ def _gather(workload: Workload, sharded: Any) -> None:
     """Make the model whole; where memory runs out it stays shared out, and can be saved so."""
     if dist.is_initialized():  # else the others are gone, and the training with them
         sharded.gather()
-    workload.sharded = None
+    workload.hooks = replace(workload.hooks, sharding=UNSHARDED)
 
 
 def _odd_option(choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:

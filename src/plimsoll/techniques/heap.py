@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 from plimsoll.device.cpu import data_limit, heap
-from plimsoll.models.workload import Workload
+from plimsoll.models.workload import Workload, hooked
 from plimsoll.records.allocator import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import technique_of
@@ -69,14 +70,10 @@ class Heap(Technique):
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
         """Set the threshold of this process; the exit sets what is in force without a plan."""
-        before = workload.after_step
-        if _trims(choice):
-            workload.after_step = (*before, heap.trim)
-        try:
-            with blocks_mapped_from(_threshold_bytes(choice)):
-                yield
-        finally:
-            workload.after_step = before
+        trims = (heap.trim,) if _trims(choice) else ()
+        hooks = replace(workload.hooks, after_step=(*workload.hooks.after_step, *trims))
+        with hooked(workload, hooks), blocks_mapped_from(_threshold_bytes(choice)):
+            yield
 
 
 @contextmanager

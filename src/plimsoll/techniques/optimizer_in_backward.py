@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.models.optimizers import is_separable
-from plimsoll.models.workload import Workload
+from plimsoll.models.workload import Workload, hooked
 from plimsoll.records.plan import MICRO_BATCH, Choice
 from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
@@ -53,11 +54,8 @@ class OptimizerInBackward(Technique):
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
         """Say to the step where to keep what undoes an update."""
         pool = PinnedPool() if workload.device.type == "cuda" else MappedPool()
-        before, workload.copy_outside = workload.copy_outside, pool.copy_of
-        try:
+        with hooked(workload, replace(workload.hooks, update_early=pool.copy_of)):
             yield
-        finally:
-            workload.copy_outside = before
 
 
 _SCALED = "fp16's scaler looks at all gradients before it lets any be used"

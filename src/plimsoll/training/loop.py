@@ -178,7 +178,7 @@ def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
     """
     training.step.install()  # states that are to be in a file are read into one
     workload = training.step.workload
-    if workload.sharded is not None or (saved.folder / "shards").is_dir():
+    if workload.hooks.sharding.is_sharded or (saved.folder / "shards").is_dir():
         from plimsoll.training import sharded_checkpoint  # which loads all of FSDP2
 
         random_state = sharded_checkpoint.restore(saved, workload)
@@ -403,7 +403,7 @@ def _save(training: Training) -> None:
         training, "checkpoint", lambda: random_states(training.backend, training.ranks), together=True
     )
     _survive(training, "checkpoint", lambda: share_slots(parts.model, training.ranks), together=True)
-    if training.ranks.rank and step.workload.sharded is None:
+    if training.ranks.rank and not step.workload.hooks.sharding.is_sharded:
         return
     progress: dict[str, Any] = {
         "fingerprint": training.fingerprint,
@@ -412,7 +412,7 @@ def _save(training: Training) -> None:
     }
     if training.ranks.rank == 0:
         training.directory.sync_metrics()  # after a power loss no checkpoint may be newer than the steps that led to it
-    if step.workload.sharded is not None:
+    if step.workload.hooks.sharding.is_sharded:
         _save_shards(training, random_state, progress)
         return
     saved = _survive(
@@ -478,7 +478,7 @@ def _finish(training: Training) -> None:
     training.step.drop_optimizer_states()
     if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
         _evaluate(training, is_saved=True)
-    if training.step.workload.sharded is not None:
+    if training.step.workload.hooks.sharding.is_sharded:
         training.step.close()  # every rank has the whole model again
     if training.ranks.rank == 0:
         fitting(

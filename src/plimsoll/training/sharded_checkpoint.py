@@ -100,8 +100,8 @@ def restore(saved: Checkpoint, workload: Workload) -> Any:
     if is_sharded(saved):
         _read_shards(saved, workload)
     else:
-        assert isinstance(workload.sharded, ShardedTraining)
-        _read_whole(saved.folder, workload.sharded, workload.optimizer)
+        assert isinstance(workload.hooks.sharding, ShardedTraining)
+        _read_whole(saved.folder, workload.hooks.sharding, workload.optimizer)
     return torch.load(saved.folder / "random.pt", map_location="cpu", weights_only=True)
 
 
@@ -110,8 +110,8 @@ def restore(saved: Checkpoint, workload: Workload) -> Any:
 
 def _parameters_of(workload: Workload) -> dict[str, nn.Parameter]:
     """What the optimizer has for each parameter of the model: this rank's rows, or all of it."""
-    if isinstance(workload.sharded, ShardedTraining):
-        return workload.sharded.rows
+    if isinstance(workload.hooks.sharding, ShardedTraining):
+        return workload.hooks.sharding.rows
     return dict(workload.model.named_parameters())
 
 
@@ -131,8 +131,8 @@ def _rows_of(workload: Workload) -> dict[str, Any]:
 
 
 def _as_part(workload: Workload, name: str, rows: Tensor) -> Tensor:
-    sharded = workload.sharded
-    return sharded.as_part(name, rows) if isinstance(sharded, ShardedTraining) else rows
+    sharding = workload.hooks.sharding
+    return sharding.as_part(name, rows) if isinstance(sharding, ShardedTraining) else rows
 
 
 def _read_shards(saved: Checkpoint, workload: Workload) -> None:
@@ -163,8 +163,8 @@ def _read_shards(saved: Checkpoint, workload: Workload) -> None:
 
 def shape_of_whole(workload: Workload, name: str) -> tuple[int, ...]:
     """Return the shape of a whole parameter."""
-    if isinstance(workload.sharded, ShardedTraining):
-        return tuple(workload.sharded.shapes[name])
+    if isinstance(workload.hooks.sharding, ShardedTraining):
+        return tuple(workload.hooks.sharding.shapes[name])
     return tuple(workload.model.get_parameter(name).shape)
 
 

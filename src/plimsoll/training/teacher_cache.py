@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from plimsoll.data.batch import move_batch
 from plimsoll.data.prepare import Prepared, open_datasets
 from plimsoll.data.samples.teacher_cache import TeacherCacheFiles, ends_of
 from plimsoll.device.base import Backend
@@ -29,7 +30,6 @@ from plimsoll.files.store import Facts, Progress, silent, stored
 from plimsoll.models.assemble import teacher_cache_folder
 from plimsoll.models.distillation.chunked import CHUNK_NUMBERS, softened
 from plimsoll.models.head_apart import head_apart
-from plimsoll.models.workload import move_batch
 from plimsoll.records.job import Job
 from plimsoll.records.run import OomEvent
 from plimsoll.step.failpoints import failpoint

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from plimsoll.data.batch import count_units, split_batch
 from plimsoll.errors import JobError, OutputError
 from plimsoll.models.build import build_model, loss_of, name_labels, save_model
-from plimsoll.models.workload import count_units, resident_bytes, split_batch
+from plimsoll.models.workload import resident_bytes
 from plimsoll.records.job import Job
 from processes import run_program
 

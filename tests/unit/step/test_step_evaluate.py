@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import DataError, OutOfMemoryError
+from plimsoll.models.hooks import StepHooks
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.step.failpoints import armed
 from plimsoll.step.train_step import TrainStep
@@ -123,10 +124,10 @@ def test_a_technique_bounds_the_pieces_also_when_it_comes_later_or_would_grow():
     step = step_of(recut_loss=True)
     step.workload.model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
     step.evaluate([line_through(8)])
-    step.workload.evaluation_samples = 3
+    step.workload.hooks = StepHooks(evaluation_samples=3)
     for _ in range(3):
         evaluation = step.evaluate([line_through(8)])
-    step.workload.evaluation_samples = None
+    step.workload.hooks = StepHooks()
     step.evaluate([line_through(8)])
     assert sizes == [8, *[3, 3, 2] * 3, 8]
     assert evaluation.loss == pytest.approx(4 * sum(x * x for x in range(1, 9)) / 8)
@@ -134,7 +135,7 @@ def test_a_technique_bounds_the_pieces_also_when_it_comes_later_or_would_grow():
 
 def test_memory_that_runs_out_below_the_bound_is_cut_further():
     step = step_of()
-    step.workload.evaluation_samples = 3
+    step.workload.hooks = StepHooks(evaluation_samples=3)
     with armed("evaluation", 1):
         evaluation = step.evaluate([line_through(8)])
     assert [(event.micro_batch, event.next_micro_batch) for event in evaluation.oom_events] == [(3, 2)]

@@ -8,6 +8,7 @@ from torch import nn
 
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import InputError
+from plimsoll.models.hooks import StepHooks
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.run import OomEvent
 from plimsoll.step.micro_batches import (
@@ -22,11 +23,13 @@ from plimsoll.step.micro_batches import (
     weighted_micro_batches,
 )
 from plimsoll.step.train_step import TrainStep
+from plimsoll.techniques.mechanisms.lengths import CutByLength
 from plimsoll.techniques.mechanisms.whole import Reason
 
 LABELS = torch.tensor([[1, 1], [-100, -100], [1, -100]])  # 2, 0 and 1 tokens
 MODEL = torch.nn.Linear(1, 1)
 WORKLOAD = Workload(MODEL, torch.optim.SGD(MODEL.parameters()), model_loss, "tokens")
+BY_LENGTH = StepHooks(cut=CutByLength())
 SHAPE = Shape(num_samples=3, num_units=3, elements_per_sample=2.0)
 
 
@@ -74,7 +77,7 @@ def test_texts_of_alike_length_are_a_piece_without_the_padding_of_longer_ones(
     lengths, micro_batch, shares, numbers, columns
 ):
     """Of 64 tokens that all ranks have."""
-    workload, batch = replace(WORKLOAD, cuts_by_length=True), texts_of(*lengths)
+    workload, batch = replace(WORKLOAD, hooks=BY_LENGTH), texts_of(*lengths)
     micro_batches = list(
         weighted_micro_batches(batch, micro_batch, shape_of(batch, workload), workload, total_units=64)
     )
@@ -87,9 +90,9 @@ def test_texts_of_alike_length_are_a_piece_without_the_padding_of_longer_ones(
     ("changes", "elements_per_sample"),
     [
         ({}, 3 * 16),
-        ({"cuts_by_length": True}, 3 * 16),
+        ({"hooks": BY_LENGTH}, 3 * 16),
         ({"full_length": 40}, 3 * 16),
-        ({"cuts_by_length": True, "full_length": 40}, 3 * 40),
+        ({"hooks": StepHooks(cut=CutByLength(40))}, 3 * 40),
     ],
 )
 def test_where_more_short_texts_make_a_pass_each_counts_as_a_full_one(changes, elements_per_sample):
@@ -153,7 +156,7 @@ def test_what_is_left_to_do_is_done_with_a_sample_that_has_a_target_and_counts_f
 
 
 def test_where_lengths_decide_the_rank_with_most_pieces_says_how_many():
-    own = Filler(replace(WORKLOAD, cuts_by_length=True, ranks=Lending(None)), is_lent=False)
+    own = Filler(replace(WORKLOAD, hooks=BY_LENGTH, ranks=Lending(None)), is_lent=False)
     assert [one.share for one in own.filled(iter([MicroBatch({"labels": LABELS}, 1.0, range(3))]), 9)] == [
         1.0,
         0.0,

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import DataError, InputError, NonFiniteLossError
+from plimsoll.models.hooks import StepHooks
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.step.failpoints import armed, exhaust_memory
 from plimsoll.step.train_step import TrainStep
@@ -250,7 +251,7 @@ def test_a_batch_for_a_model_with_its_own_loss_has_names():
 
 def test_what_a_technique_tidies_up_is_after_each_step_that_happened():
     step, tidied = step_of(), []
-    step.workload.after_step = (lambda: tidied.append(step.num_steps),)
+    step.workload.hooks = StepHooks(after_step=(lambda: tidied.append(step.num_steps),))
     with armed("backward", 1):
         step(line_through())
     step(line_through())

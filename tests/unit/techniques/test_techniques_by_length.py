@@ -6,15 +6,18 @@ from tests.tally import in_a_check
 from torch import nn
 
 import workloads
+from plimsoll.data.batch import count_elements
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.models.hooks import BY_SAMPLES, StepHooks
 from plimsoll.models.recurrent.model import build_recurrent
-from plimsoll.models.workload import Workload, count_elements, model_loss
+from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.micro_batches import shape_of, weighted_micro_batches
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, installed
 from plimsoll.techniques.by_length import ByLength
+from plimsoll.techniques.mechanisms.lengths import CutByLength
 
 LENGTHS = [12, 3, 7, 12, 1, 9, 4, 2]
 VARYING = Setting(device="cpu", batch_size=8, lengths_vary=True)
@@ -58,7 +61,7 @@ def made(name):
 def cut(units="samples", full_length=None):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return Workload(model, optimizer, model_loss, units, cuts_by_length=True, full_length=full_length)
+    return Workload(model, optimizer, model_loss, units, hooks=StepHooks(cut=CutByLength(full_length)))
 
 
 def loss_and_gradients(workload, batch, micro_batch):
@@ -81,7 +84,7 @@ def test_loss_and_gradients_are_those_of_the_padded_batch(name, micro_batch):
         loss, gradients = loss_and_gradients(workload, batch, micro_batch)
     assert loss == pytest.approx(plain_loss, rel=1e-5)
     assert workloads.largest_relative_difference(plain, gradients) < 1e-5
-    assert not workload.cuts_by_length
+    assert workload.hooks.cut is BY_SAMPLES
 
 
 def test_trimming_what_is_padding_for_all_leaves_the_loss_and_takes_fewer_columns():
@@ -151,7 +154,8 @@ def test_a_rehearsal_knows_the_lengths_of_its_batch():
     for by_length in (False, True):
         with dry_run(CpuLowering(), lambda: "forward") as stage:
             model, optimizer = stage.fake_training(workload.model, workload.optimizer)
-            fake = Workload(model, optimizer, model_loss, "samples", cuts_by_length=by_length)
+            hooks = StepHooks(cut=CutByLength() if by_length else BY_SAMPLES)
+            fake = Workload(model, optimizer, model_loss, "samples", hooks=hooks)
             pieces = weighted_micro_batches(stage.fake_batch(batch), 3, shape_of(batch, fake), fake)
             widths.append([])
             for piece, share, _ in pieces:

@@ -48,8 +48,8 @@ def test_where_there_is_no_cuda_nothing_is_done():
     step = TrainStep(made.model, made.optimizer, lambda model, batch: model(batch).sum(), units="samples")
     with installed(step.workload, [choice(line_bytes=0)]):
         step(torch.ones(4, 2))
-        assert len(step.workload.after_step) == 1
-    assert step.workload.after_step == ()
+        assert len(step.workload.hooks.after_step) == 1
+    assert step.workload.hooks.after_step == ()
 
 
 @pytest.mark.gpu

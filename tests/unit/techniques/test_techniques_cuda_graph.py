@@ -74,19 +74,15 @@ def test_the_exit_gives_back_what_was_captured():
     class Captured:
         is_released = False
 
-        @property
-        def graph(self):
-            return self
-
         def release(self):
             self.is_released = True
 
     made, one = workload(), Captured()
     with installed(made, [GRAPH]):
-        assert made.captured == []
-        made.captured.append(one)
+        assert made.hooks.captured == []
+        made.hooks.captured.append(one)
     assert one.is_released
-    assert made.captured is None
+    assert made.hooks.captured is None
 
 
 # -- predicted ---------------------------------------------------------------------------------------------------------

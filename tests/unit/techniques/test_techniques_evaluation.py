@@ -24,11 +24,11 @@ def workload_of(model):
 def test_the_size_is_said_to_the_workload_and_taken_back():
     workload = workload_of(fresh("gpt2")[0])
     with installed(workload, (passes_of(4),)):
-        assert workload.evaluation_samples == 4
+        assert workload.hooks.evaluation_samples == 4
         with installed(workload, (passes_of(2),)):
-            assert workload.evaluation_samples == 2
-        assert workload.evaluation_samples == 4
-    assert workload.evaluation_samples is None
+            assert workload.hooks.evaluation_samples == 2
+        assert workload.hooks.evaluation_samples == 4
+    assert workload.hooks.evaluation_samples is None
 
 
 def test_training_has_the_same_bits_and_the_evaluation_the_same_mean():

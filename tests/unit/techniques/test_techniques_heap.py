@@ -11,6 +11,7 @@ from torch import nn
 from hand_traces import trace_of
 from plimsoll.device.cpu import heap
 from plimsoll.memory.predict import count_on_cpu
+from plimsoll.models.hooks import StepHooks
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.allocator import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, TIGHT_HEAP
 from plimsoll.records.plan import Choice, micro_batch_choice
@@ -123,15 +124,15 @@ def test_free_pages_go_back_after_each_step_that_happened():
     made = workload()
     calls = []
     step = TrainStep(made.model, made.optimizer, lambda model, batch: model(batch).sum(), units="samples")
-    step.workload.after_step = (lambda: calls.append(step.num_steps),)
+    step.workload.hooks = StepHooks(after_step=(lambda: calls.append(step.num_steps),))
     with installed(step.workload, [choice(trim=True)]):
-        assert step.workload.after_step[1] is heap.trim
+        assert step.workload.hooks.after_step[1] is heap.trim
         step(torch.ones(4, 2))
         step(torch.ones(4, 2))
     assert calls == [1, 2]
-    assert len(step.workload.after_step) == 1
+    assert len(step.workload.hooks.after_step) == 1
     with installed(step.workload, [choice(mapped_from="1MiB")]):
-        assert len(step.workload.after_step) == 1
+        assert len(step.workload.hooks.after_step) == 1
 
 
 _PROGRAM = """
@@ -140,8 +141,7 @@ from plimsoll.device.cpu import heap
 from plimsoll.device.base import backend_for
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import installed
-from plimsoll.techniques.heap import Heap
-from plimsoll.models.workload import Workload
+from plimsoll.models.hooks import StepHooks
 
 kept = []
 
@@ -158,7 +158,7 @@ def sizes():
     return [is_mapped(size) for size in (256 << 10, 2 << 20, 6 << 20, 40 << 20)]
 
 class Nothing:
-    after_step = ()
+    hooks = StepHooks()
 
 with backend_for("cpu").limited(8 << 30):
     found = [sizes()]
@@ -210,11 +210,12 @@ def test_the_largest_block_that_leaves_a_hole_is_counted():
 _TIGHTENED = """
 from plimsoll.device.base import backend_for
 from plimsoll.device.cpu import data_limit, heap
+from plimsoll.models.hooks import StepHooks
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import installed
 
 class Nothing:
-    after_step = ()
+    hooks = StepHooks()
 
 asked = []
 really = heap.map_blocks_from

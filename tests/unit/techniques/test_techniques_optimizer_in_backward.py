@@ -225,8 +225,8 @@ def test_nothing_stays_behind():
     keys = list(model.state_dict())
     with installed(workload, [CHOICE]):
         assert list(model.state_dict()) == keys
-        assert workload.copy_outside is not None
-    assert workload.copy_outside is None
+        assert workload.hooks.update_early is not None
+    assert workload.hooks.update_early is None
     step = made(case)
     step(case.batches()[0])
     assert all(parameter._post_accumulate_grad_hooks in (None, {}) for parameter in step.workload.model.parameters())

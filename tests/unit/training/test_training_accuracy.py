@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from plimsoll.models.hooks import StepHooks
 from plimsoll.step.failpoints import armed
 from plimsoll.step.train_step import TrainStep
+from plimsoll.techniques.mechanisms.lengths import CutByLength
 from plimsoll.training.accuracy import Accuracy
 
 
@@ -107,7 +109,7 @@ def test_samples_that_a_pass_has_in_another_order_are_told_apart():
 
     model = First()
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=1)
-    step.workload.cuts_by_length = True
+    step.workload.hooks = StepHooks(cut=CutByLength())
     with Accuracy(model, step.position, texts) as accuracy:
         step.evaluate(accuracy.counted([(fields, np.arange(4)), batch_of_one()]))
     assert accuracy.share() == 1.0

@@ -13,6 +13,7 @@ from torch import nn
 from plimsoll.device.off_device import states_outside
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import CheckpointError, OutputError
+from plimsoll.models.hooks import StepHooks
 from plimsoll.models.workload import Workload
 from plimsoll.planning.dry_run.ranks import joined_alone
 from plimsoll.step.failpoints import armed, exhaust_memory
@@ -33,7 +34,7 @@ def trained() -> Iterator[Workload]:
     with joined_alone():
         sharded = ShardedTraining(workload, Sharding(keeps_gathered=True), mesh_of(workload))
         sharded.shard()
-        workload.sharded = sharded
+        workload.hooks = StepHooks(sharding=sharded)
         loss_of(workload.model, batch_of(0)).backward()
         sharded.hand_over()
         workload.optimizer.step()
@@ -60,7 +61,9 @@ def test_what_was_written_in_shards_is_read_whole(tmp_path, trained):
     whole = workload_of(stacked_model())
     whole.optimizer.param_groups[0].update(lr=0.5, weight_decay=0.5)
     assert torch.equal(sharded_checkpoint.restore(saved, whole)["of"], torch.ones(2))
-    for (name, parameter), rows in zip(whole.model.named_parameters(), trained.sharded.rows.values(), strict=True):
+    for (name, parameter), rows in zip(
+        whole.model.named_parameters(), trained.hooks.sharding.rows.values(), strict=True
+    ):
         assert torch.equal(parameter, rows), name
         state, expected = whole.optimizer.state[parameter], trained.optimizer.state[rows]
         assert {key: value.tolist() for key, value in state.items()} == {k: v.tolist() for k, v in expected.items()}
@@ -80,13 +83,13 @@ def test_what_one_process_has_written_is_read_in_shards(tmp_path, trained):
     saved = checkpoint.save(tmp_path, 3, model=whole.model, optimizer=whole.optimizer, **facts)
     assert not sharded_checkpoint.is_sharded(saved)
     sharded_checkpoint.restore(saved, trained)
-    for parameter, rows in zip(whole.model.parameters(), trained.sharded.rows.values(), strict=True):
+    for parameter, rows in zip(whole.model.parameters(), trained.hooks.sharding.rows.values(), strict=True):
         assert torch.equal(parameter, rows)
         state, expected = trained.optimizer.state[rows], whole.optimizer.state[parameter]
         assert {key: value.tolist() for key, value in state.items()} == {k: v.tolist() for k, v in expected.items()}
     (group,) = trained.optimizer.param_groups
     assert group["lr"] == 0.5
-    assert all(map(operator.is_, group["params"], trained.sharded.rows.values()))
+    assert all(map(operator.is_, group["params"], trained.hooks.sharding.rows.values()))
 
 
 @pytest.mark.parametrize("is_read_whole", [True, False], ids=["shards read whole", "a whole one read in shards"])

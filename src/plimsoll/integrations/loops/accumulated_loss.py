@@ -22,10 +22,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from plimsoll.data.batch import Units, split_batch
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import PlimsollWarning
 from plimsoll.integrations.loops.batches import units_of
-from plimsoll.models.workload import Reason, Units, Workload, model_loss, split_batch
+from plimsoll.models.workload import Reason, Workload, model_loss
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.step.losses.additive import Additivity, LossOf, loss_check_of
 from plimsoll.step.losses.known import is_of_library, is_usual, known_units

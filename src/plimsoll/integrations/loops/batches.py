@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from plimsoll.data.batch import Units
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.integrations.loops.collected_outputs import concatenated
-from plimsoll.models.workload import Units
 from plimsoll.step.losses.known import shifts_labels
 
 

@@ -23,13 +23,14 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from plimsoll.data.batch import batch_size_of, split_batch
 from plimsoll.device.base import Backend
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.errors import OutOfMemoryError
 from plimsoll.integrations.loops.attributes import attributes
 from plimsoll.integrations.loops.batches import joined
 from plimsoll.integrations.loops.collected_outputs import Collected, off_device, pool_for
-from plimsoll.models.workload import Reason, batch_size_of, split_batch
+from plimsoll.models.workload import Reason
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import format_bytes
 from plimsoll.step.fallbacks import after_oom

@@ -23,11 +23,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
+from plimsoll.data.batch import batch_size_of, pick_samples, split_batch
 from plimsoll.device.base import backend_for
 from plimsoll.errors import OutOfMemoryError
 from plimsoll.integrations.loops.attributes import attributes
 from plimsoll.integrations.loops.lightning_logs import joined_values, remember, state_of
-from plimsoll.models.workload import batch_size_of, pick_samples, split_batch
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.step.fallbacks import after_oom

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from plimsoll.data.batch import Units, move_batch
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError
-from plimsoll.models.workload import LossFunction, Precision, Units, move_batch
+from plimsoll.models.workload import LossFunction, Precision
 from plimsoll.planning.given_plan import require_that_fits
 from plimsoll.planning.plan import plan_step
 from plimsoll.records.loss_check import LossCheck

@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from plimsoll.data.batch import Units
 from plimsoll.device.base import backend_for
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import InputError, OutOfMemoryError
-from plimsoll.models.workload import LossFunction, Units, Workload, model_loss
+from plimsoll.models.workload import LossFunction, Workload, model_loss
 from plimsoll.records.plan import Choice, Configuration
 from plimsoll.records.run import OomEvent
 from plimsoll.step.checks import device_of, refuse, refuse_no_target, refuse_recut, refuse_unclear_labels
@@ -430,7 +431,7 @@ class Transaction:
         self._put_back_of_caller = _nothing
         self.position.step += 1
         self._unreached.look(self.position.step)
-        self.following.do(tidy_ups=self.workload.after_step)
+        self.following.do(tidy_ups=self.workload.hooks.after_step)
 
     def _put_back(self) -> None:
         self._num_done, self.is_again = 0, True

@@ -38,9 +38,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from plimsoll.data.batch import IGNORED_LABEL
 from plimsoll.errors import InputError
 from plimsoll.models.head_apart import HeadApart, forward_of
-from plimsoll.models.workload import IGNORED_LABEL
 
 _LEAST_MASS = 1e-12  # of the words that are left: with less, what the k are told decides alone
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plimsoll.data.batch import IGNORED_LABEL
 from plimsoll.data.samples.teacher_cache import LOG_P, WORDS
 from plimsoll.models.distillation.chunked import (
     CHUNK_NUMBERS,
@@ -43,7 +44,7 @@ from plimsoll.models.distillation.chunked import (
     softened,
 )
 from plimsoll.models.head_apart import HeadApart, head_apart
-from plimsoll.models.workload import IGNORED_LABEL, model_loss
+from plimsoll.models.workload import model_loss
 from plimsoll.records.job import Task
 
 

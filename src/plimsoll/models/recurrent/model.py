@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from plimsoll.data.batch import IGNORED_LABEL
 from plimsoll.errors import InputError, JobError
 from plimsoll.models.adaptive import DIV_VALUE, adaptive_head, adaptive_loss, cutoffs_fault, log_probabilities, widened
 from plimsoll.models.names import RECURRENT
 from plimsoll.models.recurrent.carried_state import CarriedState, run_with_resets
 from plimsoll.models.recurrent.segments import Passed, State, Unroll, as_hidden, as_state
-from plimsoll.models.workload import IGNORED_LABEL
 from plimsoll.records.base import Frozen
 from plimsoll.records.job import near
 from plimsoll.weights.saving import save_weights

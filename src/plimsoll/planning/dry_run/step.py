@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from plimsoll.data.batch import IGNORED_LABEL, Units, batch_size_of, pick_samples, split_batch
 from plimsoll.data.samples.teacher_cache import LOG_P, WORDS
 from plimsoll.data.sketch import TextSketch
 from plimsoll.device.cpu.random import copy_host_state
@@ -34,15 +35,7 @@ from plimsoll.memory.trace import DryRun, dry_run, failures_explained, with_unkn
 from plimsoll.models.build import build_model, import_library_of
 from plimsoll.models.distillation.loss import Distillation
 from plimsoll.models.optimizers import build_optimizer
-from plimsoll.models.workload import (
-    IGNORED_LABEL,
-    LossFunction,
-    Precision,
-    Units,
-    batch_size_of,
-    pick_samples,
-    split_batch,
-)
+from plimsoll.models.workload import LossFunction, Precision
 from plimsoll.planning.dry_run.ranks import dry_run_ranks
 from plimsoll.planning.teacher_loss import loss_for
 from plimsoll.records.device import Device, MemoryUse

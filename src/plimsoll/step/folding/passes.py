@@ -42,7 +42,7 @@ def passes_repeat(workload: Workload, choices: Choices) -> bool:
     return (
         workload.loss is model_loss
         and workload.ranks.is_alone
-        and workload.captured is None
+        and workload.hooks.captured is None
         and not any(technique_of(choice.technique).keeps_state_between_passes for choice in choices)
         and all(_is_known(one) for module in workload.model.modules() for one in (type(module), *_put_on(module)))
     )

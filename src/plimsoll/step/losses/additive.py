@@ -32,9 +32,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from plimsoll.data.batch import batch_size_of, count_units, move_batch, pick_samples
 from plimsoll.device.base import Backend
 from plimsoll.errors import InputError
-from plimsoll.models.workload import Reason, Workload, batch_size_of, count_units, move_batch, pick_samples
+from plimsoll.models.workload import Reason, Workload
 from plimsoll.records.loss_check import LossCheck, Verdict
 from plimsoll.records.run import OomEvent
 from plimsoll.step.collective import attempt_collectively
@@ -195,7 +196,7 @@ class Additivity:
 
     def _left_alone(self, loss: Any, batch: Any) -> AbstractContextManager[Undo]:
         roots = {"model": self._workload.model, "loss": loss, **self._roots}
-        is_sharded = self._workload.sharded is not None
+        is_sharded = self._workload.hooks.sharding.is_sharded
         return left_alone(
             roots, self._backend, batch, extra_state=self._extra_state, optimizer=self._workload.optimizer,
             observes=not is_sharded,
@@ -204,7 +205,8 @@ class Additivity:
     def _compared(self, rows: Any, loss_of: LossOf) -> _Found | OomEvent | str | None:
         """Compare as many samples as there is room for, with gradients where that can be; or say how it fails."""
         precision = self._workload.precision
-        has_gradients = torch.is_grad_enabled() and self._workload.sharded is None and not _is_watched(self._workload)
+        is_sharded = self._workload.hooks.sharding.is_sharded
+        has_gradients = torch.is_grad_enabled() and not is_sharded and not _is_watched(self._workload)
         most = min(batch_size_of(rows), max(self.most_samples, 2))
         counts = list(dict.fromkeys(min(count, most) for count in _NUM_ROWS))
         ways = [(count, True, False) for count in counts if has_gradients]
@@ -245,7 +247,7 @@ class Additivity:
             losses = [one(piece, share) for piece, share, _ in pieces]
             dtypes = mode.dtypes | {one.dtype for one in workload.model.parameters() if one.is_floating_point()}
             found = _difference(shape.num_samples, whole, losses, _most_difference(dtypes), mode.averages_weights)
-            if found is None or found.is_random or workload.sharded is not None:
+            if found is None or found.is_random or workload.hooks.sharding.is_sharded:
                 return found
             if found.is_loss_equal() and found.is_gradient_equal():
                 return found

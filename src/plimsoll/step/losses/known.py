@@ -22,8 +22,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from plimsoll.data.batch import IGNORED_LABEL, Units
 from plimsoll.models.hugging_face import is_hugging_face
-from plimsoll.models.workload import IGNORED_LABEL, Reason, Units, Workload, model_loss
+from plimsoll.models.workload import Reason, Workload, model_loss
 
 _OF_FUNCTIONS: dict[str, Units] = {
     "ForCausalLMLoss": "next-tokens",

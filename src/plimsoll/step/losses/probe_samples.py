@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plimsoll.models.workload import IGNORED_LABEL, batch_size_of, leaves_of, map_leaves
+from plimsoll.data.batch import IGNORED_LABEL, batch_size_of, leaves_of, map_leaves
 
 _LABEL_COUNTS = 4.0  # as much as so many other features: samples of one label are to be found next to each other
 _MOST_INTEGER = 1 << 62

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 
+from plimsoll.data.batch import batch_size_of, move_batch, split_batch
 from plimsoll.device.base import backend_for
-from plimsoll.models.workload import Workload, batch_size_of, move_batch, split_batch
+from plimsoll.models.workload import Workload
 from plimsoll.step.micro_batches import autocast
 from plimsoll.step.undo.step_state import Undo
 from plimsoll.techniques.gradient_cache import refusal_of

@@ -28,9 +28,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from plimsoll.data.batch import leaves_of, map_leaves
 from plimsoll.device.base import Backend
 from plimsoll.device.cuda.graphs import CudaGraph
-from plimsoll.models.workload import Workload, leaves_of, map_leaves
+from plimsoll.models.workload import Workload
 from plimsoll.step.micro_batches import mean_loss
 from plimsoll.step.missing_gradients import is_compiled
 from plimsoll.step.replay.repeats import Seen, are_alike, is_again
@@ -86,6 +87,10 @@ class Captured:
     contents: Contents
     around: Around
     num_holders: list[int] = field(default_factory=list)
+
+    def release(self) -> None:
+        """Give the graph's memory back."""
+        self.graph.release()
 
     def let_go(self) -> None:
         """Note, when no step is under way, that nobody else has the gradients, which the next ones will change."""

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from plimsoll.data.batch import leaves_of, move_batch
 from plimsoll.device.base import Backend
 from plimsoll.memory.annotations import as_captured
-from plimsoll.models.workload import Workload, leaves_of, move_batch
+from plimsoll.models.hooks import CapturedPass
+from plimsoll.models.workload import Workload
 from plimsoll.records.run import OomEvent
 from plimsoll.step.failpoints import failpoint
 from plimsoll.step.oom_boundary import Position, attempt, without_fail
@@ -45,7 +47,7 @@ class Replays:
     """Runs the micro-batches of one training, by replays where that is asked for and shown to be the same.
 
     Args:
-        workload: the training; its ``captured`` asks for it, and holds what was captured.
+        workload: the training; its hook ``captured`` asks for it, and holds what was captured.
         retry: goes back to the state of before the step.
         backend: of the device.
         position: where the training is.
@@ -99,6 +101,8 @@ class Replays:
             scaler: of the loss, for fp16.
             eager: does it without a graph.
         """
+        if self._captured is None:
+            return eager(move_batch(piece, self._workload.device))
         is_first, self._is_first = self._is_first, False
         is_asked = self._backend.kind in GRAPHS and self.why_not is None
         kind = "" if self._is_dry_run else self._workload.device.type
@@ -117,8 +121,8 @@ class Replays:
 
     def drop(self) -> None:
         """Let go of what was captured, and give its memory back."""
-        while self._workload.captured:
-            self._workload.captured.pop().graph.release()
+        while self._captured:
+            self._captured.pop().release()
 
     def reset(self) -> None:
         """Be as before the first step: other techniques are put to work."""
@@ -130,14 +134,14 @@ class Replays:
     @property
     def why_none(self) -> str | None:
         """Why nothing was replayed, where that was asked for and not done."""
-        if self._workload.captured is None or self.num_replays:
+        if self._captured is None or self.num_replays:
             return None
         return self.why_not or ("there was no room to capture a graph" if self._full else "no graph was captured")
 
     @property
     def is_settled(self) -> bool:
         """Whether passes run as they will from now on, and not for the first time before a capture."""
-        return self._workload.captured is None or self._held is not None or bool(self.why_not or self._full)
+        return self._captured is None or self._held is not None or bool(self.why_not or self._full)
 
     @property
     def uncounted_bytes(self) -> int:
@@ -145,8 +149,14 @@ class Replays:
         return self._held.graph.num_bytes if self._held is not None and self._captured_at < self._position.step else 0
 
     @property
+    def _captured(self) -> list[CapturedPass] | None:
+        return self._workload.hooks.captured
+
+    @property
     def _held(self) -> Captured | None:
-        return self._workload.captured[0] if self._workload.captured else None
+        held = self._captured[0] if self._captured else None
+        assert held is None or isinstance(held, Captured)
+        return held
 
     def _replayed(self, held: Captured, piece: Any, share: float, scaler: Scaler) -> Tensor:
         self._num_idle = 0
@@ -162,9 +172,9 @@ class Replays:
         found = without_fail(lambda: attempt(work, self._backend, self._position))
         self._retry.go_back([*self._parameters()])
         if isinstance(found, Captured):
-            assert self._workload.captured is not None
+            assert self._captured is not None
             found.let_go()
-            self._workload.captured.append(found)
+            self._captured.append(found)
             self._shape, self._captured_at = shape, self._position.step + 1
             return
         self._backend.release()

@@ -118,10 +118,11 @@ class GradientRelease:
 def gradient_release(workload: Workload, micro_batch: int, num_samples: int) -> GradientRelease | None:
     """Make what updates in the backward of a step, or ``None`` where it is not asked for or not possible."""
     needs_all = workload.clip_norm is not None or workload.precision == "fp16" or not is_separable(workload.optimizer)
-    is_cut = micro_batch < num_samples or workload.cuts_by_length or not workload.ranks.is_alone
-    if workload.copy_outside is None or is_cut or needs_all:
+    is_cut = micro_batch < num_samples or workload.hooks.cut.depends_on_values or not workload.ranks.is_alone
+    copy_outside = workload.hooks.update_early
+    if copy_outside is None or is_cut or needs_all:
         return None
-    return GradientRelease(workload.optimizer, workload.copy_outside, workload.device.type)
+    return GradientRelease(workload.optimizer, copy_outside, workload.device.type)
 
 
 class _Before:

@@ -63,11 +63,6 @@ def bytes_of(tensor: Tensor) -> int:
     return tensor.nbytes
 
 
-def clip(parameters: Iterable[nn.Parameter], clip_norm: float) -> Tensor:
-    """Clip the gradients of parameters together; returns their norm before."""
-    return nn.utils.clip_grad_norm_(clippable(parameters), clip_norm)
-
-
 def clippable(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return what ``clip_grad_norm_`` clips in place of parameters: it takes no sparse gradients, but their values do.
 

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plimsoll.data.batch import IGNORED_LABEL, count_elements, pick_samples
 from plimsoll.memory.known import values_of
-from plimsoll.models.workload import IGNORED_LABEL, count_elements
+from plimsoll.models.hooks import BY_SAMPLES
 
 _FIELDS = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids")
 """Fields that are trimmed where they are of shape (B, T)."""
@@ -32,6 +33,39 @@ matrix kernels work on blocks of 8."""
 
 Group = tuple[Sequence[int], int]
 """The numbers of some samples of a batch, and the columns that are left of them."""
+
+
+class CutByLength:
+    """`plimsoll.models.hooks.Cut`: samples of alike length together, and more of them where they are short.
+
+    Args:
+        full_length: the tokens of the longest sample there will be; ``None`` for those of each batch.
+    """
+
+    depends_on_values = True
+
+    def __init__(self, full_length: int | None = None) -> None:
+        self._full_length = full_length
+
+    def elements_per_sample(self, batch: Any, batch_size: int) -> float:
+        """Return those of a sample of full length: a limit that was found holds for all batches."""
+        full_elements = elements_of_full_length(batch, self._full_length) if self._full_length is not None else None
+        return BY_SAMPLES.elements_per_sample(batch, batch_size) if full_elements is None else full_elements
+
+    def micro_batches(
+        self, batch: Any, batch_size: int, micro_batch: int, count: Callable[[Any], float]
+    ) -> Iterator[tuple[Any, float, Sequence[int]]]:
+        """Cut off the padding that no sample needs; where lengths are not known, cut by samples."""
+        groups = groups_by_length(batch, micro_batch, self._full_length)
+        if groups is None:
+            yield from BY_SAMPLES.micro_batches(batch, batch_size, micro_batch, count)
+        elif len(groups) == 1:
+            yield trimmed(batch, groups[0][1]), count(batch), range(batch_size)
+        else:
+            for numbers, num_columns in groups:
+                piece = pick_samples(batch, numbers)
+                if num_units := count(piece):
+                    yield trimmed(piece, num_columns), num_units, numbers
 
 
 def groups_by_length(batch: Any, num_samples: int, full_length: int | None = None) -> list[Group] | None:

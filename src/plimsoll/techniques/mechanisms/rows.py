@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from plimsoll.models.workload import leaves_of, map_leaves
+from plimsoll.data.batch import leaves_of, map_leaves
 
 _SINGLE = (bool, int, float, str, bytes, Enum, torch.dtype, torch.device, type(None))
 

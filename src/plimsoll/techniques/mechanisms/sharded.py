@@ -126,13 +126,15 @@ class Sharding:
 
 
 class ShardedTraining:
-    """The model of a workload in shards, one of them here, until `gather`.
+    """`plimsoll.models.hooks.Sharding`: the model of a workload in shards, one of them here, until `gather`.
 
     Args:
         workload: its model and its optimizer, which has no states yet; each rank has made the same ones.
         sharding: how it is shared out.
         mesh: the ranks.
     """
+
+    is_sharded = True
 
     def __init__(self, workload: Workload, sharding: Sharding, mesh: DeviceMesh) -> None:
         self._ranks, self._model, self._optimizer = workload.ranks, workload.model, workload.optimizer
@@ -201,7 +203,7 @@ class ShardedTraining:
         self._model.reset_iter_state()
         self._drop_gradients()
 
-    def clip(self, clip_norm: float) -> Tensor:
+    def clip(self, parameters: Sequence[Tensor], clip_norm: float) -> Tensor:
         """Clip the gradients of all ranks together; returns their norm before.
 
         Raises:

@@ -21,10 +21,12 @@ from distillations import (
     plain_loss,
     task_of,
 )
+from plimsoll.data.batch import count_units, split_batch
 from plimsoll.data.samples.teacher_cache import LOG_P, WORDS
+from plimsoll.models.distillation import Distillation, difference_of_states
 from plimsoll.models.distillation.chunked import Combination, softened
 from plimsoll.models.distillation.loss import Distillation, difference_of_states
-from plimsoll.models.workload import count_units, model_loss, split_batch
+from plimsoll.models.workload import model_loss
 
 UNITS: Any = {"language-modeling": "next-tokens", "classification": "samples"}
 TOLERANCES = {torch.float32: (1e-5, 2e-5), torch.float64: (1e-12, 1e-10)}

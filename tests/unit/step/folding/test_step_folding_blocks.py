@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from folded_traces import all_run, written_out
+from plimsoll.data.batch import batch_size_of
 from plimsoll.data.sketch import TextSketch
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.models.workload import batch_size_of, model_loss
+from plimsoll.models.workload import model_loss
 from plimsoll.planning.dry_run import step
 from plimsoll.planning.dry_run.step import dry_run_job, dry_run_step
 from plimsoll.records.job import Job

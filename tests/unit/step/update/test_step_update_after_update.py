@@ -11,6 +11,7 @@ from torch import nn
 from plimsoll import TrainStep
 from plimsoll.device.base import backend_for
 from plimsoll.errors import AfterUpdateError, OutOfMemoryError
+from plimsoll.models.hooks import StepHooks
 from plimsoll.step.failpoints import exhaust_memory
 from plimsoll.step.oom_boundary import Position
 from plimsoll.step.undo.user_state import Kept
@@ -83,7 +84,7 @@ def test_an_error_says_that_the_update_is_done_and_nothing_else_is_half_done():
         if number == 1:
             before = (schedule.count, list(schedule.rates), schedule.total.item(), schedule.get_last_lr())
             schedule.step = exhaust_memory
-            step.workload.after_step = (lambda: done.append(True),)
+            step.workload.hooks = StepHooks(after_step=(lambda: done.append(True),))
             weights = [parameter.tolist() for parameter in step.workload.model.parameters()]
             with pytest.raises(
                 AfterUpdateError, match=r"schedule\.step\(\) after the update of step 2 .*do not repeat"

@@ -1,13 +1,19 @@
 """Updates in backward, without the step around them: when they happen, what undoes them, and when they are not done."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import InputError
+from plimsoll.models.hooks import StepHooks
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.step.update.gradient_release import GradientRelease, gradient_release
+from plimsoll.techniques.mechanisms.lengths import CutByLength
+
+HOOKS = StepHooks(update_early=torch.clone)
 
 
 def net():
@@ -136,17 +142,17 @@ def test_it_is_done_only_where_every_gradient_is_complete_in_one_pass():
     optimizer = torch.optim.AdamW(model.parameters())
 
     def early_of(micro_batch=8, **fields):
-        fields = {"copy_outside": torch.clone} | fields
+        fields = {"hooks": HOOKS} | fields
         return gradient_release(Workload(model, optimizer, model_loss, "samples", **fields), micro_batch, 8)
 
     assert early_of() is not None
     assert early_of(micro_batch=9) is not None
     assert early_of(precision="bf16") is not None
     assert early_of(micro_batch=7) is None
-    assert early_of(copy_outside=None) is None
+    assert early_of(hooks=StepHooks()) is None
     assert early_of(clip_norm=1.0) is None
     assert early_of(precision="fp16") is None
-    assert early_of(cuts_by_length=True) is None
+    assert early_of(hooks=replace(HOOKS, cut=CutByLength())) is None
     assert early_of(ranks=OfTwo()) is None
     optimizer.register_step_post_hook(lambda *_: None)
     assert early_of() is None
