@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from plimsoll.data.prepare import Prepared, open_datasets
+from plimsoll.data.datasets import open_datasets
 from plimsoll.data.samples.teacher_cache import TeacherCacheFiles, ends_of
 from plimsoll.device.base import Backend
 from plimsoll.errors import OutOfMemoryError
@@ -32,6 +32,7 @@ from plimsoll.models.head_apart import head_apart
 from plimsoll.models.soft_targets import softened
 from plimsoll.models.workload import move_batch
 from plimsoll.records.job import Job
+from plimsoll.records.prepared import Prepared
 from plimsoll.records.run import OomEvent
 from plimsoll.step.failpoints import failpoint
 from plimsoll.step.oom_boundary import Position, attempt

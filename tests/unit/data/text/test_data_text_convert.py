@@ -118,7 +118,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 import pyarrow.parquet
-from plimsoll.data import tables
+from plimsoll.data.text import tables
 from plimsoll.data.formats import Reading
 from plimsoll.data.text.index import open_corpus
 
