@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from plimsoll.data.prepare import Prepared
 from plimsoll.models.assemble import assemble
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
+from plimsoll.records.prepared import Prepared
 from plimsoll.records.run import RunRecord
 from plimsoll.step.job_step import step_of
 from plimsoll.training.run_directory import RunDirectory

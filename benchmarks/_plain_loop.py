@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 import plimsoll
-from plimsoll.data.prepare import Prepared
 from plimsoll.device.base import backend_for
 from plimsoll.models.assemble import assemble, choose_device
+from plimsoll.records.prepared import Prepared
 
 
 def main() -> None:

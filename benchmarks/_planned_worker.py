@@ -62,11 +62,11 @@ def exit_code_of(run: dict[str, Any]) -> int:
 
 
 def train(run: dict[str, Any]) -> None:
-    from plimsoll.data.prepare import Prepared
     from plimsoll.device.base import backend_for
     from plimsoll.models.assemble import assemble
     from plimsoll.models.build import build_model
     from plimsoll.planning.trial import try_plan
+    from plimsoll.records.prepared import Prepared
     from plimsoll.step.job_step import step_of
     from plimsoll.techniques.heap import set_up_as_with
 

@@ -29,9 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 from demo import standard_library
-from plimsoll.data.prepare import Prepared, prepare
+from plimsoll.data.prepare import prepare
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.records.prepared import Prepared
 
 ARMS: dict[str, tuple[Choice, ...]] = {
     "plain": (),

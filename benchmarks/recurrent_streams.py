@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from plimsoll.data.prepare import Prepared
 from plimsoll.data.tokens.store import open_tokens
 from plimsoll.models.recurrent.model import RecurrentLanguageModel, load_recurrent
+from plimsoll.records.prepared import Prepared
 
 BATCH_SIZE, VOCAB_SIZE, SIZE = 32, 2000, 96
 STREAM_WINDOW = 512  # tokens at once of the stream that is evaluated; what it is changes nothing

@@ -23,8 +23,8 @@ from end_to_end.commands import (
     write_job,
 )
 from plain_streams import PlainLanguageModel, plain_streams
-from plimsoll.data.prepare import Prepared
 from plimsoll.data.tokens.store import open_tokens
+from plimsoll.records.prepared import Prepared
 from plimsoll.records.run import RunRecord
 
 NUM_LANES, LENGTH, NUM_STEPS, LONG_STEPS = 16, 64, 40, 150

@@ -216,16 +216,13 @@ def _vocabulary(words: _Words, cache: Path | None, progress: Report) -> Vocabula
 
 def _counted(words: _Words, texts: list[str], cache: Path | None, progress: Report) -> Vocabulary:
     from plimsoll.cli.data import job_of
-    from plimsoll.data.job_options import reading_of
-    from plimsoll.data.text.index import open_corpus
+    from plimsoll.data.pipeline import TEXTS, Pipeline
     from plimsoll.data.tokens.words import count_words
     from plimsoll.embeddings.vocabulary import of_counts
     from plimsoll.records.base import cache_folder
 
-    job = job_of(texts, words.changes)
-    folder = (cache or cache_folder() / "data").absolute()
-    corpus = open_corpus(job.data.sources, reading_of(job), folder, progress)
-    found = count_words(corpus, progress=progress)
+    pipeline = Pipeline(job_of(texts, words.changes), cache or cache_folder() / "data", progress)
+    found = count_words(pipeline.run(TEXTS), progress=progress)
     counts = ((word, found.counts[word]) for word in found.ranked())
     name = ", ".join(texts)
     if found.most_missed:

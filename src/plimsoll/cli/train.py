@@ -376,7 +376,8 @@ def _prepared_again(directory: RunDirectory, quiet: bool, other_data: bool) -> i
 
     Where the job names other data than before, they must come to the same tokens.
     """
-    from plimsoll.data.prepare import Prepared, is_whole
+    from plimsoll.data.prepare import is_whole
+    from plimsoll.records.prepared import Prepared
     from plimsoll.training.supervise import prepare_data
 
     prepared = Prepared.load(directory.prepared)

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from plimsoll.compression.methods import Calibration
 from plimsoll.data.batches.loader import Batch
+from plimsoll.data.datasets import open_datasets
 from plimsoll.data.formats import Reading
 from plimsoll.data.input_rows import open_rows
-from plimsoll.data.prepare import Prepared, open_datasets, prepare
+from plimsoll.data.prepare import prepare
 from plimsoll.data.tokens.model_tokenizer import ModelTokenizer, load_model_tokenizer
 from plimsoll.device.base import backend_for
 from plimsoll.errors import DataError, JobError
@@ -37,6 +38,7 @@ from plimsoll.models.inference import Embed, InferenceTask, inference_task
 from plimsoll.models.loading import Head, load_model
 from plimsoll.models.workload import Workload
 from plimsoll.records.job import Job, TokenizerSource
+from plimsoll.records.prepared import Prepared
 from plimsoll.records.shrink import Quality
 from plimsoll.step.evaluate import Evaluator
 from plimsoll.step.losses.additive import Additivity

@@ -25,8 +25,7 @@ from plimsoll.data.formats import csv as csv_format
 from plimsoll.data.formats.helpers.columns import no_column, text_columns
 from plimsoll.data.formats.helpers.records import HEAD_BYTES
 from plimsoll.data.text.convert import format_of
-from plimsoll.data.text.json_shapes import field_of_rows
-from plimsoll.data.text.json_values import are_lines, json_lines
+from plimsoll.data.text.json_values import are_lines, field_of_rows, json_lines
 from plimsoll.data.text.sources import SourceFile, find_files
 from plimsoll.data.text.unpack import Torn, chunks_of, is_archive, plain_chunks, uncompressed
 from plimsoll.errors import DataError

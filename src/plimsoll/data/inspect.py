@@ -16,18 +16,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.data.job_options import cut_by_job, kinds_of_tokens, reading_of
+from plimsoll.data.pipeline import REPEATED, SPANS, TEXTS, TOKENIZER, TOKENS, Pipeline
 from plimsoll.data.samples.borders import MARKS, BorderKind, cut_at_borders, marked_micro_batches
 from plimsoll.data.samples.labels import labels_of
 from plimsoll.data.samples.modes import Texts
 from plimsoll.data.samples.tags import Encoded, WordEncoder, entity_note
 from plimsoll.data.text.corpus import Corpus
-from plimsoll.data.text.held_out import num_repeated, refuse_same_files, said_of_repeated
-from plimsoll.data.text.index import open_corpus
-from plimsoll.data.tokens.store import TextEncoder, open_tokens, tokenize, tokens_folder
-from plimsoll.data.tokens.tokenizer import Tokenizer, prepare_tokenizer, tokenizer_threads
+from plimsoll.data.text.held_out import said_of_repeated
+from plimsoll.data.tokens.store import TextEncoder
+from plimsoll.data.tokens.tokenizer import Tokenizer, tokenizer_threads
 from plimsoll.files.addresses import shown
-from plimsoll.files.store import Progress, read_facts, silent
+from plimsoll.files.store import Progress, silent
 from plimsoll.records.corpus import CorpusFacts, Filling, Inspection, LabelCount, TagCount, TokenFacts
 from plimsoll.records.job import Job
 
@@ -44,7 +43,7 @@ def index_corpus(job: Job, cache: Path, progress: Progress = silent) -> CorpusFa
         DataError: if the texts cannot be used.
         OutputError: if the cache cannot be written.
     """
-    return _indexed(job, cache, progress)[1]
+    return _corpus_facts(Pipeline(job, cache, progress))
 
 
 def tokenize_corpus(job: Job, cache: Path, progress: Progress = silent) -> TokenFacts:
@@ -54,10 +53,10 @@ def tokenize_corpus(job: Job, cache: Path, progress: Progress = silent) -> Token
         DataError: if the texts or the tokenizer cannot be used.
         OutputError: if the cache cannot be written.
     """
-    corpus, facts = _indexed(job, cache, progress)
-    tokenizer = prepare_tokenizer(job.tokenizer, corpus, cache.absolute(), progress)
+    pipeline = Pipeline(job, cache, progress)
+    facts, tokenizer = _corpus_facts(pipeline), pipeline.run(TOKENIZER)
     begun = time.perf_counter()
-    store = tokenize(corpus, tokenizer, cache.absolute(), progress, **kinds_of_tokens(job))
+    store = pipeline.run(TOKENS)
     return TokenFacts(
         corpus=facts,
         tokenizer_folder=str(tokenizer.folder),
@@ -77,9 +76,9 @@ def inspect_corpus(job: Job, cache: Path, progress: Progress = silent) -> Inspec
         DataError: if the texts or the tokenizer cannot be used.
         OutputError: if the cache cannot be written.
     """
-    corpus, facts = _indexed(job, cache, progress)
-    tokenizer = prepare_tokenizer(job.tokenizer, corpus, cache.absolute(), progress)
-    seen = _seen(job, corpus, tokenizer, cache.absolute(), progress)
+    pipeline = Pipeline(job, cache, progress)
+    facts, corpus, tokenizer = _corpus_facts(pipeline), pipeline.run(TEXTS), pipeline.run(TOKENIZER)
+    seen = _seen(pipeline, corpus, tokenizer)
     lengths = seen.lengths
     bytes_per_token = seen.total_bytes / max(int(lengths.sum()), 1)
     num_texts = len(corpus)
@@ -101,13 +100,13 @@ def inspect_corpus(job: Job, cache: Path, progress: Progress = silent) -> Inspec
         quantiles=tuple((share, int(np.quantile(lengths, share, method="inverted_cdf"))) for share in _QUANTILES),
         fillings=fillings,
         examples=tuple(" ".join(text.split())[:_EXAMPLE_CHARACTERS] for text in corpus.texts(places)),
-        notes=(*_notes(texts, corpus, fillings), *_repeated(job, corpus, cache.absolute(), progress)),
+        notes=(*_notes(texts, corpus, fillings), *(f"{said}." for said in said_of_repeated(pipeline.run(REPEATED)))),
     )
 
 
-def _indexed(job: Job, cache: Path, progress: Progress) -> tuple[Corpus, CorpusFacts]:
-    begun = time.perf_counter()
-    corpus = open_corpus(job.data.sources, reading_of(job), cache.absolute(), progress)
+def _corpus_facts(of: Pipeline) -> CorpusFacts:
+    job, begun = of.job, time.perf_counter()
+    corpus = of.run(TEXTS)
     seconds = time.perf_counter() - begun
     labels: list[LabelCount] = []
     if job.task == "classification":
@@ -115,7 +114,7 @@ def _indexed(job: Job, cache: Path, progress: Progress) -> tuple[Corpus, CorpusF
         counts = np.bincount(numbers, minlength=len(names)).tolist()
         labels = [LabelCount(name=name, num_texts=count) for name, count in zip(names, counts, strict=True)]
     tags = [TagCount(name=name, num_words=count) for name, count in corpus.tag_counts.items()]
-    facts = CorpusFacts(
+    return CorpusFacts(
         sources=tuple(map(shown, job.data.sources)),
         num_files=len(corpus.paths),
         num_texts=len(corpus),
@@ -129,7 +128,6 @@ def _indexed(job: Job, cache: Path, progress: Progress) -> tuple[Corpus, CorpusF
         index_bytes=_size_bytes(corpus.folder),
         seconds=seconds,
     )
-    return corpus, facts
 
 
 def _size_bytes(folder: Path) -> int:
@@ -158,14 +156,14 @@ class _Encoded(NamedTuple):
     marks: NDArray[np.uint8]
 
 
-def _seen(job: Job, corpus: Corpus, tokenizer: Tokenizer, cache: Path, progress: Progress) -> _Seen:
+def _seen(of: Pipeline, corpus: Corpus, tokenizer: Tokenizer) -> _Seen:
+    job = of.job
     borders = job.data.borders if job.data.long_texts == "window" else None
-    folder = tokens_folder(corpus, tokenizer, cache, **kinds_of_tokens(job))
-    if read_facts(folder) is None:
-        return _drawn(job, corpus, tokenizer, borders, progress)
-    store, at_borders, num_borders = open_tokens(folder), None, None
+    if not of.is_there(TOKENS):
+        return _drawn(job, corpus, tokenizer, borders, of.progress)
+    store, at_borders, num_borders = of.run(TOKENS), None, None
     if borders is not None:  # into the cache, where a training finds them
-        spans = cut_by_job(store, job, tokenizer, progress)
+        spans = of.run(SPANS)
         at_borders = spans.lengths(np.arange(len(spans)))
         num_borders = int(np.count_nonzero(store.marks[:] & np.uint8(MARKS[borders])))
     num_bytes = corpus.byte_lengths(np.arange(len(corpus))) if job.data.on_the_fly else None
@@ -219,15 +217,6 @@ def _lengths_by_words(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
     sums = np.concatenate(([0], np.cumsum(lengths_W)))
     lengths: list[int] = np.diff(sums[np.cumsum([0, *map(len, words)])]).tolist()
     return lengths
-
-
-def _repeated(job: Job, corpus: Corpus, cache: Path, progress: Progress) -> Iterator[str]:
-    """Say how many of the held-out texts are trained on."""
-    other, share = None, job.data.validation
-    if isinstance(share, str):
-        other = open_corpus((share,), reading_of(job), cache, progress)
-        refuse_same_files(corpus, other)
-    yield from (f"{said}." for said in said_of_repeated(num_repeated(corpus, job, other, cache)))
 
 
 def _notes(texts: Texts, corpus: Corpus, fillings: tuple[Filling, ...]) -> Iterator[str]:

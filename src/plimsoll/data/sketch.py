@@ -19,17 +19,17 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from plimsoll.data.formats import Reading
-from plimsoll.data.job_options import padding_of, reading_of
-from plimsoll.data.prepare import Prepared
+from plimsoll.data.pipeline import TEXTS, TOKENIZER, Pipeline, reading_of
 from plimsoll.data.text.convert import is_converted
 from plimsoll.data.text.index import open_corpus
 from plimsoll.data.text.sources import SourceFile, find_files
 from plimsoll.data.tokens import byte_pairs
 from plimsoll.data.tokens.given_tokenizer import load_tokenizer
-from plimsoll.data.tokens.tokenizer import FEW_BYTES, prepare_tokenizer
+from plimsoll.data.tokens.tokenizer import FEW_BYTES, padding_of
 from plimsoll.errors import DataError
 from plimsoll.files.addresses import file_name, head, is_remote
 from plimsoll.records.job import HUB_PREFIX, Job
+from plimsoll.records.prepared import Prepared
 
 _HEAD_BYTES, _MOST_HEADS = 1 << 20, 16
 _CUT_ANYWHERE = (".jsonl", ".ndjson", ".csv", ".tsv")  # the begin of such a file is one, but for its last row
@@ -141,10 +141,9 @@ def _trained_vocab_size(job: Job) -> _Trained:
         return guess
     with suppress(DataError), TemporaryDirectory(prefix="plimsoll-") as name:  # who prepares them says what is wrong
         if sum(file.num_bytes for file in _found(sources, reading_of(job))) <= FEW_BYTES:
-            corpus = open_corpus(sources, reading_of(job), Path(name))
-            vocab_size = prepare_tokenizer(job.tokenizer, corpus, Path(name)).vocab_size
-            most_bytes = byte_pairs.whole_bytes(min(corpus.num_bytes, most_distinct_bytes))
-            return _Trained(vocab_size, False, most_bytes)
+            pipeline = Pipeline(job, Path(name))
+            most_bytes = byte_pairs.whole_bytes(min(pipeline.run(TEXTS).num_bytes, most_distinct_bytes))
+            return _Trained(pipeline.run(TOKENIZER).vocab_size, False, most_bytes)
     return guess
 
 

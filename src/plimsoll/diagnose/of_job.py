@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from plimsoll.data.inspect import inspect_corpus
-from plimsoll.data.prepare import Prepared
 from plimsoll.data.sketch import TextSketch, texts_of
 from plimsoll.diagnose.evidence import Evidence, ended_in_oom, evidence_of_run, with_prediction
 from plimsoll.diagnose.findings import diagnosed
@@ -23,6 +22,7 @@ from plimsoll.planning.plan import Progress
 from plimsoll.planning.remedies import choices_in_force, find_remedies
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.job import Job
+from plimsoll.records.prepared import Prepared
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import format_bytes
 

@@ -18,8 +18,10 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import update_wrapper
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from plimsoll.errors import DataError, OutputError
 from plimsoll.files.checksums import BLOCK_BYTES, MANIFEST, write_sums
@@ -30,6 +32,8 @@ from plimsoll.records.units import format_bytes
 _VERSION = 1  # raise it when the meaning of any stored file changes: old stores are then written again
 
 Facts = dict[str, Any]
+P = ParamSpec("P")
+T = TypeVar("T", covariant=True)  # noqa: PLC0105 -- it is in no public name
 
 
 class Progress(Protocol):
@@ -65,6 +69,48 @@ def stored(
     with _translated(folder), _locked(folder):
         facts = read_facts(folder)  # another process may have written it while this one waited
         return facts if facts is not None and is_whole(facts) else _written(folder, write, goes_on)
+
+
+@dataclass(frozen=True)
+class Store(Generic[T]):
+    """What is kept in a folder of the cache, declared before it is known whether it is there.
+
+    Attributes:
+        folder: where; its name is the cache key: it says, or is a hash of, all that the content depends on.
+        write: fills it, as `stored` describes.
+        open: makes of the folder and its facts what is asked for.
+        goes_on: whether an interrupted writer goes on from what it left.
+    """
+
+    folder: Path
+    write: Callable[[Path], Facts]
+    open: Callable[[Path, Facts], T]
+    goes_on: bool = False
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the cache has all of it."""
+        return read_facts(self.folder) is not None
+
+    def made(self) -> T:
+        """Open it; where it is not in the cache, let it be written first.
+
+        Raises:
+            OutputError: if the cache cannot be written.
+        """
+        return self.open(self.folder, stored(self.folder, self.write, self.goes_on))
+
+
+class kept(Generic[P, T]):
+    """A function that declares a `Store`: a call makes it and returns what it holds, `declare` returns the store."""
+
+    def __init__(self, declare: Callable[P, Store[T]]) -> None:
+        self.declare = declare
+        update_wrapper(self, declare)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what is kept, from the cache or made now."""
+        return self.declare(*args, **kwargs).made()
 
 
 def read_facts(folder: Path) -> Facts | None:

@@ -25,8 +25,8 @@ from plimsoll.data.batches.augment_text import TextAugmentation
 from plimsoll.data.batches.batching import Buckets
 from plimsoll.data.batches.loader import Loader, warn
 from plimsoll.data.batches.order import BlockShuffle
+from plimsoll.data.datasets import open_datasets
 from plimsoll.data.formats import Reading
-from plimsoll.data.prepare import Prepared, open_datasets
 from plimsoll.data.samples.packable import packing_fault
 from plimsoll.data.samples.teacher_cache import WithTeacher, open_teacher_cache
 from plimsoll.data.tokens.store import open_tokens
@@ -45,6 +45,7 @@ from plimsoll.models.vectors import fill_embedding, require_fitting, word_embedd
 from plimsoll.models.workload import LossFunction, resident_bytes
 from plimsoll.records.embeddings import SubsetFacts
 from plimsoll.records.job import Job
+from plimsoll.records.prepared import Prepared
 from plimsoll.records.units import format_bytes, format_share
 from plimsoll.weights.loading import open_checkpoint
 

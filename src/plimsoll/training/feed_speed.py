@@ -18,16 +18,15 @@ import psutil
 import torch
 
 from plimsoll.data.batches.order import Order
+from plimsoll.data.datasets import open_datasets
 from plimsoll.data.inspect import index_corpus
-from plimsoll.data.job_options import kinds_of_tokens, reading_of
-from plimsoll.data.prepare import open_datasets, prepare
+from plimsoll.data.pipeline import TEXTS, TOKENIZER, TOKENS, Pipeline
+from plimsoll.data.prepare import prepare
 from plimsoll.data.text.corpus import Corpus
-from plimsoll.data.text.index import open_corpus
-from plimsoll.data.tokens.store import tokens_folder
-from plimsoll.data.tokens.tokenizer import prepare_tokenizer, tokenizer_threads
+from plimsoll.data.tokens.tokenizer import tokenizer_threads
 from plimsoll.device.process import private_bytes
 from plimsoll.errors import DataError
-from plimsoll.files.store import Progress, read_facts, silent
+from plimsoll.files.store import Progress, silent
 from plimsoll.models.assemble import loader_of
 from plimsoll.records.corpus import FeedRates, Rate
 from plimsoll.records.job import Job
@@ -46,10 +45,8 @@ def time_corpus(job: Job, cache: Path, progress: Progress = silent) -> FeedRates
         DataError: if the texts or the tokenizer cannot be used.
         OutputError: if the cache cannot be written.
     """
-    cache = cache.absolute()
-    facts = index_corpus(job, cache, progress)
-    corpus = open_corpus(job.data.sources, reading_of(job), cache, progress)
-    tokenizer = prepare_tokenizer(job.tokenizer, corpus, cache, progress)
+    facts, pipeline = index_corpus(job, cache, progress), Pipeline(job, cache, progress)
+    corpus, tokenizer = pipeline.run(TEXTS), pipeline.run(TOKENIZER)
 
     def encode(texts: list[str]) -> int:
         with tokenizer_threads():
@@ -61,8 +58,7 @@ def time_corpus(job: Job, cache: Path, progress: Progress = silent) -> FeedRates
         _rate("read", f"shuffled, {_BATCH_TEXTS} at a time", "texts", (len(texts) for texts in _shuffled(corpus))),
         _rate("tokenize", "all cores", "bytes", (encode(texts) for texts in _in_order(corpus))),
     ]
-    folder = tokens_folder(corpus, tokenizer, cache, **kinds_of_tokens(job))
-    is_ready = job.data.on_the_fly or read_facts(folder) is not None
+    is_ready = job.data.on_the_fly or pipeline.is_there(TOKENS)
     try:
         if is_ready or corpus.num_bytes <= _SMALL_BYTES:
             return FeedRates(corpus=facts, rates=(*rates, *_fed(job, cache, progress)))

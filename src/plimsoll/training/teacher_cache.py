@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from plimsoll.data.batch import move_batch
-from plimsoll.data.prepare import Prepared, open_datasets
+from plimsoll.data.datasets import open_datasets
 from plimsoll.data.samples.teacher_cache import TeacherCacheFiles, ends_of
 from plimsoll.device.base import Backend
 from plimsoll.errors import OutOfMemoryError
@@ -31,6 +31,7 @@ from plimsoll.models.assemble import teacher_cache_folder
 from plimsoll.models.distillation.chunked import CHUNK_NUMBERS, softened
 from plimsoll.models.head_apart import head_apart
 from plimsoll.records.job import Job
+from plimsoll.records.prepared import Prepared
 from plimsoll.records.run import OomEvent
 from plimsoll.step.failpoints import failpoint
 from plimsoll.step.oom_boundary import Position, attempt

@@ -23,9 +23,9 @@ from plimsoll.records.units import format_bytes
 from plimsoll.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from plimsoll.data.prepare import Prepared
     from plimsoll.device.base import Backend
     from plimsoll.distributed.ranks import Ranks
+    from plimsoll.records.prepared import Prepared
     from plimsoll.records.run import GradientReach
 
 P = ParamSpec("P")
@@ -52,10 +52,11 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     Raises:
         TokenizerMemoryError: if the budget has no room to train the tokenizer.
     """
-    from plimsoll.data.job_options import corpus_and_tokenizer
-    from plimsoll.data.prepare import Prepared, open_datasets, prepare, prepare_again
+    from plimsoll.data.pipeline import TOKENIZER, Pipeline
+    from plimsoll.data.prepare import prepare, prepare_again
     from plimsoll.device.cpu.heap import trim
     from plimsoll.device.process import PeakCounter, private_bytes
+    from plimsoll.records.prepared import Prepared
     from plimsoll.report.progress import spinner, stages
 
     directory = RunDirectory(path)
@@ -63,11 +64,11 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     if tokenizer_budget_bytes is not None:
         peak.reset()
         with stages(quiet) as progress:
-            corpus_and_tokenizer(job, cache, progress, tokenizer_budget_bytes)
+            Pipeline(job, cache, progress, tokenizer_budget_bytes).run(TOKENIZER)
         trim()
         made_bytes = peak.read(private_bytes())
 
-    from plimsoll.data.samples.longest import with_rows
+    from plimsoll.data.datasets import open_datasets, with_rows
     from plimsoll.data.sketch import texts_of
     from plimsoll.models.assemble import loader_of, prepare_vectors
     from plimsoll.planning.facts import require_prepared_for
@@ -126,7 +127,7 @@ def _job_of(directory: RunDirectory) -> Job:
 
 
 def _require_same(digest: str, directory: RunDirectory, again: bool) -> None:
-    from plimsoll.data.prepare import Prepared
+    from plimsoll.records.prepared import Prepared
 
     before = Prepared.load(directory.prepared).vectors_digest if again else digest
     if digest != before:
@@ -233,12 +234,12 @@ def plan_run(  # noqa: PLR0917 -- of a command
 def _made(
     directory: RunDirectory, job: Job, pins: tuple[str, ...], forbids: tuple[str, ...], progress: Callable[[str], None]
 ) -> Plan:
-    from plimsoll.data.prepare import Prepared
     from plimsoll.data.sketch import texts_of
     from plimsoll.planning.calibration import known_calibration
     from plimsoll.planning.given_plan import require_that_fits
     from plimsoll.planning.kept_answers import plan_of
     from plimsoll.records.plan import parse_pin
+    from plimsoll.records.prepared import Prepared
 
     plan, _ = plan_of(
         job,
@@ -263,8 +264,8 @@ def _given(directory: RunDirectory, job: Job, path: Path) -> Plan:
 
 def _require_checkpoint(directory: RunDirectory, job: Job, from_step: int | None) -> None:
     """Refuse what the training process would refuse, before the plan is made, which takes longer."""
-    from plimsoll.data.prepare import Prepared
     from plimsoll.models.assemble import fingerprint
+    from plimsoll.records.prepared import Prepared
     from plimsoll.training import checkpoint
 
     checkpoint.load(directory.checkpoints, fingerprint(job, Prepared.load(directory.prepared)), from_step)
@@ -272,9 +273,9 @@ def _require_checkpoint(directory: RunDirectory, job: Job, from_step: int | None
 
 def _is_still_good(directory: RunDirectory, job: Job, quiet: bool) -> bool:
     """Whether the plan of a run that goes on is for its budget and of its code; says what differs."""
-    from plimsoll.data.prepare import Prepared
     from plimsoll.data.sketch import texts_of
     from plimsoll.planning.given_plan import reasons_against
+    from plimsoll.records.prepared import Prepared
 
     reasons = reasons_against(Plan.load(directory.plan), job, texts_of(Prepared.load(directory.prepared)))
     if reasons and not quiet:
@@ -327,7 +328,6 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
     """
     import torch
 
-    from plimsoll.data.prepare import Prepared
     from plimsoll.data.tokens.tokenizer import export_tokenizer
     from plimsoll.device.base import backend_for
     from plimsoll.device.busy import OtherPrograms
@@ -338,6 +338,7 @@ def train_run(  # noqa: PLR0912, PLR0915 -- as above
     from plimsoll.planning.calibration import learn
     from plimsoll.planning.teacher_loss import loss_for, sketched_loss, teacher_of
     from plimsoll.planning.trial import try_before_training
+    from plimsoll.records.prepared import Prepared
     from plimsoll.records.run import RunHead
     from plimsoll.report.progress import spinner, stages
     from plimsoll.step.failpoints import arm_from_environment

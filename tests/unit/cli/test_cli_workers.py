@@ -9,10 +9,10 @@ import yaml
 from typer.testing import CliRunner
 
 from plimsoll.cli.main import app
-from plimsoll.data.prepare import Prepared
 from plimsoll.errors import CheckpointError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_plan
+from plimsoll.records.prepared import Prepared
 from plimsoll.records.run import RunRecord
 from plimsoll.training.run_directory import RunDirectory
 from processes import environment

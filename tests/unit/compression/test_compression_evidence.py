@@ -12,7 +12,8 @@ from model_folders import model_folder, tokenizer, write_rows
 from plimsoll.compression import evidence as shrink_evidence
 from plimsoll.compression.evidence import JobEvidence, TextEvidence
 from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
-from plimsoll.data.prepare import open_datasets, prepare
+from plimsoll.data.datasets import open_datasets
+from plimsoll.data.prepare import prepare
 from plimsoll.errors import DataError, JobError
 from plimsoll.models.build import build_model, save_model
 from plimsoll.models.loading import load_model

@@ -17,8 +17,9 @@ import pytest
 from tests.web_server import Site, serving
 
 from plimsoll.data.batches.loader import Loader
+from plimsoll.data.datasets import open_datasets
 from plimsoll.data.formats import Reading
-from plimsoll.data.prepare import open_datasets, prepare
+from plimsoll.data.prepare import prepare
 from plimsoll.data.text.index import open_corpus
 from plimsoll.errors import DataError
 from plimsoll.files import addresses, remote

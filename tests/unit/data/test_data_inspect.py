@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from made_tokenizers import saved, with_template, word_piece
+from plimsoll.data.datasets import open_datasets
 from plimsoll.data.inspect import index_corpus, inspect_corpus, tokenize_corpus
-from plimsoll.data.prepare import open_datasets, prepare
+from plimsoll.data.prepare import prepare
 from plimsoll.data.tokens.store import open_tokens
 from plimsoll.data.tokens.tokenizer import open_tokenizer
 from plimsoll.records.corpus import Inspection

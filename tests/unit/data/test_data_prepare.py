@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plimsoll.data.prepare import Prepared, is_whole, open_datasets, prepare, prepare_again
+from plimsoll.data.datasets import open_datasets
+from plimsoll.data.prepare import is_whole, prepare, prepare_again
 from plimsoll.data.tokens.store import open_tokens
 from plimsoll.data.tokens.tokenizer import open_tokenizer
 from plimsoll.errors import DataError
 from plimsoll.records.job import Job
+from plimsoll.records.prepared import Prepared
 from tagged_files import conll, sentences_of_names
 
 
@@ -239,7 +241,8 @@ from pathlib import Path
 import torch
 import numpy as np
 from plimsoll.data.batches.loader import Loader
-from plimsoll.data.prepare import Prepared, open_datasets
+from plimsoll.data.datasets import open_datasets
+from plimsoll.records.prepared import Prepared
 from plimsoll.records.job import Job
 
 def private_bytes():

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plimsoll.data.prepare import open_datasets, prepare
+from plimsoll.data.datasets import open_datasets
+from plimsoll.data.prepare import prepare
 from plimsoll.errors import DataError
 from plimsoll.files import checksums
 from plimsoll.files.checksums import BLOCK_BYTES, SUMS_FILE, Damaged, blocks_of, checked, require_runs, require_whole

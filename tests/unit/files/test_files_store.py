@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import OutputError
-from plimsoll.files.store import read_facts, require_space, stored
+from plimsoll.files.store import Facts, Store, kept, read_facts, require_space, stored
 
 WRITER = """
 import os, sys, time
@@ -126,3 +126,26 @@ def test_space_that_is_not_there_is_refused_in_numbers(tmp_path: Path):
     require_space(tmp_path, 1)
     with pytest.raises(OutputError, match=r"needs about 1024\.0 PiB more in .* but the disk has .* free"):
         require_space(tmp_path, 1 << 60)
+
+
+def test_what_is_kept_is_declared_before_it_is_made_and_made_once(tmp_path: Path):
+    written: list[Path] = []
+
+    @kept
+    def squares(number: int, folder: Path) -> Store[list[int]]:
+        """Return the squares below a number."""
+
+        def write(place: Path) -> Facts:
+            written.append(place)
+            return {"squares": [one * one for one in range(number)]}
+
+        return Store(folder / f"squares-{number}", write, lambda _, facts: facts["squares"])
+
+    store = squares.declare(4, tmp_path)
+    assert store.folder == tmp_path / "squares-4"
+    assert not store.is_there
+    assert not written
+    assert squares(4, tmp_path) == squares(4, folder=tmp_path) == store.made() == [0, 1, 4, 9]
+    assert store.is_there
+    assert len(written) == 1
+    assert squares.__doc__ == "Return the squares below a number."

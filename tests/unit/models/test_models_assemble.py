@@ -11,13 +11,14 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from made_tokenizers import KINDS, TEMPLATES, saved, with_template
-from plimsoll.data.prepare import Prepared, PreparedText, prepare
+from plimsoll.data.prepare import prepare
 from plimsoll.data.tokens.tokenizer import export_tokenizer
 from plimsoll.errors import BudgetError, DataError, JobError
 from plimsoll.models.assemble import assemble, choose_device, fingerprint, loader_of, require_buildable, require_memory
 from plimsoll.models.build import save_model
 from plimsoll.models.recurrent.model import build_recurrent
 from plimsoll.records.job import Job
+from plimsoll.records.prepared import Prepared, PreparedText
 
 # 300 x 8 embedding, 32 x 16 + 64 LSTM, 300 x 8 + 300 output: 5,676 parameters of 4 bytes.
 PARAMETER_BYTES = 4 * (300 * 8 + 32 * 16 + 64 + 300 * 8 + 300)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from plimsoll.data.batches.loader import iterate_once
+from plimsoll.data.datasets import with_rows
 from plimsoll.data.prepare import prepare
-from plimsoll.data.samples.longest import with_rows
 from plimsoll.data.sketch import TextSketch, texts_of
 from plimsoll.errors import InputError
 from plimsoll.models.assemble import Assembled, assemble

@@ -9,7 +9,7 @@ import pytest
 
 import plimsoll.training.feed_speed
 from plimsoll.data.inspect import tokenize_corpus
-from plimsoll.data.job_options import reading_of
+from plimsoll.data.pipeline import reading_of
 from plimsoll.data.text.index import open_corpus
 from plimsoll.records.job import Job
 from plimsoll.training.feed_speed import _in_order, _shuffled, time_corpus

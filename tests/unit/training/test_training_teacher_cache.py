@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from distillations import gradients_of, largest_difference
-from plimsoll.data.prepare import Prepared, open_datasets, prepare
+from plimsoll.data.datasets import open_datasets
+from plimsoll.data.prepare import prepare
 from plimsoll.data.samples.teacher_cache import LOG_P, WORDS, TeacherCacheFiles, open_teacher_cache
 from plimsoll.device.base import backend_for
 from plimsoll.errors import OutOfMemoryError
@@ -21,6 +22,7 @@ from plimsoll.models.distillation.chunked import softened
 from plimsoll.models.recurrent.model import build_recurrent
 from plimsoll.planning.teacher_loss import loss_for, teacher_of
 from plimsoll.records.job import Job
+from plimsoll.records.prepared import Prepared
 from plimsoll.step.failpoints import armed
 from plimsoll.training import teacher_cache
 from plimsoll.training.teacher_cache import prepare_teacher_cache

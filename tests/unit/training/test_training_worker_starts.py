@@ -16,7 +16,6 @@ import pytest
 import torch.distributed as dist
 
 import plimsoll.training.loop
-from plimsoll.data.prepare import Prepared, PreparedText
 from plimsoll.data.sketch import sketch_texts
 from plimsoll.errors import CheckpointError, DataError, EmbeddingError, InputError, RecordError
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -25,6 +24,7 @@ from plimsoll.planning.facts import facts_of
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Configuration, Plan, Trial, micro_batch_choice, micro_batch_plan
+from plimsoll.records.prepared import Prepared, PreparedText
 from plimsoll.records.run import GradientReach, RunHead
 from plimsoll.training.run_directory import RunDirectory
 from plimsoll.training.worker import data_sentence, plan_run, prepare_run

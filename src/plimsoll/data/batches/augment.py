@@ -1,7 +1,7 @@
 """Tokens masked, deleted and swapped as samples are read: other ones in each epoch, the same for the same seed.
 
 Vectorised over the tokens of a batch, whose composition changes nothing: every draw is a function of the seed, the
-epoch, the sample's number and the place in it (`plimsoll.data.batches.draws`). Of words with tags whole words are
+epoch, the sample's number and the place in it (`plimsoll.data.batches.order`). Of words with tags whole words are
 deleted and swapped. Special tokens, the end token among them, are neither changed nor moved, and no sample becomes
 empty. Words and synonyms are in `plimsoll.data.batches.augment_text`. NOT covered: labels of single tokens other than
 the token itself.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.data.batches.draws import sample_keys, uniform
+from plimsoll.data.batches.order import sample_keys, uniform
 from plimsoll.data.samples import ragged
 from plimsoll.errors import DataError
 from plimsoll.records.augmentation import Augmentation

@@ -1,7 +1,7 @@
 """Words deleted, swapped and replaced by synonyms before a text is tokenized: other ones in each epoch.
 
 Words stand between white space, which stays as it is; a synonym replaces a word without its punctuation and takes over
-its case. Every draw is a function of the seed, the epoch and the sample's number (`plimsoll.data.batches.draws`). A
+its case. Every draw is a function of the seed, the epoch and the sample's number (`plimsoll.data.batches.order`). A
 table of synonyms is a file of the user's: ``.json``, an object from words to lists of words; or lines of tab-separated
 words, the first of which is replaced by one of the others. NOT covered: inflection, words of several parts, languages
 that write without spaces, where a text is one word.
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data.batches.augment import UserFunction, spared, swap_places
-from plimsoll.data.batches.draws import sample_keys, uniform
+from plimsoll.data.batches.order import sample_keys, uniform
 from plimsoll.errors import DataError
 from plimsoll.records.augmentation import Augmentation
 

@@ -7,7 +7,11 @@ two passes on average. All arithmetic is in unsigned 64-bit integers, so the ord
 as good as random for training, and NOT for cryptography.
 
 `Order` draws every sample from the whole; `BlockOrder` draws blocks of neighbours, for files that are larger than the
-page cache: read in its order, a file is read once, and not a page for every sample.
+page cache: read in its order, a file is read once, and not a page for every sample. `uniform` draws numbers for the
+elements of a sample by the same arithmetic, so that what a sample is changed to depends on nothing but its number: not
+on the batch, the worker or the order; some 10 ns a number, where to make a numpy generator per sample takes 10 us.
+
+Shapes: B samples, N elements of all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from plimsoll.data.samples import ragged
 
 _ROUNDS = 12  # of half a domain each; with 8, some orders of 5 samples are twice as frequent as others
 _NUMBERS_PER_PASS = 1 << 14  # what a pass works on stays in the L2 cache
@@ -260,3 +266,24 @@ def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(multiplier)
     return numbers ^ (numbers >> np.uint64(_SHIFTS[-1]))
+
+
+def sample_keys(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return a number for each sample (B,), another one in each epoch and for each seed."""
+    of_epoch = mixed(np.array([epoch + 1], np.uint64)) + np.uint64(seed * INCREMENT & MASK64)
+    return mixed(mixed(of_epoch) + (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(INCREMENT))
+
+
+def uniform(keys_B: NDArray[np.uint64], purpose: int, lengths_B: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return a number from 0 to less than 1 for each element of each sample (N,).
+
+    Args:
+        keys_B: of the samples.
+        purpose: what it is for: another purpose draws other numbers.
+        lengths_B: how many each sample needs.
+    """
+    keys_B = mixed(keys_B + np.uint64((purpose + 1) * INCREMENT & MASK64))
+    numbers_N = mixed(
+        np.repeat(keys_B, lengths_B) + ragged.positions(lengths_B).astype(np.uint64) * np.uint64(INCREMENT)
+    )
+    return (numbers_N >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -35,7 +35,7 @@ class Reading:
         on_error: ``stop``: what cannot be read is an error; ``skip``: rows that cannot be read (files, where a text is
             a file) are left out, counted and listed.
         max_text_bytes: a longer line, paragraph or row is one of those that cannot be read.
-        is_tagged: texts are words with a tag each (`plimsoll.data.samples.sentences`): ``text`` is the column of words,
+        is_tagged: texts are words with a tag each (`plimsoll.data.text.sentences`): ``text`` is the column of words,
             ``label`` that of their tags; what is no table is a file of the CoNLL kind.
     """
 

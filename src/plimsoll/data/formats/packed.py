@@ -16,8 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from plimsoll.data.formats import Found, Labels, Layout, Part, Reading
-from plimsoll.data.formats.helpers.scanning import chunks
-from plimsoll.data.formats.helpers.strings import strings
+from plimsoll.data.formats.helpers.scanning import chunks, strings
 
 TEXTS_FILE, ENDS_FILE, CODES_FILE, NAMES_FILE = "texts.packed", "ends.bin", "codes.bin", "names.json"
 

@@ -1,4 +1,4 @@
-"""The store into which `plimsoll.data.samples.sentences` puts words with tags, of any format: a text is a sentence.
+"""The store into which `plimsoll.data.text.sentences` puts words with tags, of any format: a text is a sentence.
 
 It is that of `plimsoll.data.formats.packed`, in which each text has a line for every word: the word, a tab, its tag. As
 a text, which is what tokenizers are trained on, the words come with spaces between them and without their tags;

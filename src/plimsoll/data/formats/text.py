@@ -15,8 +15,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from plimsoll.data.formats import Fault, Found, Layout, Part, Reading
-from plimsoll.data.formats.helpers.scanning import NEWLINE, RETURN, Chunk, chunks, faults_of, look_at, text_begin
-from plimsoll.data.formats.helpers.strings import strings
+from plimsoll.data.formats.helpers.scanning import (
+    NEWLINE,
+    RETURN,
+    Chunk,
+    chunks,
+    faults_of,
+    look_at,
+    strings,
+    text_begin,
+)
 from plimsoll.errors import DataError
 
 _WHITE = bytes(range(33))

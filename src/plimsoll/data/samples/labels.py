@@ -6,7 +6,6 @@ and numbered when the corpus is indexed. NOT covered: several labels per text.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.data.formats.helpers.columns import listed
+from plimsoll.data.formats.helpers.columns import refuse_unknown
 from plimsoll.data.text.corpus import Corpus
 from plimsoll.errors import DataError
 
@@ -79,13 +78,7 @@ def labels_from_column(corpus: Corpus, names: Sequence[str] | None = None) -> tu
         )
     if names is None:
         return known, corpus.labels
-    if unknown := [name for name in corpus.label_names if name not in known]:
-        near = difflib.get_close_matches(unknown[0], known, 1)
-        meant = f" (did you mean {near[0]!r}?)" if near else ""
-        raise DataError(
-            f"the validation data has the classes {listed(unknown)}, but the training data only {listed(known)}: name "
-            f"them alike{meant}, or leave these texts out"
-        )
+    refuse_unknown(corpus.label_names, known, "the validation data has the classes", "the training data")
     numbers = np.array([known.index(name) for name in corpus.label_names], np.min_scalar_type(len(known) - 1))
     return known, numbers[corpus.labels]
 

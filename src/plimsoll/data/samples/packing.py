@@ -14,6 +14,7 @@ Shapes: B rows, T tokens of a row, M spans of all rows, N tokens of all spans.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from plimsoll.data.samples.spans import Spans
 from plimsoll.data.samples.windows import IGNORED_LABEL, Samples
 from plimsoll.errors import DataError
 from plimsoll.files.checksums import require_whole
-from plimsoll.files.store import Facts, Progress, kept_facts, silent, stored
+from plimsoll.files.store import Facts, Progress, Store, kept, kept_facts, silent
 
 _RECIPE = 1  # raise it when the same spans are packed otherwise
 _SPANS_PER_POOL = 1 << 16
@@ -109,7 +110,8 @@ class PackedDataset(Samples):
         return np.full(len(ids), self.sequence_length)
 
 
-def pack(spans: Spans, sequence_length: int | None = None, progress: Progress = silent) -> Packs:
+@kept
+def pack(spans: Spans, sequence_length: int | None = None, progress: Progress = silent) -> Store[Packs]:
     """Return rows of whole spans, from the cache (the folder that ``spans`` are in) or packed now.
 
     Args:
@@ -141,7 +143,7 @@ def pack(spans: Spans, sequence_length: int | None = None, progress: Progress = 
         return {"sequence_length": sequence_length}
 
     folder = spans.folder.with_name(f"{spans.folder.name}-packs-{sequence_length}-{_RECIPE}")
-    return Packs(spans, folder, stored(folder, write))
+    return Store(folder, write, partial(Packs, spans))
 
 
 def open_packs(spans: Spans, folder: Path) -> Packs:

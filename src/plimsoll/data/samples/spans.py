@@ -29,7 +29,7 @@ from plimsoll.data.tokens.store import TokenStore
 from plimsoll.data.tokens.template import NO_TEMPLATE, Template
 from plimsoll.errors import DataError
 from plimsoll.files.checksums import require_runs, require_whole
-from plimsoll.files.store import Facts, Progress, kept_facts, read_facts, silent, stored
+from plimsoll.files.store import Facts, Progress, Store, kept, kept_facts, read_facts, silent
 
 LongTexts = Literal["window", "truncate", "stop"]
 
@@ -136,6 +136,7 @@ class Spans:
         return (self.num_repeated(ids) + 1) // 2, self.places(ids)[1] - shared_after_B // 2
 
 
+@kept
 def cut_texts(
     store: TokenStore,
     sequence_length: int,
@@ -147,7 +148,7 @@ def cut_texts(
     template: Template = NO_TEMPLATE,
     keeps_end: bool = False,
     progress: Progress = silent,
-) -> Spans:
+) -> Store[Spans]:
     """Return the samples of texts, from the cache (the folder that ``store`` is in) or cut now.
 
     Args:
@@ -196,7 +197,7 @@ def cut_texts(
             facts |= _written(place, windows, template, lambda done: progress("spans", done, len(store.tokens)))
         return facts
 
-    return Spans(store, folder, stored(folder, write))
+    return Store(folder, write, partial(Spans, store))
 
 
 def open_spans(store: TokenStore, folder: Path) -> Spans:
@@ -208,7 +209,8 @@ def open_spans(store: TokenStore, folder: Path) -> Spans:
     return Spans(store, folder, kept_facts(folder, "spans"))
 
 
-def select_spans(spans: Spans, name: str, is_chosen: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> Spans:
+@kept
+def select_spans(spans: Spans, name: str, is_chosen: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> Store[Spans]:
     """Return the spans of some texts, from the cache or written now.
 
     Args:
@@ -226,7 +228,7 @@ def select_spans(spans: Spans, name: str, is_chosen: Callable[[NDArray[np.int64]
         return facts | _written(folder, _chosen_tables(spans, is_chosen), spans.template, lambda _done: None)
 
     folder = spans.folder.with_name(f"{spans.folder.name}-{name}")
-    return Spans(spans.store, folder, stored(folder, write))
+    return Store(folder, write, partial(Spans, spans.store))
 
 
 def checked_stride(stride: int | None, sequence_length: int) -> int:

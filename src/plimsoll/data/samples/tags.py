@@ -11,7 +11,6 @@ Shapes: N tokens, W words.
 
 from __future__ import annotations
 
-import difflib
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.data.formats.helpers.columns import listed
+from plimsoll.data.formats.helpers.columns import listed, refuse_unknown
 from plimsoll.data.formats.tagged import NO_TAG, words_and_tags
 from plimsoll.data.samples import ragged
 from plimsoll.data.text.corpus import Corpus
@@ -56,13 +55,8 @@ def tags_of(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[str, ..
             f"token-classification needs at least 2 tags, but all words of the {len(corpus)} texts have {known[0]!r}: "
             "give the column with the tags, or texts with others"
         )
-    if unknown := [name for name in own if name not in known]:
-        near = difflib.get_close_matches(unknown[0], known, 1)
-        meant = f" (did you mean {near[0]!r}?)" if near else ""
-        raise DataError(
-            f"the words of the validation data have the tags {listed(unknown)}, but those of the training data only "
-            f"{listed(known)}: name them alike{meant}, or leave these texts out"
-        )
+    of_training = "those of the training data"
+    refuse_unknown(own, known, "the words of the validation data have the tags", of_training)
     return known
 
 

@@ -23,7 +23,7 @@ from plimsoll.data.samples import ragged
 from plimsoll.data.samples.spans import Spans, select_spans
 from plimsoll.data.samples.tags import INSIDE_WORD
 from plimsoll.data.samples.windows import IGNORED_LABEL, Samples
-from plimsoll.data.text.held_out import choice_name, held_out
+from plimsoll.data.text.held_out import sides
 from plimsoll.data.tokens.store import TokenStore
 from plimsoll.errors import DataError
 from plimsoll.files.checksums import require_runs
@@ -192,12 +192,8 @@ def split_by_text(spans: Spans, share: float, seed: int, is_drawn: bool = True) 
         DataError: if a share is to be held out of fewer than 2 texts.
         OutputError: if the cache cannot be written.
     """
-    num_texts = len(spans.store.ends)
-    is_held_out, name = held_out(num_texts, share, seed, is_drawn), choice_name(num_texts, share, seed, is_drawn)
-    return (
-        select_spans(spans, f"train-{name}", lambda texts: ~is_held_out(texts)),
-        select_spans(spans, f"validation-{name}", is_held_out),
-    )
+    training, held = sides(len(spans.store.ends), share, seed, is_drawn)
+    return select_spans(spans, training.name, training.is_chosen), select_spans(spans, held.name, held.is_chosen)
 
 
 @dataclass(frozen=True)

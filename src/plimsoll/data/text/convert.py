@@ -22,8 +22,7 @@ import xxhash
 from plimsoll.data.formats import Reading, packed
 from plimsoll.data.formats.helpers.records import HEAD_BYTES
 from plimsoll.data.formats.helpers.scanning import read_head, text_begin
-from plimsoll.data.text.json_shapes import field_of_rows
-from plimsoll.data.text.json_values import are_lines, json_lines
+from plimsoll.data.text.json_values import are_lines, field_of_rows, json_lines
 from plimsoll.data.text.sources import SourceFile, SourceFiles, find_files
 from plimsoll.data.text.unpack import Torn, chunks_of, is_archive, members_of, plain_chunks, uncompressed
 from plimsoll.errors import DataError
@@ -168,8 +167,7 @@ class _Converting:
         if form not in _TABLES and not self._reading.is_tagged:
             return [PlainFile(name, file.path, file.num_bytes, file.mtime_ns, file.named, form)]
         folder = self._cache / f"packed-{_hash([_states(file), _asked(self._reading)])}"
-        pack = self._pack_tagged if self._reading.is_tagged else self._pack
-        facts = stored(folder, partial(pack, path=file.path, name=name, form=form))
+        facts = stored(folder, partial(self._pack, path=file.path, name=name, form=form))
         path = str((folder / packed.TEXTS_FILE).absolute())
         return [_as_plain(name, path, file.named, _form_of_store(self._reading), facts)]
 
@@ -248,34 +246,33 @@ class _Converting:
                 require_space(path.parent, int(left_share * plain.tell()))
 
     def _pack(self, folder: Path, path: str, name: str, form: str) -> Facts:
-        from plimsoll.data.text.tables import pack
+        from plimsoll.data.text.sentences import conll_sentences, json_sentences, pack_sentences
 
-        _require_whole(path)
-        with _table(path, name, form, self.report.copied) as table:
-            return pack(folder, table, self._reading, self.report.show)
-
-    def _pack_tagged(self, folder: Path, path: str, name: str, form: str) -> Facts:
-        from plimsoll.data.samples.sentences import conll_sentences, json_sentences, pack_sentences, table_sentences
-
-        if uncompressed(name).lower().endswith(".csv"):
+        if self._reading.is_tagged and uncompressed(name).lower().endswith(".csv"):
             raise DataError(
                 f"{name} is csv, whose cells hold no lists of words: write it as JSON lines, or with a word and its "
                 "tag in each line, separated by a tab, as .conll"
             )
         _require_whole(path)
-        if form not in _TABLES:
-            os.close(descriptor_of(path, self.report.copied))
-            read = json_sentences if form == "jsonl" else conll_sentences
-            try:
-                return pack_sentences(folder, read(path, self._reading), name, self._reading, self.report.show)
-            except OSError as error:
-                raise DataError(
-                    f"cannot read {name} ({error.strerror}): check the disk, or leave the file out"
-                ) from None
-        with _table(path, name, form, self.report.copied) as table:
-            return pack_sentences(
-                folder, table_sentences(table, self._reading), table.name, self._reading, self.report.show
-            )
+        if form in _TABLES:
+            with _table(path, name, form, self.report.copied) as table:
+                return _pack_table(folder, table, table.name, self._reading, self.report.show)
+        os.close(descriptor_of(path, self.report.copied))
+        read = json_sentences if form == "jsonl" else conll_sentences
+        try:
+            return pack_sentences(folder, read(path, self._reading), name, self._reading, self.report.show)
+        except OSError as error:
+            raise DataError(f"cannot read {name} ({error.strerror}): check the disk, or leave the file out") from None
+
+
+def _pack_table(folder: Path, table: Table, name: str, reading: Reading, show: Callable[[int], None]) -> Facts:
+    """Write the texts of a table, or its words with tags, as a store that can be indexed."""
+    from plimsoll.data.text.sentences import pack_sentences, table_sentences
+    from plimsoll.data.text.tables import pack
+
+    if reading.is_tagged:
+        return pack_sentences(folder, table_sentences(table, reading), name, reading, show)
+    return pack(folder, table, reading, show)
 
 
 def _require_whole(path: str) -> None:
@@ -332,20 +329,13 @@ def _table(path: str, name: str, form: str, told: Told) -> Iterator[Table]:
 
 
 def _of_dataset(source: Any, reading: Reading, cache: Path, progress: Progress) -> PlainFile:
-    from plimsoll.data.text.tables import load_dataset, open_dataset, pack
+    from plimsoll.data.text.tables import load_dataset, open_dataset
 
     dataset, name = load_dataset(source)
     table = open_dataset(dataset, name)
 
     def write(folder: Path) -> Facts:
-        def show(done_bytes: int) -> None:
-            progress("convert", done_bytes, table.num_bytes)
-
-        if not reading.is_tagged:
-            return pack(folder, table, reading, show)
-        from plimsoll.data.samples.sentences import pack_sentences, table_sentences
-
-        return pack_sentences(folder, table_sentences(table, reading), name, reading, show)
+        return _pack_table(folder, table, name, reading, lambda done: progress("convert", done, table.num_bytes))
 
     folder = cache / f"packed-{_hash([dataset._fingerprint, _asked(reading)])}"
     facts = stored(folder, write)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from plimsoll.data.formats import Layout
 from plimsoll.data.formats.tagged import KEPT
-from plimsoll.data.samples.blocks import Blocks
+from plimsoll.data.text.blocks import Blocks
 from plimsoll.data.text.index_rows import BEGINS_FILE, GAPS_FILE, LABELS_FILE
 from plimsoll.data.text.opened_files import OpenFiles
 from plimsoll.data.text.scan import format_named

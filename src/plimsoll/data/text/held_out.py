@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -26,11 +26,11 @@ from plimsoll.data.text.corpus import Corpus
 from plimsoll.data.tokens.store import TokenStore
 from plimsoll.errors import DataError
 from plimsoll.files.checksums import require_whole
-from plimsoll.files.store import Facts, kept_facts, stored
+from plimsoll.files.store import Facts, Store, kept, kept_facts
 from plimsoll.records.job import Job
 
 Ints = NDArray[np.int64]
-IsHeldOut = Callable[[Ints], NDArray[np.bool_]]
+IsChosen = Callable[[Ints], NDArray[np.bool_]]
 
 _RECIPE = 1  # raise it when the same choice gives other tokens
 _PLACES_FILE, _SHIFTS_FILE, _ENDS_FILE = "places.bin", "shifts.bin", "ends.bin"
@@ -52,12 +52,20 @@ def num_held_out(num_samples: int, share: float) -> int:
     return min(max(round(num_samples * share), 1), num_samples - 1) if share else 0
 
 
-def held_out(num_texts: int, share: float, seed: int, is_drawn: bool = True) -> IsHeldOut:
-    """Return what says which texts are held out: those that `plimsoll.data.samples.windows.split` holds out.
+class Side(NamedTuple):
+    """The texts to train on or those held out: what the choice is kept under, which they are, and how many."""
+
+    name: str
+    is_chosen: IsChosen
+    num_texts: int
+
+
+def sides(num_texts: int, share: float, seed: int, is_drawn: bool = True) -> tuple[Side, Side]:
+    """Return the texts to train on and those held out, which `plimsoll.data.samples.windows.split` holds out, too.
 
     Args:
         num_texts: how many there are.
-        share: of them, more than 0.
+        share: of them to hold out, more than 0.
         seed: another seed draws others.
         is_drawn: draw them; else they are the last ones.
 
@@ -69,16 +77,16 @@ def held_out(num_texts: int, share: float, seed: int, is_drawn: bool = True) -> 
             f"cannot hold out a share of {share:g} of {num_texts} text, for windows of a text stay on one side: set "
             f"data.unit=line or data.unit=paragraph if it has several, or give a file for data.validation"
         )
-    num_validation = num_held_out(num_texts, share)
-    if not is_drawn:
-        return lambda texts: texts >= num_texts - num_validation
-    order = Order(num_texts, seed)
-    return lambda texts: order.positions(0, texts) < num_validation
+    num_validation, order = num_held_out(num_texts, share), Order(num_texts, seed)
 
+    def is_held_out(texts: Ints) -> NDArray[np.bool_]:
+        return order.positions(0, texts) < num_validation if is_drawn else texts >= num_texts - num_validation
 
-def choice_name(num_texts: int, share: float, seed: int, is_drawn: bool) -> str:
-    """Return what tells this choice from others, to be kept under."""
-    return f"{num_held_out(num_texts, share)}-{seed if is_drawn else 'last'}"
+    name = f"{num_validation}-{seed if is_drawn else 'last'}"
+    return (
+        Side(f"train-{name}", lambda texts: ~is_held_out(texts), num_texts - num_validation),
+        Side(f"validation-{name}", is_held_out, num_validation),
+    )
 
 
 class ChosenTexts:
@@ -112,7 +120,8 @@ class _Joined:
         return tokens
 
 
-def choose_texts(store: TokenStore, name: str, is_chosen: IsHeldOut) -> ChosenTexts:
+@kept
+def choose_texts(store: TokenStore, name: str, is_chosen: IsChosen) -> Store[ChosenTexts]:
     """Lay some texts of a store end to end; kept in the cache beside it.
 
     Args:
@@ -145,8 +154,7 @@ def choose_texts(store: TokenStore, name: str, is_chosen: IsHeldOut) -> ChosenTe
         return {"num_tokens": num_tokens}
 
     folder = store.folder.with_name(f"{store.folder.name}-texts-{_RECIPE}-{name}")
-    stored(folder, write)
-    return ChosenTexts(store, folder)
+    return Store(folder, write, lambda folder, _: ChosenTexts(store, folder))
 
 
 def signatures(corpus: Corpus) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
@@ -197,11 +205,12 @@ def num_on_both_sides(
     return 0 if nums is None else int(nums[is_found].sum())
 
 
-def num_repeated(corpus: Corpus, job: Job, other: Corpus | None, cache: Path) -> int:
+@kept
+def num_repeated(corpus: Corpus, job: Job, other: Corpus | None, cache: Path) -> Store[int]:
     """Count the held-out texts of a job that are training texts, too; kept in the cache.
 
     Args:
-        corpus: the training texts, of which a share may be held out.
+        corpus: the training texts, of which a share is held out where ``other`` is ``None``.
         job: says which.
         other: the validation text, where it has files of its own.
         cache: the folder for what is counted.
@@ -210,20 +219,17 @@ def num_repeated(corpus: Corpus, job: Job, other: Corpus | None, cache: Path) ->
         OutputError: if the cache cannot be written.
     """
     share = job.data.validation
-    if other is None and (isinstance(share, str) or not share or len(corpus) < 2):
-        return 0
 
     def write(_: Path) -> Facts:
         if other is not None:
             return {"num": num_on_both_sides(signatures(other), signatures(corpus))}
         assert isinstance(share, float), share
-        is_held_out = held_out(len(corpus), share, job.seed, job.draws_held_out)
-        sides = is_held_out, lambda texts: ~is_held_out(texts)
-        return {"num": num_on_both_sides(*(only(side, signatures(corpus)) for side in sides))}
+        training, held = sides(len(corpus), share, job.seed, job.draws_held_out)
+        return {"num": num_on_both_sides(*(only(side.is_chosen, signatures(corpus)) for side in (held, training)))}
 
     choice = (share, job.seed, job.draws_held_out) if other is None else other.key
     name = hashlib.sha256(repr((corpus.key, choice)).encode()).hexdigest()[:16]
-    return int(stored(cache / f"repeated-texts-{name}", write)["num"])
+    return Store(cache / f"repeated-texts-{name}", write, lambda _, facts: int(facts["num"]))
 
 
 def said_of_repeated(num_texts: int) -> Iterator[str]:
@@ -234,7 +240,7 @@ def said_of_repeated(num_texts: int) -> Iterator[str]:
 
 
 def only(
-    is_wanted: IsHeldOut, found: Iterable[tuple[Ints, NDArray[np.uint64]]]
+    is_wanted: IsChosen, found: Iterable[tuple[Ints, NDArray[np.uint64]]]
 ) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
     """Yield the numbers and hashes of some texts."""
     for texts, hashes in found:

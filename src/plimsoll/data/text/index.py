@@ -30,11 +30,12 @@ from plimsoll.files.addresses import shown
 from plimsoll.files.checksums import require_whole
 from plimsoll.files.identity import changes_of, identity_of
 from plimsoll.files.remote import descriptor_of, is_copy
-from plimsoll.files.store import Facts, Progress, silent, stored
+from plimsoll.files.store import Facts, Progress, Store, kept, silent
 from plimsoll.records.units import format_bytes
 
 
-def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress = silent) -> Corpus:
+@kept
+def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress = silent) -> Store[Corpus]:
     """Open the texts of files, folders, globs and data sets; the first time, or when one has changed, index them.
 
     Args:
@@ -59,9 +60,12 @@ def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress:
     ]
     folder = cache / f"index-{xxhash.xxh3_128_hexdigest(repr(identity).encode())[:16]}"
     named = [shown(source) if isinstance(source, str) else "the data set" for source in sources]
-    facts = stored(
-        folder, partial(_write_index, shown=named, files=files, left_out=left_out, reading=reading, progress=progress)
-    )
+    write = partial(_write_index, shown=named, files=files, left_out=left_out, reading=reading, progress=progress)
+    return Store(folder, write, partial(_opened, num_hidden=num_hidden))
+
+
+def _opened(folder: Path, facts: Facts, num_hidden: int) -> Corpus:
+    """Open an index, and warn of what in the files looks wrong."""
     if facts["whole_files"]:
         warnings.warn(_whole_files(facts), PlimsollWarning, stacklevel=2)
     if num_suspects := facts.get("num_suspects", 0):

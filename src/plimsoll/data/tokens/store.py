@@ -32,7 +32,7 @@ from plimsoll.data.text.corpus import Corpus
 from plimsoll.data.tokens.template import NO_TEMPLATE, Template
 from plimsoll.data.tokens.tokenizer import tokenizer_threads
 from plimsoll.files.checksums import checked, require_whole
-from plimsoll.files.store import Facts, Progress, kept_facts, require_space, silent, stored
+from plimsoll.files.store import Facts, Progress, Store, kept, kept_facts, require_space, silent
 from plimsoll.records.base import write_atomically
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class TokenStore:
         return open_tokens, (self.folder,)
 
 
+@kept
 def tokenize(
     corpus: Corpus,
     tokenizer: Tokenizer,
@@ -103,7 +104,7 @@ def tokenize(
     *,
     is_stream: bool = False,
     borders: bool = False,
-) -> TokenStore:
+) -> Store[TokenStore]:
     """Return the tokens of ``corpus``, from the cache or encoded now; what an earlier call has done is not done again.
 
     Args:
@@ -119,18 +120,11 @@ def tokenize(
         DataError: if a file of the corpus has changed since it was indexed.
         OutputError: if the cache cannot be written, or as soon as it is clear that the disk will not hold the tokens.
     """
-    folder = tokens_folder(corpus, tokenizer, cache, is_stream=is_stream, borders=borders)
-    write = partial(_write, corpus, tokenizer, progress, tokenizer.template if is_stream else NO_TEMPLATE, borders)
-    return TokenStore(folder, stored(folder, write, goes_on=True))
-
-
-def tokens_folder(
-    corpus: Corpus, tokenizer: Tokenizer, cache: Path, *, is_stream: bool = False, borders: bool = False
-) -> Path:
-    """Return where `tokenize` keeps the tokens."""
     kinds = {"-words": bool(corpus.tag_counts), "-stream": is_stream and tokenizer.template != NO_TEMPLATE}
     kind = "".join(name for name, is_so in (kinds | {"-borders": borders}).items() if is_so)
-    return cache / f"tokens-{corpus.key[:16]}-{tokenizer.key[:16]}{kind}"
+    folder = cache / f"tokens-{corpus.key[:16]}-{tokenizer.key[:16]}{kind}"
+    write = partial(_write, corpus, tokenizer, progress, tokenizer.template if is_stream else NO_TEMPLATE, borders)
+    return Store(folder, write, TokenStore, goes_on=True)
 
 
 def open_tokens(folder: Path) -> TokenStore:

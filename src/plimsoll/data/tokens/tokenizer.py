@@ -17,6 +17,7 @@ token written out in a text is read as the special token, as ``AutoTokenizer`` d
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import resource
 import unicodedata
@@ -25,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plimsoll.data.text.corpus import Corpus
 from plimsoll.data.tokens.byte_pairs import train as train_byte_pairs
@@ -42,7 +43,7 @@ from plimsoll.data.tokens.template import NO_TEMPLATE, Template, template_of
 from plimsoll.data.tokens.words import count_texts, word_pattern
 from plimsoll.errors import DataError
 from plimsoll.files.checksums import require_whole
-from plimsoll.files.store import Facts, Progress, read_facts, silent, stored
+from plimsoll.files.store import Facts, Progress, Store, kept, read_facts, silent
 from plimsoll.records.base import write_atomically
 from plimsoll.records.job import TokenizerSource
 
@@ -127,13 +128,14 @@ class Tokenizer:
         return tuple(sorted({*named, *(number for number, token in added.items() if token.special)}))
 
 
+@kept
 def prepare_tokenizer(
     source: TokenizerSource,
     corpus: Corpus,
     cache: Path,
     progress: Progress = silent,
     budget_bytes: int | None = None,
-) -> Tokenizer:
+) -> Store[Tokenizer]:
     """Load the tokenizer ``source.path``, or train one on ``corpus``, and keep it in the cache.
 
     Args:
@@ -150,19 +152,19 @@ def prepare_tokenizer(
     """
     if source.path is not None:
         path = Path(source.path)
-        content = identity_of_tokenizer(path)
-        folder = cache / f"tokenizer-{_hash(str(_LOADED_RECIPE), str(source.special_tokens), *content)[:16]}"
-        stored(folder, lambda place: _write(place, load_tokenizer(path, source.special_tokens)))
+        key = (str(_LOADED_RECIPE), str(source.special_tokens), *identity_of_tokenizer(path))
+
+        def write(place: Path) -> Facts:
+            return _write(place, load_tokenizer(path, source.special_tokens))
     else:
-        folder = cache / f"tokenizer-{_hash(*map(str, _settings(source, corpus)))[:16]}"
+        key = tuple(map(str, _settings(source, corpus)))
         train = _train_words if source.train == "words" else partial(_train_bpe, budget_bytes=budget_bytes)
 
         def write(place: Path) -> Facts:
             backend, num_left_out = train(source, corpus, progress)
             return _write(place, Loaded(backend, END_TOKEN)) | {"num_left_out_words": num_left_out}
 
-        stored(folder, write)
-    return open_tokenizer(folder)
+    return Store(cache / f"tokenizer-{_hash(*key)[:16]}", write, lambda folder, _: open_tokenizer(folder))
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
@@ -178,6 +180,18 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     backend.encode_special_tokens = facts.pop("splits_special", False)  # no file of the library says it
     template = Template(*map(tuple, facts.pop("template", ())))
     return Tokenizer(backend, folder, template=template, **facts)
+
+
+def padding_of(model: str | dict[str, Any], own: int) -> int:
+    """Return the token that fills the rows of a batch: that of the checkpoint of a job, or else the tokenizer's own.
+
+    Decoders with a classification head find the last token of a text by it.
+    """
+    try:
+        padding = json.loads((Path(str(model)) / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return own
+    return padding if isinstance(padding, int) and padding >= 0 else own
 
 
 def export_tokenizer(folder: Path, target: Path) -> None:

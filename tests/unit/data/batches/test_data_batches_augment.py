@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plimsoll.data.batches.augment import TokenAugmentation, UserFunction, spared, swap_places
-from plimsoll.data.batches.draws import sample_keys
+from plimsoll.data.batches.order import sample_keys
 from plimsoll.errors import DataError
 from plimsoll.records.augmentation import Augmentation
 

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 FOLDER = Path(__file__).parent
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
 
 import data_loader  # noqa: E402
 
@@ -412,7 +412,7 @@ ENDLESS = f"""
 import os, signal, sys, time, warnings
 sys.path.insert(0, {str(FOLDER)!r})
 warnings.simplefilter("ignore")
-from test_data_workers import BUCKETS, Numbers
+from test_data_batches_workers import BUCKETS, Numbers
 from plimsoll.data.batches.loader import Loader
 loader = Loader(Numbers(before=lambda ids: time.sleep(0.002)), BUCKETS, workers=2)
 number = 0

@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from plimsoll.data.datasets import open_datasets
 from plimsoll.data.inspect import inspect_corpus, tokenize_corpus
-from plimsoll.data.prepare import open_datasets, prepare
+from plimsoll.data.prepare import prepare
 from plimsoll.data.samples.modes import Texts
 from plimsoll.data.samples.packing import PackedDataset
 from plimsoll.data.samples.streams import StreamDataset

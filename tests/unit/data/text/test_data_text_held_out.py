@@ -18,10 +18,10 @@ from plimsoll.data.text import held_out as module
 from plimsoll.data.text.corpus import Corpus
 from plimsoll.data.text.held_out import (
     choose_texts,
-    held_out,
     num_held_out,
     num_repeated,
     refuse_same_files,
+    sides,
     signatures,
 )
 from plimsoll.data.text.index import open_corpus
@@ -32,7 +32,7 @@ from token_stores import store_of
 
 @pytest.mark.parametrize("is_drawn", [True, False])
 def test_the_texts_held_out_are_those_of_a_split(is_drawn: bool):
-    is_held_out = held_out(23, 0.3, 5, is_drawn)
+    is_held_out = sides(23, 0.3, 5, is_drawn)[1].is_chosen
     _, validation = split(23, 0.3, 5, is_drawn)
     assert np.flatnonzero(is_held_out(np.arange(23))).tolist() == sorted(
         validation[np.arange(len(validation))].tolist()
@@ -89,7 +89,7 @@ def test_texts_on_both_sides_are_counted_in_any_format(tmp_path: Path):
     document = corpus("c.txt", "one document\nof two lines\n")
     assert count(document, corpus("c.csv", 'text\n"one document\nof two lines"\n')) == 1
     assert count(corpus("d.txt", "same\n" * 10, unit="line"), None, 0.5) == 5
-    assert count(train, None, 0.5) == count(train, None) == 0
+    assert count(train, None, 0.5) == 0
 
 
 @pytest.mark.parametrize("how", ["itself", "a link", "a hard link", "a folder that is a link"])

@@ -14,7 +14,8 @@ from tokenizers import models, processors
 from transformers import AutoTokenizer
 
 from made_tokenizers import KINDS, TEMPLATES, saved, with_template
-from plimsoll.data.prepare import open_datasets, prepare
+from plimsoll.data.datasets import open_datasets
+from plimsoll.data.prepare import prepare
 from plimsoll.data.tokens.template import Template, template_of
 from plimsoll.errors import DataError
 from plimsoll.records.job import Job

@@ -18,7 +18,14 @@ from transformers import AutoTokenizer
 from plimsoll.data.formats import Reading
 from plimsoll.data.text.corpus import Corpus
 from plimsoll.data.text.index import open_corpus
-from plimsoll.data.tokens.tokenizer import END_TOKEN, UNKNOWN_TOKEN, export_tokenizer, open_tokenizer, prepare_tokenizer
+from plimsoll.data.tokens.tokenizer import (
+    END_TOKEN,
+    UNKNOWN_TOKEN,
+    export_tokenizer,
+    open_tokenizer,
+    padding_of,
+    prepare_tokenizer,
+)
 from plimsoll.data.tokens.words import words_of
 from plimsoll.errors import DataError
 from plimsoll.records.job import TokenizerSource
@@ -288,3 +295,10 @@ def test_no_thread_is_started_where_memory_is_limited(corpus: Corpus, tmp_path: 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     num_texts, num_threads = map(int, done.stdout.split())
     assert (num_texts, num_threads > 0) == (100, has_threads)
+
+
+@pytest.mark.parametrize(("said", "padding"), [(7, 7), (None, 3), (-1, 3), ("x", 3)])
+def test_rows_are_filled_with_the_checkpoints_own_token(tmp_path: Path, said: object, padding: int):
+    (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": said}))
+    assert padding_of(str(tmp_path), 3) == padding
+    assert padding_of(str(tmp_path / "absent"), 3) == padding_of({"architecture": "gpt2"}, 3) == 3

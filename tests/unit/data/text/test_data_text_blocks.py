@@ -9,7 +9,7 @@ import pytest
 
 from corpora import opened, written
 from plimsoll.data.batches.order import BlockShuffle, drawn
-from plimsoll.data.samples.blocks import Blocks
+from plimsoll.data.text.blocks import Blocks
 from plimsoll.data.text.corpus import Corpus
 
 

@@ -1,11 +1,14 @@
-"""How large batches become: of short texts as long as the longest, of texts end to end as the job says."""
+"""How large the batches of datasets become: of short texts as long as the longest, else as the job says.
+
+The datasets themselves are tested with what prepares them.
+"""
 
 from pathlib import Path
 
 import pytest
 
+from plimsoll.data.datasets import with_rows
 from plimsoll.data.prepare import prepare
-from plimsoll.data.samples.longest import with_rows
 from plimsoll.records.job import Job
 
 TEXTS = {"a": ["one two", "one two three four five"], "b": ["one", "one two three"]}

@@ -1,0 +1,221 @@
+"""The stages that the texts of a job go through, from files to samples, and the one place that runs them.
+
+    stage             takes                    in the cache       which is named by
+    TEXTS             the files of the job     index-*            their paths, sizes, times, and what of them is a text
+    VALIDATION_INDEX  those to validate with   index-*            the same
+    VALIDATION_TEXTS  TEXTS, VALIDATION_INDEX  (a check)
+    REPEATED          TEXTS, VALIDATION_TEXTS  repeated-texts-*   the content of both, or which share is held out
+    TOKENIZER         TEXTS                    tokenizer-*        its files, or how it is trained and on which texts
+    LABELS            TEXTS, KNOWN_NAMES       labels-*           the number of each text's class
+    TOKENS            TEXTS, TOKENIZER         tokens-*           the content of the texts, and the tokenizer
+    SIDES             TEXTS                    (which are held out)
+    STREAM            TOKENS, SIDE             tokens-*-texts-*   the tokens, and which texts these are
+    SPANS             TOKENS, TOKENIZER        spans-*            the tokens, and how they are cut
+    CHOSEN_SPANS      SPANS, SIDE              spans-*-train-*    the spans, and which texts they are of
+    PACKS             CHOSEN_SPANS             spans-*-packs-*    the spans, and the tokens of a row
+
+A stage takes what earlier ones give and says what is to be had of it: a `Store` in the cache, or the thing itself where
+there is nothing to keep. What it does to a text is in the module whose function it declares; in which order stages
+come, and whether one is made or used as it is, is decided by `Pipeline.run` alone. SIDE (of which texts the samples
+are) and KNOWN_NAMES (of labels) are ``None``, for all and unknown, where `Pipeline.replacing` says nothing else.
+
+It needs no torch but to pack. NOT covered: what becomes of samples (`plimsoll.data.datasets`), and what is made for a
+model with the data at hand: word vectors (`plimsoll.models.assemble.prepare_vectors`) and what a teacher says
+(`plimsoll.training.teacher_cache`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from plimsoll.data.formats import Reading
+from plimsoll.data.samples.labels import labels_of, names_to_number_by
+from plimsoll.data.samples.spans import Spans, cut_texts, select_spans
+from plimsoll.data.samples.tags import tags_of
+from plimsoll.data.text.corpus import Corpus
+from plimsoll.data.text.held_out import Side, choose_texts, num_repeated, refuse_same_files, sides
+from plimsoll.data.text.index import open_corpus
+from plimsoll.data.tokens.store import Tokens, TokenStore, tokenize
+from plimsoll.data.tokens.tokenizer import Tokenizer, prepare_tokenizer
+from plimsoll.files.store import Facts, Progress, Store, silent
+from plimsoll.records.job import Job
+
+if TYPE_CHECKING:  # it imports torch
+    from plimsoll.data.samples.packing import Packs
+
+T = TypeVar("T")
+
+LABELS_FILE = "labels.npy"
+
+
+@dataclass(frozen=True)
+class Stage(Generic[T]):
+    """One step on the way of the texts of a job.
+
+    Attributes:
+        name: what it makes.
+        takes: the stages whose outputs it needs.
+        gives: of a `Pipeline` and these outputs: where in the cache that is kept and how it is made, or the output.
+    """
+
+    name: str
+    takes: tuple[Stage[Any], ...]
+    gives: Callable[..., Store[T] | T]
+
+    def depends_on(self, stage: Stage[Any]) -> bool:
+        """Whether another output of ``stage`` may change what this one gives."""
+        return self == stage or any(taken.depends_on(stage) for taken in self.takes)
+
+
+class Pipeline:
+    """The texts of a job on their way; each stage is run once, when it or one that takes it is asked for.
+
+    Args:
+        job: its data, task and tokenizer are read.
+        cache: the folder for everything that is made.
+        progress: called as ``progress(stage, done, total)``.
+        budget_bytes: what this process may take of private memory; ``None``: what there is.
+    """
+
+    def __init__(self, job: Job, cache: Path, progress: Progress = silent, budget_bytes: int | None = None) -> None:
+        self.job, self.cache, self.progress, self.budget_bytes = job, cache.absolute(), progress, budget_bytes
+        self._outputs: dict[Stage[Any], Any] = {}
+
+    def run(self, stage: Stage[T]) -> T:
+        """Return what a stage gives, from the cache or made now, and run the stages that it takes before."""
+        if stage not in self._outputs:
+            given = self._given(stage)
+            self._outputs[stage] = given.made() if isinstance(given, Store) else given
+        output: T = self._outputs[stage]
+        return output
+
+    def is_there(self, stage: Stage[Any]) -> bool:
+        """Return whether what a stage gives is in the cache; what it takes is made, if need be."""
+        given = self._given(stage)
+        return not isinstance(given, Store) or given.is_there
+
+    def replacing(self, outputs: Mapping[Stage[Any], Any]) -> Pipeline:
+        """Return a pipeline with other outputs of some stages; only what depends on them is run again."""
+        other = Pipeline(self.job, self.cache, self.progress, self.budget_bytes)
+        kept = {stage: output for stage, output in self._outputs.items() if not any(map(stage.depends_on, outputs))}
+        other._outputs = kept | dict(outputs)
+        return other
+
+    def _given(self, stage: Stage[T]) -> Store[T] | T:
+        return stage.gives(self, *map(self.run, stage.takes))
+
+
+def reading_of(job: Job) -> Reading:
+    """Return what of the files is a text, as a job says it."""
+    data = job.data
+    return Reading(
+        unit=data.unit, text=data.text, label=data.label, escapes=data.escapes, quotes=data.quotes, header=data.header,
+        on_error=data.on_error, is_tagged=job.task == "token-classification",
+    )  # fmt: skip
+
+
+def _index(on: Pipeline, sources: Sequence[str]) -> Store[Corpus]:
+    return open_corpus.declare(sources, reading_of(on.job), on.cache, on.progress)
+
+
+def _validation_index(on: Pipeline) -> Store[Corpus] | None:
+    share = on.job.data.validation
+    return _index(on, (share,)) if isinstance(share, str) else None
+
+
+def _other_files(_: Pipeline, corpus: Corpus, other: Corpus | None) -> Corpus | None:
+    if other is not None:
+        refuse_same_files(corpus, other)
+    return other
+
+
+def _repeated(on: Pipeline, corpus: Corpus, other: Corpus | None) -> Store[int] | int:
+    if other is None and (not on.job.data.validation or len(corpus) < 2):
+        return 0
+    return num_repeated.declare(corpus, on.job, other, on.cache)
+
+
+TEXTS: Stage[Corpus] = Stage("texts", (), lambda on: _index(on, on.job.data.sources))
+VALIDATION_INDEX: Stage[Corpus | None] = Stage("validation index", (), _validation_index)
+VALIDATION_TEXTS: Stage[Corpus | None] = Stage("validation texts", (TEXTS, VALIDATION_INDEX), _other_files)
+REPEATED: Stage[int] = Stage("held-out texts that are trained on", (TEXTS, VALIDATION_TEXTS), _repeated)
+
+
+def _tokenizer(on: Pipeline, corpus: Corpus) -> Store[Tokenizer]:
+    return prepare_tokenizer.declare(on.job.tokenizer, corpus, on.cache, on.progress, on.budget_bytes)
+
+
+class Labels(NamedTuple):
+    """The names of classes or tags; ``folder`` has the number of the class of each text, where texts have classes."""
+
+    names: tuple[str, ...] = ()
+    folder: Path | None = None
+
+
+def _labels(on: Pipeline, corpus: Corpus, known: tuple[str, ...] | None) -> Store[Labels] | Labels:
+    if on.job.task == "token-classification":
+        return Labels(tags_of(corpus, known))  # their numbers come with the tokens
+    if on.job.task != "classification":
+        return Labels()
+    names, numbers = labels_of(corpus, names_to_number_by(corpus, on.job.model) if known is None else known)
+    folder = on.cache / f"labels-{hashlib.sha256(np.ascontiguousarray(numbers).data).hexdigest()[:16]}"
+
+    def write(folder: Path) -> Facts:
+        np.save(folder / LABELS_FILE, numbers)
+        return {}
+
+    return Store(folder, write, lambda folder, _: Labels(names, folder))
+
+
+def _tokens(on: Pipeline, corpus: Corpus, tokenizer: Tokenizer) -> Store[TokenStore]:
+    kinds = {"is_stream": on.job.reads_streams, "borders": on.job.data.borders is not None}
+    return tokenize.declare(corpus, tokenizer, on.cache, on.progress, **kinds)
+
+
+TOKENIZER: Stage[Tokenizer] = Stage("tokenizer", (TEXTS,), _tokenizer)
+KNOWN_NAMES: Stage[tuple[str, ...] | None] = Stage("names of labels that are known", (), lambda _: None)
+LABELS: Stage[Labels] = Stage("labels", (TEXTS, KNOWN_NAMES), _labels)
+TOKENS: Stage[TokenStore] = Stage("tokens", (TEXTS, TOKENIZER), _tokens)
+
+
+def _sides(on: Pipeline, corpus: Corpus) -> tuple[Side, Side]:
+    share = on.job.data.validation
+    assert isinstance(share, float), share
+    return sides(len(corpus), share, on.job.seed, on.job.draws_held_out)
+
+
+def _stream(_: Pipeline, tokens: TokenStore, side: Side | None) -> Store[Tokens] | Tokens:
+    return tokens if side is None else choose_texts.declare(tokens, side.name, side.is_chosen)
+
+
+def _spans(on: Pipeline, tokens: TokenStore, tokenizer: Tokenizer) -> Store[Spans]:
+    job, data, template = on.job, on.job.data, tokenizer.template
+    return cut_texts.declare(
+        tokens, job.sequence_length, long_texts=data.long_texts, stride=data.stride, borders=data.borders,
+        with_end=not (job.is_labelled or template.suffix),  # what is behind a text is learnt as its end
+        template=template, keeps_end=tokenizer.keeps_end and data.long_texts == "truncate", progress=on.progress,
+    )  # fmt: skip
+
+
+def _chosen_spans(_: Pipeline, spans: Spans, side: Side | None) -> Store[Spans] | Spans:
+    return spans if side is None else select_spans.declare(spans, side.name, side.is_chosen)
+
+
+def _packs(on: Pipeline, spans: Spans) -> Store[Packs]:
+    from plimsoll.data.samples.packing import pack
+
+    return pack.declare(spans, progress=on.progress)
+
+
+SIDES: Stage[tuple[Side, Side]] = Stage("texts to train on and those held out", (TEXTS,), _sides)
+SIDE: Stage[Side | None] = Stage("those that samples are made of", (), lambda _: None)  # all
+STREAM: Stage[Tokens] = Stage("texts end to end", (TOKENS, SIDE), _stream)
+SPANS: Stage[Spans] = Stage("spans", (TOKENS, TOKENIZER), _spans)
+CHOSEN_SPANS: Stage[Spans] = Stage("spans of a side", (SPANS, SIDE), _chosen_spans)
+PACKS: Stage[Packs] = Stage("packs", (CHOSEN_SPANS,), _packs)
