@@ -9,7 +9,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_plan
 from plimsoll.step.recovery import micro_batch_sizes
 from plimsoll.training.run_directory import RunDirectory
-from plimsoll.training.worker import train_run
+from plimsoll.training.session import Session
 
 MODEL = {"architecture": "lstm", "embedding_size": 8, "hidden_size": 8, "dropout": 0.1}
 
@@ -48,13 +48,4 @@ def make_run(path: Path, job: Job, cache: Path) -> RunDirectory:
 
 def train_here(directory: RunDirectory, **options: object) -> None:
     """Train in this process."""
-    usual: dict[str, object] = {
-        "resume": False,
-        "from_step": None,
-        "resume_newest": False,
-        "fallback": None,
-        "too_large_fallback": None,
-        "restarts": 0,
-        "quiet": True,
-    }
-    train_run(directory.path, **(usual | options))
+    Session(directory.path, **({"quiet": True} | options)).run()  # type: ignore[arg-type]

@@ -5,18 +5,16 @@ from __future__ import annotations
 import signal
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from plimsoll.cli.options import Quiet, Timings
+from plimsoll.cli.options import AsJsonAlone, Quiet, Timings
 
 if TYPE_CHECKING:
-    from plimsoll.models.generation import Cache, Generation
+    from plimsoll.models.generation import Cache
     from plimsoll.models.quantized import Quantize
     from plimsoll.records.apply import Dtype
-
-_OTHER_FORMS = {".csv", ".tsv", ".parquet", ".arrow", ".npy", ".npz", ".txt", ".html"}
 
 
 # long: one call with one line for each option
@@ -64,9 +62,7 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
     force: Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")] = False,
     quiet: Quiet = False,
     _timings: Timings = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")
-    ] = False,
+    as_json: AsJsonAlone = False,
 ) -> None:
     """Apply a model to every row of a file; when it was stopped, the same command goes on.
 
@@ -80,13 +76,14 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
     from plimsoll.cli.answer import limit_bytes_of
     from plimsoll.cli.output import failures_shown, show
     from plimsoll.errors import Interrupted
+    from plimsoll.inference.options import generation_of, require_known
     from plimsoll.report.progress import row_rates, spinner
     from plimsoll.report.render import render
 
     with failures_shown() if as_json else nullcontext():
         limit_bytes = limit_bytes_of(budget)
-        _check(out, dtype, quantize, cache)
-        generation = _generation(max_new_tokens, temperature, top_p, seed, cast("Cache", cache))
+        require_known(out, dtype, quantize, cache)
+        generation = generation_of(max_new_tokens, temperature, top_p, seed, cast("Cache", cache))
         with spinner(quiet or as_json):
             from plimsoll.inference.apply import ApplyOptions, apply_model
 
@@ -112,41 +109,3 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
             message = f"stopped: what was written for {out} is kept; give the same command again to go on"
             raise Interrupted(message, signal.SIGINT) from None
     show(render(facts, "json" if as_json else "text"))
-
-
-def _check(out: Path, dtype: str, quantize: str | None, cache: str) -> None:
-    from plimsoll.errors import InputError, OutputError
-    from plimsoll.records.apply import Dtype
-
-    if out.suffix.lower() in _OTHER_FORMS:
-        raise OutputError(f"results are JSON lines, and {out} is called {out.suffix}: give --out a name in .jsonl")
-    if dtype not in (words := get_args(Dtype)):
-        raise InputError(f"--dtype {dtype} is none that weights can have here: give one of {', '.join(words)}")
-    if quantize not in {None, "int8", "int4"}:
-        raise InputError(f"--quantize {quantize} is none that there is: give int8 or int4, or leave it out")
-    if cache not in {"full", "offloaded"}:
-        raise InputError(f"--cache {cache} is none that there is: give full or offloaded")
-
-
-def _generation(
-    max_new_tokens: int | None, temperature: float | None, top_p: float, seed: int, cache: Cache
-) -> Generation | None:
-    from plimsoll.errors import InputError
-
-    if max_new_tokens is None:
-        if temperature is not None:
-            raise InputError(
-                f"--temperature {temperature} draws new tokens: give --max-new-tokens too, or leave it out"
-            )
-        if cache != "full":
-            raise InputError(f"--cache {cache} is of new tokens: give --max-new-tokens too, or leave it out")
-        return None
-    if max_new_tokens < 1:
-        raise InputError(f"--max-new-tokens {max_new_tokens} generates nothing: give 1 or more")
-    if temperature is not None and not 0 < temperature < float("inf"):
-        raise InputError(f"--temperature {temperature} is no temperature: give more than 0, or leave it out for 0")
-    if not 0 < top_p <= 1:
-        raise InputError(f"--top-p {top_p} is no share of probability: give more than 0 and at most 1")
-    from plimsoll.models.generation import Generation
-
-    return Generation(max_new_tokens, temperature, top_p, seed, cache)

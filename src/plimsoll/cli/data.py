@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from plimsoll.cli.options import Quiet
+from plimsoll.cli.options import AsJsonAlone, Force, Quiet
 
 if TYPE_CHECKING:
     from plimsoll.records.job import Job
@@ -25,8 +25,6 @@ _Changes = Annotated[
 ]
 _Cache = Annotated[Path | None, typer.Option("--cache", help="Where it is kept. Default: your cache folder.")]
 _Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write a page (.html) or the record (.json).")]
-_Force = Annotated[bool, typer.Option("--force", help="Overwrite the output.")]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")]
 
 
 @app.command("index")
@@ -35,9 +33,9 @@ def index(  # noqa: PLR0917 -- typer calls it by name
     changes: _Changes = None,
     cache: _Cache = None,
     output: _Output = None,
-    force: _Force = False,
+    force: Force = False,
     quiet: Quiet = False,
-    as_json: _AsJson = False,
+    as_json: AsJsonAlone = False,
 ) -> None:
     """Find every text, so that any of them is read in microseconds; nothing is copied.
 
@@ -47,24 +45,10 @@ def index(  # noqa: PLR0917 -- typer calls it by name
       plimsoll data index reviews.jsonl.gz --set data.text=body --set data.on_error=skip
       plimsoll data index job.yaml --json
     """
+    from plimsoll.data.inspect import index_corpus
 
-    def work(job: Job, cache: Path, progress: Report) -> Any:
-        from plimsoll.data.inspect import index_corpus
-
-        return index_corpus(job, cache, progress)
-
-    _answer(
-        "indexing",
-        work,
-        lambda found: f"{found.num_texts:,} texts",
-        texts,
-        changes,
-        cache,
-        output,
-        force,
-        quiet,
-        as_json,
-    )
+    options = _Options(texts, changes, cache, output, force, quiet, as_json)
+    _answer("indexing", index_corpus, lambda found: f"{found.num_texts:,} texts", options)
 
 
 @app.command("tokenize")
@@ -73,9 +57,9 @@ def tokenize(  # noqa: PLR0917 -- as above
     changes: _Changes = None,
     cache: _Cache = None,
     output: _Output = None,
-    force: _Force = False,
+    force: Force = False,
     quiet: Quiet = False,
-    as_json: _AsJson = False,
+    as_json: AsJsonAlone = False,
 ) -> None:
     """Tokenize a corpus once, on all cores; after Ctrl-C or a full disk the same command goes on.
 
@@ -85,24 +69,10 @@ def tokenize(  # noqa: PLR0917 -- as above
       plimsoll data tokenize corpus --set tokenizer=path/to/tokenizer
       plimsoll data tokenize corpus --set tokenizer.vocab_size=32000 --cache tokens
     """
+    from plimsoll.data.inspect import tokenize_corpus
 
-    def work(job: Job, cache: Path, progress: Report) -> Any:
-        from plimsoll.data.inspect import tokenize_corpus
-
-        return tokenize_corpus(job, cache, progress)
-
-    _answer(
-        "tokenizing",
-        work,
-        lambda found: f"{found.num_tokens:,} tokens",
-        texts,
-        changes,
-        cache,
-        output,
-        force,
-        quiet,
-        as_json,
-    )
+    options = _Options(texts, changes, cache, output, force, quiet, as_json)
+    _answer("tokenizing", tokenize_corpus, lambda found: f"{found.num_tokens:,} tokens", options)
 
 
 @app.command("inspect")
@@ -111,9 +81,9 @@ def inspect(  # noqa: PLR0917 -- as above
     changes: _Changes = None,
     cache: _Cache = None,
     output: _Output = None,
-    force: _Force = False,
+    force: Force = False,
     quiet: Quiet = False,
-    as_json: _AsJson = False,
+    as_json: AsJsonAlone = False,
 ) -> None:
     """Show how long the texts are, and what of a batch would be padding with each way to make samples of them.
 
@@ -123,23 +93,14 @@ def inspect(  # noqa: PLR0917 -- as above
       plimsoll data inspect reviews.csv --set task=classification --set data.label=stars
       plimsoll data inspect corpus --set sequence_length=1024 -o corpus.html
     """
+    from plimsoll.data.inspect import inspect_corpus
 
-    def work(job: Job, cache: Path, progress: Report) -> Any:
-        from plimsoll.data.inspect import inspect_corpus
-
-        return inspect_corpus(job, cache, progress)
-
+    options = _Options(texts, changes, cache, output, force, quiet, as_json)
     _answer(
         "the inspection",
-        work,
+        inspect_corpus,
         lambda found: f"{found.corpus.num_texts:,} texts, {found.num_tokens:,} tokens",
-        texts,
-        changes,
-        cache,
-        output,
-        force,
-        quiet,
-        as_json,
+        options,
     )
 
 
@@ -149,9 +110,9 @@ def bench(  # noqa: PLR0917 -- as above
     changes: _Changes = None,
     cache: _Cache = None,
     output: _Output = None,
-    force: _Force = False,
+    force: Force = False,
     quiet: Quiet = False,
-    as_json: _AsJson = False,
+    as_json: AsJsonAlone = False,
 ) -> None:
     """Time how fast this machine reads, tokenizes and feeds a corpus, and the memory it takes.
 
@@ -166,54 +127,32 @@ def bench(  # noqa: PLR0917 -- as above
 
         return time_corpus(job, cache, progress)
 
-    _answer(
-        "the timing",
-        work,
-        lambda found: f"{len(found.rates)} rates",
-        texts,
-        changes,
-        cache,
-        output,
-        force,
-        quiet,
-        as_json,
-    )
+    options = _Options(texts, changes, cache, output, force, quiet, as_json)
+    _answer("the timing", work, lambda found: f"{len(found.rates)} rates", options)
 
 
-def _answer(  # noqa: PLR0917 -- as above
-    what: str,
-    work: Callable[[Job, Path, Report], Any],
-    sentence: Callable[[Any], str],
-    texts: list[str],
-    changes: list[str] | None,
-    cache: Path | None,
-    output: Path | None,
-    force: bool,
-    quiet: bool,
-    as_json: bool,
+class _Options(NamedTuple):
+    texts: list[str]
+    changes: list[str] | None
+    cache: Path | None
+    output: Path | None
+    force: bool
+    quiet: bool
+    as_json: bool
+
+
+def _answer(
+    what: str, work: Callable[[Job, Path, Report], Any], sentence: Callable[[Any], str], options: _Options
 ) -> None:
     """Do the work of a command on the texts and hand its record over; ``sentence`` sums it up."""
     from plimsoll.cli.answer import answering, check_output, hand_over
+    from plimsoll.records.base import cache_folder
+    from plimsoll.records.job import Job
     from plimsoll.report.progress import stages
 
-    with answering(what, as_json):
-        with stages(quiet or as_json) as progress:
-            job = job_of(texts, changes)
-            check_output(output, force)
-            found = work(job, _cache(cache), progress)
-        hand_over(found, sentence(found), output, as_json)
-
-
-def job_of(texts: list[str], changes: list[str] | None) -> Job:
-    """Read the job file, or make the job of some texts."""
-    from plimsoll.records.job import Job
-
-    if len(texts) == 1 and Path(texts[0]).suffix in {".yaml", ".yml"}:
-        return Job.from_yaml(Path(texts[0]), tuple(changes or ()))
-    return Job.from_texts(texts, tuple(changes or ()))
-
-
-def _cache(given: Path | None) -> Path:
-    from plimsoll.records.base import cache_folder
-
-    return given or cache_folder() / "data"
+    with answering(what, options.as_json):
+        with stages(options.quiet or options.as_json) as progress:
+            job = Job.from_file_or_texts(options.texts, tuple(options.changes or ()))
+            check_output(options.output, options.force)
+            found = work(job, options.cache or cache_folder() / "data", progress)
+        hand_over(found, sentence(found), options.output, options.as_json)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.cli.options import Quiet
+from plimsoll.cli.options import AsJsonAlone, Force, Quiet
 
 if TYPE_CHECKING:
-    from plimsoll.embeddings.vocabulary import Vocabulary
-    from plimsoll.report.progress import Report
+    from plimsoll.records.base import Record
 
 app = typer.Typer(no_args_is_help=True, help="Pretrained word vectors: take the rows you need, look, convert.")
 
@@ -33,8 +33,6 @@ _Vectors = Annotated[
 ]
 _InPrecision = Annotated[_Precision, typer.Option("--precision", help="What the numbers are kept in.")]
 _Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first thing that is wrong with the file.")]
-_Force = Annotated[bool, typer.Option("--force", help="Overwrite the output.")]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")]
 
 
 @app.command("subset")
@@ -71,9 +69,9 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
         typer.Option("--output", "-o", help="Write all rows (.safetensors .npy) or those found (.txt .vec .bin)."),
     ] = None,
     cache: Annotated[Path | None, typer.Option("--cache", help="Where it is kept. Default: your cache folder.")] = None,
-    force: _Force = False,
+    force: Force = False,
     quiet: Quiet = False,
-    as_json: _AsJson = False,
+    as_json: AsJsonAlone = False,
 ) -> None:
     """Take the vectors of the words you have, in seconds and a few MiB, whatever the size of the file.
 
@@ -85,16 +83,19 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
       plimsoll embeddings subset glove.txt --corpus reviews.csv --set data.text=body --json
     """
     from plimsoll.cli.answer import answering
-    from plimsoll.embeddings.conversion import export
+    from plimsoll.embeddings.conversion import export, require_writable
     from plimsoll.embeddings.subsets import take_subset
+    from plimsoll.embeddings.wanted_words import WantedWords
     from plimsoll.report.progress import stages
 
     with answering("taking the vectors", as_json):
-        _check(output, force, [vectors, *([vocabulary] if vocabulary else [])])
+        if output is not None:
+            require_writable(output, force, [vectors, *([vocabulary] if vocabulary else [])])
+        wanted = WantedWords(
+            vocabulary, tokenizer, tuple(corpus or ()), tuple(changes or ()), min_count, max_words, padding
+        )
         with stages(quiet or as_json) as progress:
-            words = _vocabulary(
-                _Words(vocabulary, tokenizer, corpus, changes, min_count, max_words, padding), cache, progress
-            )
+            words = wanted.vocabulary_in(cache, progress)
             found = take_subset(
                 vectors, words, missing=missing.value, ignore_case=ignore_case, precision=precision.value,
                 strict=strict, seed=seed, cache=cache, progress=progress,
@@ -109,7 +110,7 @@ def info(
     vectors: _Vectors,
     strict: _Strict = False,
     quiet: Quiet = False,
-    as_json: _AsJson = False,
+    as_json: AsJsonAlone = False,
 ) -> None:
     """Say what is in a file of word vectors, looking at every number of it.
 
@@ -136,9 +137,9 @@ def convert(  # noqa: PLR0917 -- as above
     ],
     precision: _InPrecision = _Precision.float32,
     strict: _Strict = False,
-    force: _Force = False,
+    force: Force = False,
     quiet: Quiet = False,
-    as_json: _AsJson = False,
+    as_json: AsJsonAlone = False,
 ) -> None:
     """Write all words of a file of word vectors in another format.
 
@@ -152,88 +153,14 @@ def convert(  # noqa: PLR0917 -- as above
     from plimsoll.report.progress import stages
 
     with answering("converting the vectors", as_json):
-        _check(output, force, [vectors])
+        conversion.require_writable(output, force, [vectors])
         with stages(quiet or as_json) as progress:
             done = conversion.convert(vectors, output, precision.value, strict, progress)
         _tell(done, output, as_json)
 
 
-def _check(output: Path | None, force: bool, inputs: list[Path]) -> None:
-    from plimsoll.embeddings.conversion import check_output, outputs_of
-    from plimsoll.errors import OutputError
-
-    if output is None:
-        return
-    check_output(output, inputs)
-    there = [str(path) for path in outputs_of(output) if path.exists()]
-    if there and not force:
-        raise OutputError(f"{' and '.join(there)} exists already and is not overwritten: give another -o, or --force")
-    if not output.parent.is_dir():
-        raise OutputError(f"cannot write {output}, there is no folder {output.parent}: make it, or give another -o")
-
-
-class _Words(NamedTuple):
-    """The options that say which words are wanted."""
-
-    vocabulary: Path | None
-    tokenizer: Path | None
-    corpus: list[str] | None
-    changes: list[str] | None
-    min_count: int
-    max_words: int | None
-    padding: str | None
-
-
-def _vocabulary(words: _Words, cache: Path | None, progress: Report) -> Vocabulary:
-    """Return the words of whichever option names them.
-
-    Raises:
-        EmbeddingError: if not exactly one does.
-        DataError: if a corpus or a tokenizer cannot be used.
-    """
-    from plimsoll.embeddings.vocabulary import of_tokenizer, said_padding, vocabulary_of
-    from plimsoll.errors import EmbeddingError
-
-    options = {"--vocabulary": words.vocabulary, "--tokenizer": words.tokenizer, "--corpus": words.corpus}
-    given = [name for name, value in options.items() if value]
-    if len(given) != 1:
-        raise EmbeddingError(
-            f"{len(given)} options say which words are wanted ({', '.join(given) or 'none'}): give one of --vocabulary "
-            "FILE, --tokenizer PATH and --corpus TEXTS"
-        )
-    of_a_corpus = {"--min-count": words.min_count > 1, "--max-words": words.max_words, "--set": words.changes}
-    if not words.corpus and (ignored := [name for name, value in of_a_corpus.items() if value]):
-        raise EmbeddingError(f"{' and '.join(ignored)} is for words counted with --corpus: leave it out, or give that")
-    if words.corpus:
-        return vocabulary_of(_counted(words, words.corpus, cache, progress), words.padding)
-    if words.tokenizer is None:
-        return vocabulary_of(words.vocabulary, words.padding)
-    from plimsoll.data.tokens.given_tokenizer import load_tokenizer
-
-    padding = words.padding or said_padding(words.tokenizer)
-    return of_tokenizer(load_tokenizer(words.tokenizer).backend, str(words.tokenizer), padding)
-
-
-def _counted(words: _Words, texts: list[str], cache: Path | None, progress: Report) -> Vocabulary:
-    from plimsoll.cli.data import job_of
-    from plimsoll.data.pipeline import TEXTS, Pipeline
-    from plimsoll.data.tokens.words import count_words
-    from plimsoll.embeddings.vocabulary import of_counts
-    from plimsoll.records.base import cache_folder
-
-    pipeline = Pipeline(job_of(texts, words.changes), cache or cache_folder() / "data", progress)
-    found = count_words(pipeline.run(TEXTS), progress=progress)
-    counts = ((word, found.counts[word]) for word in found.ranked())
-    name = ", ".join(texts)
-    if found.most_missed:
-        name += f" (counts may be up to {found.most_missed:,} too low)"
-    return of_counts(counts, name, words.max_words, words.min_count)
-
-
-def _tell(record: Any, output: Path | None, as_json: bool) -> None:
+def _tell(record: Record, output: Path | None, as_json: bool) -> None:
     """Print the record; with an output its path, and the tables on standard error."""
-    import sys
-
     from plimsoll.cli.output import show
     from plimsoll.report.render import render
 

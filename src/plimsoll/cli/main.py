@@ -118,7 +118,9 @@ def main() -> None:
     spin_briefly()
     warnings.formatwarning = format_warning
     if sys.argv[1:2] == ["fork-server"]:
-        sys.argv[1:] = workers.forked_as(Path(sys.argv[2]))
+        from plimsoll.training.processes import forked_as
+
+        sys.argv[1:] = forked_as(Path(sys.argv[2]))
     try:
         app()
     except PlimsollError as error:

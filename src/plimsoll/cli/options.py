@@ -9,6 +9,11 @@ import typer
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 """Every command that shows progress has it; ``--json`` shows none either."""
 
+Changes = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the output.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")]
+AsJsonAlone = Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")]
+
 
 def _begin_timings(is_wanted: bool) -> bool:
     if is_wanted:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,6 +41,11 @@ def complain(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def note_unless(quiet: bool) -> Callable[[str], None]:
+    """Return what says a sentence to people on standard error, or nothing where that is asked for."""
+    return (lambda text: None) if quiet else (lambda text: print(text, file=sys.stderr))
 
 
 _usual_format = warnings.formatwarning

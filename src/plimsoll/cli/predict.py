@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from plimsoll.cli.options import Quiet, Timings
-
-if TYPE_CHECKING:
-    from plimsoll.records.job import Job
+from plimsoll.cli.options import AsJson, Changes, Force, Quiet, Timings
 
 _DOES_NOT_FIT = 1
 
@@ -28,9 +25,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
     budget: Annotated[
         str | None, typer.Option(help="Memory the training may use, e.g. 8GiB. Default: what there is.")
     ] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")
-    ] = None,
+    changes: Changes = None,
     micro_batch: Annotated[
         int | None, typer.Option(help="Samples per forward and backward pass. Default: the whole batch.")
     ] = None,
@@ -50,10 +45,10 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write a page (.html) or the record (.json) here.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
+    force: Force = False,
     quiet: Quiet = False,
     _timings: Timings = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict the peak memory of a training without running it; exit code 1 if it does not fit.
 
@@ -70,7 +65,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
 
     with answering("the prediction", as_json):
         with spinner(quiet=quiet or as_json) as progress:
-            from plimsoll.planning.job_checks import require_sound
+            from plimsoll.planning.job_checks import require_micro_batch, require_sound
             from plimsoll.planning.lean_imports import leave_out_unused
             from plimsoll.records.comparison import Calibration
             from plimsoll.records.job import Job
@@ -78,7 +73,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
             # Everything that can be refused is refused before the work.
             job = Job.from_yaml(job_file, tuple(changes or ()))
             limit_bytes = limit_bytes_of(budget)
-            _check_micro_batch(micro_batch, job)
+            require_micro_batch(micro_batch, job)
             check_output(output, force)
             num_tokens = _read_lengths(lengths)
             learned = None if calibration is None else Calibration.load(calibration)
@@ -117,16 +112,3 @@ def _read_lengths(path: Path | None) -> list[int] | None:
         raise InputError(
             f"cannot read lengths from {path} ({error}): give a file with one whole number a line"
         ) from None
-
-
-def _check_micro_batch(micro_batch: int | None, job: Job) -> None:
-    from plimsoll.errors import InputError
-    from plimsoll.step.recovery import samples_of_rank
-
-    most = samples_of_rank(job)
-    if micro_batch is not None and not 1 <= micro_batch <= most:
-        of = f", of which each of {job.ranks} ranks has {most}" if job.ranks > 1 else ""
-        raise InputError(
-            f"--micro-batch {micro_batch} is not a part of the job's batch of {job.batch_size}{of}: give 1 to {most}, "
-            f"or change the batch with --set batch_size={max(micro_batch, 1) * job.ranks}"
-        )

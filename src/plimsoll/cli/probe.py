@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+from plimsoll.cli.options import AsJson
 
 
 def probe(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the devices of this machine, their memory, and every limit on this process.
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from plimsoll.cli.options import AsJson, Force
+
 if TYPE_CHECKING:
     from plimsoll.records.base import Record
 
@@ -27,8 +29,8 @@ def report(
         Path | None,
         typer.Option("--output", "-o", help="Write one self-contained HTML page here, or a record in .json."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
+    as_json: AsJson = False,
+    force: Force = False,
 ) -> None:
     """Show what happened in a run, or what a saved record says, such as a plan.
 

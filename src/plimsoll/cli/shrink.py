@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli.options import Quiet, Timings
+from plimsoll.cli.options import AsJsonAlone, Changes, Quiet, Timings
 
 
 # long: one call with one line for each option
@@ -45,9 +45,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
     no_header: Annotated[
         bool, typer.Option("--no-header", help="The first row of the csv is a row; its columns are 1, 2, ...")
     ] = False,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")
-    ] = None,
+    changes: Changes = None,
     tries: Annotated[int, typer.Option(help="With --target: chains of methods that are made and measured.")] = 4,
     samples: Annotated[
         int | None, typer.Option(help="Evaluation texts, or windows of a language model. Default: all.")
@@ -58,9 +56,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
     force: Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")] = False,
     quiet: Quiet = False,
     _timings: Timings = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")
-    ] = False,
+    as_json: AsJsonAlone = False,
 ) -> None:
     """Make a model smaller, and say what each way saves and costs; when it was stopped, the same command goes on.
 
@@ -72,14 +68,15 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
       plimsoll shrink all-MiniLM-L6-v2 --data texts.csv --column body --method vocabulary --out small
     """
     from plimsoll.cli.answer import limit_bytes_of
-    from plimsoll.cli.output import failures_shown, show, told, told_by
+    from plimsoll.cli.output import failures_shown, note_unless, show, told, told_by
+    from plimsoll.compression.options import require_consistent, target_bytes_of
     from plimsoll.errors import Interrupted
     from plimsoll.records.plan import parse_pin
     from plimsoll.records.shrink import chain_of
     from plimsoll.report.progress import spinner, stages
 
     with failures_shown() if as_json else nullcontext():
-        _check(target, methods, forbids, recover, budget, tries, samples)
+        require_consistent(target, methods, forbids, recover, budget, tries, samples)
         with spinner(quiet or as_json):
             from plimsoll.compression.request import ShrinkOptions, find_source
             from plimsoll.compression.search import RefusedError
@@ -87,7 +84,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
             from plimsoll.report.render import render
 
             options = ShrinkOptions(
-                target_bytes=_target_bytes(target),
+                target_bytes=target_bytes_of(target),
                 budget_bytes=limit_bytes_of(budget),
                 methods=chain_of([parse_pin(method) for method in methods or ()]),
                 forbids=tuple(forbids or ()),
@@ -111,7 +108,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
                         keep_all=keep_all,
                         quiet=quiet or as_json,
                         progress=progress,
-                        say=lambda text: None if quiet or as_json else print(text, file=sys.stderr),
+                        say=note_unless(quiet or as_json),
                     )
             except RefusedError as refused:
                 if as_json:
@@ -134,32 +131,3 @@ def _show_found(out: Path, as_json: bool) -> None:
     found = out / WORK / SHRINK_RECORD
     if found.is_file() and not as_json:
         show(render(ShrinkRecord.load(found), "text"))
-
-
-def _check(  # noqa: PLR0917 -- options of one command
-    target: str | None, methods: list[str] | None, forbids: list[str] | None, recover: int, budget: str | None,
-    tries: int, samples: int | None,
-) -> None:  # fmt: skip
-    from plimsoll.errors import InputError
-
-    if target is not None and methods:
-        raise InputError(f"--method {methods[0]} says what is done, and --target {target} searches: give one of them")
-    if methods and forbids:
-        raise InputError(f"--method {methods[0]} says all that is done: leave out --forbid {forbids[0]}")
-    if recover < 0:
-        raise InputError(f"--recover {recover} is no number of steps: give 0 or more")
-    if budget is not None and not recover:
-        raise InputError(f"--budget {budget} is of training: give --recover and a number of steps too, or leave it out")
-    for option, number in (("--tries", tries), ("--samples", samples)):
-        if number is not None and number < 1:
-            raise InputError(f"{option} {number} leaves nothing to measure: give 1 or more")
-
-
-def _target_bytes(target: str | None) -> int | None:
-    from plimsoll.errors import InputError
-    from plimsoll.records.units import parse_bytes
-
-    try:
-        return None if target is None else parse_bytes(target)
-    except InputError as error:
-        raise InputError(f"--target: {error}") from None

@@ -30,7 +30,7 @@ def prepare_worker(  # noqa: PLR0917 -- typer calls it by name
     and trains the tokenizer before it loads torch.
     """
     from plimsoll.errors import TokenizerMemoryError
-    from plimsoll.training.worker import prepare_run
+    from plimsoll.training.prepare import prepare_run
 
     try:
         prepare_run(directory, cache, quiet, again, tuple(pin or ()), tuple(forbid or ()), tokenizer_budget_bytes)
@@ -41,26 +41,6 @@ def prepare_worker(  # noqa: PLR0917 -- typer calls it by name
             sys.executable,
             [sys.executable, "-m", "plimsoll", *sys.argv[1:], "--tokenizer-budget-bytes", str(error.budget_bytes)],
         )
-
-
-def forked_as(job_file: Path) -> list[str]:
-    """Load what the processes of a run need and be forked; returns the command line of each, in it.
-
-    What cannot be loaded is said by the process that needs it.
-    """
-    from plimsoll.files.fork_server import serve
-    from plimsoll.planning.baseline import load_training
-    from plimsoll.planning.lean_imports import leave_out_unused
-    from plimsoll.records.job import Job
-
-    job = Job.from_yaml(job_file)
-    leave_out_unused(job)
-    from plimsoll.files.timings import timed
-    from plimsoll.step.oom_boundary import without_fail
-
-    with timed("loading"):
-        without_fail(lambda: load_training(job))
-    return serve()
 
 
 def plan_worker(  # noqa: PLR0917 -- typer calls it by name
@@ -74,7 +54,7 @@ def plan_worker(  # noqa: PLR0917 -- typer calls it by name
     keep: bool = False,
 ) -> None:
     """Plan the run of a run directory."""
-    from plimsoll.training.worker import plan_run
+    from plimsoll.training.plan import plan_run
 
     plan_run(directory, given, tuple(pin or ()), tuple(forbid or ()), quiet, goes_on, from_step, keep)
 
@@ -125,21 +105,21 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
 ) -> None:
     """Train in a run directory."""
     from plimsoll.distributed.ranks import joined
-    from plimsoll.training.worker import train_run
+    from plimsoll.training.session import Session
 
     with joined() as ranks:
-        train_run(
+        Session(
             directory,
-            resume=resume,
-            from_step=from_step,
-            resume_newest=resume_newest,
-            fallback=fallback,
-            too_large_fallback=too_large_fallback,
-            restarts=restarts,
-            quiet=quiet,
-            trial=not no_trial,
-            ranks=ranks,
-        )
+            resume,
+            from_step,
+            resume_newest,
+            fallback,
+            too_large_fallback,
+            restarts,
+            quiet,
+            not no_trial,
+            ranks,
+        ).run()
 
 
 def launch_worker(num_ranks: int, arguments: list[str]) -> None:

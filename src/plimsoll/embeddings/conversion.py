@@ -126,6 +126,26 @@ def check_output(output: Path, inputs: Iterable[Path] = ()) -> None:
         )
 
 
+def require_writable(output: Path, force: bool, inputs: Iterable[Path]) -> None:
+    """Refuse an output as `check_output` does, and one that is there or has no folder.
+
+    Args:
+        output: the file to write.
+        force: whether it may be overwritten.
+        inputs: files that are read.
+
+    Raises:
+        OutputError: it says why.
+        EmbeddingError: see `check_output`.
+    """
+    check_output(output, inputs)
+    there = [str(path) for path in outputs_of(output) if path.exists()]
+    if there and not force:
+        raise OutputError(f"{' and '.join(there)} exists already and is not overwritten: give another -o, or --force")
+    if not output.parent.is_dir():
+        raise OutputError(f"cannot write {output}, there is no folder {output.parent}: make it, or give another -o")
+
+
 @contextmanager
 def _beside(output: Path) -> Iterator[Path]:
     """Give a folder on the disk of the output, which is gone afterwards."""

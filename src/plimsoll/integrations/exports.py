@@ -61,6 +61,21 @@ class Export:
         return text
 
 
+def require_exportable(reader: str, has_other_output: bool) -> None:
+    """Refuse a configuration that there is not, or that would be printed beside something else.
+
+    Raises:
+        InputError: it says what to give or to leave out.
+    """
+    if reader not in EXPORTS:
+        raise InputError(f"--export {reader} is no configuration known here: give one of {', '.join(EXPORTS)}")
+    if has_other_output:
+        raise InputError(
+            f"--export {reader} prints one configuration of a plan of a training: leave out --inference, --compare, "
+            "--json and -o"
+        )
+
+
 def export(plan: Plan, reader: str) -> Export:
     """Write a plan for one of `EXPORTS`.
 

@@ -32,8 +32,8 @@ from plimsoll.planning.lean_imports import leave_out_unused, uncollected
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 
-# What a training process has imported before it has a model. Names, since planning comes before training.
-_OF_A_TRAINING_PROCESS = ("plimsoll.models.assemble", "plimsoll.planning.trial", "plimsoll.training.loop")
+_SESSION = "plimsoll.training.session"
+"""What a training process imports before it has a model. A name, since planning comes before training."""
 _BASELINE_SPREAD = 0.03  # of the process before there is a model: libraries load and start threads as they are used
 
 
@@ -188,8 +188,7 @@ def load_training(job: Job) -> None:
     """
     leave_out_unused(job)
     with uncollected():
-        for module in _OF_A_TRAINING_PROCESS:
-            import_module(module)
+        import_module(_SESSION)
         load_libraries(job)
         load_model_code(job)
     gc.collect()  # now: what is left of it would be counted in one process and not in another

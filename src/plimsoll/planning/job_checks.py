@@ -28,6 +28,7 @@ from plimsoll.models.names import (
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, parse_pin
 from plimsoll.records.units import format_bytes
+from plimsoll.step.recovery import samples_of_rank
 
 LEAST_PROCESS_BYTES = 100 << 20
 """Private memory that every process with torch has and more: 154 MiB with Python 3.11 and torch 2.13 for processors."""
@@ -74,6 +75,21 @@ def require_sound(
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)
         raise JobError(f"the job cannot be used, for {len(faults)} reasons: change what each says\n{lines}")
+
+
+def require_micro_batch(micro_batch: int | None, job: Job) -> None:
+    """Check that a micro-batch is a part of the batch of each rank.
+
+    Raises:
+        InputError: if it is not; it says what to give.
+    """
+    most = samples_of_rank(job)
+    if micro_batch is not None and not 1 <= micro_batch <= most:
+        of = f", of which each of {job.ranks} ranks has {most}" if job.ranks > 1 else ""
+        raise InputError(
+            f"--micro-batch {micro_batch} is not a part of the job's batch of {job.batch_size}{of}: give 1 to {most}, "
+            f"or change the batch with --set batch_size={max(micro_batch, 1) * job.ranks}"
+        )
 
 
 def require_teacher_folder(job: Job) -> None:

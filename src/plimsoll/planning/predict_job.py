@@ -89,9 +89,15 @@ def predict_job(
         size = micro_batch or most
         if not 1 <= size <= most:
             raise InputError(f"a micro-batch of {size} is not a part of a batch of {most}: give 1 to that many")
-        forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), said, size, stack, started, texts)
-        forecast.target.calibration = calibration
-        return _predicted(forecast, size, search, what_if)
+        checked = _checked(lengths, job)
+        texts = _texts_of_model(job, texts)
+        # Batches of other lengths, of jobs that differ, are not traced apart.
+        tracers = Tracers() if checked else stack.enter_context(Tracers.started(job, texts))
+        traces = _Traces(job, texts, checked, tracers, said)
+        target = _target(traces, device, limit_bytes, size, started)
+        target.calibration = calibration
+        pinned = _pinned_on("cpu" if target.spec is None else "cuda", job)
+        return _predicted(_Forecast(traces, target, pinned), size, search, what_if)
 
 
 def _predicted(forecast: _Forecast, micro_batch: int, search: bool, what_if: bool) -> Prediction:
@@ -109,46 +115,87 @@ def _predicted(forecast: _Forecast, micro_batch: int, search: bool, what_if: boo
     )
 
 
+def _texts_of_model(job: Job, known: TextSketch | None) -> TextSketch:
+    """Load the code of the model, and return what is known of its texts."""
+    require_vectors(job)
+    load_model_code(job)  # before the dry run, in which transformers must not be imported
+    texts = known or sketch_texts(job)
+    if job.distill is not None:
+        require_teacher(job, texts)
+    return texts
+
+
+def _target(
+    traces: _Traces, device: str | None, limit_bytes: int | None, micro_batch: int, started: Baseline | None
+) -> Target:
+    """Find the device; where it is this processor, the first trace is made while its baseline is read."""
+    job = traces.job
+
+    def baseline() -> Estimate:
+        pinned = _pinned_on("cpu", job)
+        if started is None:
+            traces.progress("starting a process to see what it takes without a model")
+            return job_baseline(job)
+        traces.of(micro_batch, job.sequence_length, CpuLowering(), pinned)  # meanwhile
+        return started.wait()
+
+    budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
+    return find_target(choose_device(job) if device is None else device, budget_bytes, baseline)
+
+
+def _pinned_on(device: str, job: Job) -> Choices:
+    return in_order(pinned_choices(job, device))
+
+
 @dataclass
-class _Forecast:
-    """Predictions of one job and its variants on one target; each is traced once. The first is of ``micro_batch``."""
+class _Traces:
+    """The traces of one job and its variants, each made once."""
 
     job: Job
-    device: str | None
-    limit_bytes: int | None
+    texts: TextSketch
     lengths: Sequence[int]
+    tracers: Tracers
     progress: Progress
-    micro_batch: int
-    stack: ExitStack
-    started: Baseline | None = None
-    known_texts: TextSketch | None = None
-    _traced: dict[tuple[int, int, str], Trace] = field(default_factory=dict)
+    _made: dict[tuple[int, int, str], Trace] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        require_vectors(self.job)
-        load_model_code(self.job)  # before the dry run, in which transformers must not be imported
-        self.texts = self.known_texts or sketch_texts(self.job)
-        if self.job.distill is not None:
-            require_teacher(self.job, self.texts)
-        # Batches of other lengths, of jobs that differ, are not traced apart.
-        self.tracers = Tracers() if self.lengths else self.stack.enter_context(Tracers.started(self.job, self.texts))
-        budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes
-        self.target = find_target(
-            choose_device(self.job) if self.device is None else self.device, budget_bytes, self._baseline
-        )
-        if self.target.spec is not None:
-            self.pinned = self._pinned_on("cuda")
+    def of(self, micro_batch: int, sequence_length: int, lowering: Lowering, pinned: Choices) -> Trace:
+        key = (micro_batch, sequence_length, lowering.name)
+        if key not in self._made:
+            self.progress(f"tracing: micro-batch {micro_batch} of {sequence_length} tokens for {lowering.name}")
+            job, asked = self._varied(micro_batch, sequence_length), _asked(micro_batch, lowering, pinned)
+            lengths = batch_lengths(self.lengths, job) if self.lengths else ()
+            ahead = self.tracers.take(asked) if job == self.job else None
+            self._made[key], _ = ahead or trace_of(job, self.texts, lowering, asked.choices, lengths)
+            self.progress("counting")
+        return self._made[key]
 
-    def _pinned_on(self, device: str) -> Choices:
-        return in_order(pinned_choices(self.job, device))
+    def suppose(self, micro_batch: int, lowering: Lowering, pinned: Choices) -> None:
+        """Begin the trace of a micro-batch of the job as it is, which may be asked for next."""
+        job = self._varied(micro_batch, self.job.sequence_length)
+        if job == self.job and (micro_batch, job.sequence_length, lowering.name) not in self._made:
+            self.tracers.suppose([_asked(micro_batch, lowering, pinned)])
 
-    def _baseline(self) -> Estimate:
-        self.pinned = self._pinned_on("cpu")
-        if self.started is None:
-            self.progress("starting a process to see what it takes without a model")
-            return job_baseline(self.job)
-        self._trace(self.micro_batch, self.job.sequence_length, CpuLowering())  # meanwhile
-        return self.started.wait()
+    def _varied(self, micro_batch: int, sequence_length: int) -> Job:
+        """The job with another length and, for a larger micro-batch than its batch, a larger batch."""
+        batch_size = max(micro_batch * self.job.ranks, self.job.batch_size)
+        return self.job.model_copy(update={"sequence_length": sequence_length, "batch_size": batch_size})
+
+
+def _asked(micro_batch: int, lowering: Lowering, pinned: Choices) -> Asked:
+    return Asked(lowering, (*pinned, micro_batch_choice(micro_batch)), is_short=False)
+
+
+@dataclass(frozen=True)
+class _Forecast:
+    """Predictions of one job and its variants on one target, with what the job pins."""
+
+    traces: _Traces
+    target: Target
+    pinned: Choices
+
+    @property
+    def job(self) -> Job:
+        return self.traces.job
 
     def predict(self, micro_batch: int) -> Prediction:
         """Predict the job as it is."""
@@ -217,37 +264,14 @@ class _Forecast:
         return largest_that_fits(asked, start, most, growing_bytes=_growing_bytes, suppose=suppose)
 
     def _suppose(self, micro_batch: int) -> None:
-        """Begin the trace of a micro-batch of the job as it is, which may be asked for next."""
-        lowering, job = self.target.lowering(), self._varied(micro_batch, self.job.sequence_length)
-        if job == self.job and (micro_batch, job.sequence_length, lowering.name) not in self._traced:
-            self.tracers.suppose([self._asked(micro_batch, lowering)])
-
-    def _asked(self, micro_batch: int, lowering: Lowering) -> Asked:
-        return Asked(lowering, (*self.pinned, micro_batch_choice(micro_batch)), is_short=False)
-
-    def _varied(self, micro_batch: int, sequence_length: int) -> Job:
-        """The job with another length and, for a larger micro-batch than its batch, a larger batch."""
-        batch_size = max(micro_batch * self.job.ranks, self.job.batch_size)
-        return self.job.model_copy(update={"sequence_length": sequence_length, "batch_size": batch_size})
+        self.traces.suppose(micro_batch, self.target.lowering(), self.pinned)
 
     def _at(self, micro_batch: int, sequence_length: int) -> Counted:
         return self._count(micro_batch, sequence_length, self.target)
 
     def _count(self, micro_batch: int, sequence_length: int, target: Target) -> Counted:
-        lowering = target.lowering()
-        trace = self._trace(micro_batch, sequence_length, lowering)
+        trace = self.traces.of(micro_batch, sequence_length, target.lowering(), self.pinned)
         return target.count(trace, self.pinned, is_long=True)
-
-    def _trace(self, micro_batch: int, sequence_length: int, lowering: Lowering) -> Trace:
-        key = (micro_batch, sequence_length, lowering.name)
-        if key not in self._traced:
-            self.progress(f"tracing: micro-batch {micro_batch} of {sequence_length} tokens for {lowering.name}")
-            job, asked = self._varied(micro_batch, sequence_length), self._asked(micro_batch, lowering)
-            lengths = batch_lengths(self.lengths, job) if self.lengths else ()
-            ahead = self.tracers.take(asked) if job == self.job else None
-            self._traced[key], _ = ahead or trace_of(job, self.texts, lowering, asked.choices, lengths)
-            self.progress("counting")
-        return self._traced[key]
 
     def _longest_that_can_be_built(self) -> int:
         """The longest sequence, a power of two times the job's, that the model takes."""
@@ -257,9 +281,9 @@ class _Forecast:
         with suppress(JobError):
             while length < _LONGEST_SEQUENCE:
                 longer = self.job.model_copy(update={"sequence_length": 2 * length})
-                build_model(longer, *self.texts.of_model, device="meta")
+                build_model(longer, *self.traces.texts.of_model, device="meta")
                 if longer.distill is not None:
-                    require_teacher(longer, self.texts)
+                    require_teacher(longer, self.traces.texts)
                 length *= 2
         return length
 

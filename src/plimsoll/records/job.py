@@ -285,13 +285,20 @@ class Job(Record):
         return "fp32" if self.precision == "auto" else self.precision
 
     @classmethod
-    def from_yaml(cls, path: Path, changes: tuple[str, ...] = ()) -> Job:
+    def from_yaml(cls, path: Path, changes: tuple[str, ...] = (), budget_bytes: int | None = None) -> Job:
         """Read a job file and apply ``a.b=c`` changes to it. Relative paths are taken from the file's folder.
+
+        Args:
+            path: the job file.
+            changes: as ``--set`` has them.
+            budget_bytes: of the device, in the place of what the file and the changes say; ``None`` for theirs.
 
         Raises:
             JobError: if the file is missing, is not YAML, or has fields or values that are not allowed; all at once.
         """
         fields = _changed(read_fields(path), changes)
+        if budget_bytes is not None:
+            fields["budget"] = {**(fields.get("budget") or {}), "device": budget_bytes}
         return cls.from_fields(fields, source=str(path), folder=path.parent, changes=changes)
 
     @classmethod
@@ -302,6 +309,17 @@ class Job(Record):
             JobError: as `from_yaml`.
         """
         return cls.from_plain({"model": "gpt2", "data": {"train": list(texts)}}, Path(), changes)
+
+    @classmethod
+    def from_file_or_texts(cls, names: Sequence[str], changes: tuple[str, ...] = ()) -> Job:
+        """Read the job file, where that is the one name given, or make the job of some texts.
+
+        Raises:
+            JobError: as `from_yaml`.
+        """
+        if len(names) == 1 and Path(names[0]).suffix in {".yaml", ".yml"}:
+            return cls.from_yaml(Path(names[0]), changes)
+        return cls.from_texts(names, changes)
 
     @classmethod
     def from_plain(cls, fields: dict[str, Any], folder: Path, changes: tuple[str, ...] = ()) -> Job:

@@ -1,15 +1,19 @@
 """A watch while it goes: the panel of the terminal, and the line per sample that a pipe gets.
 
-Every function is pure: samples in, a renderable or a text out. Made to be readable at 80 columns. A warning is words,
-not only a colour.
+Every function but `shown_samples` is pure: samples in, a renderable or a text out. Made to be readable at 80 columns. A
+warning is words, not only a colour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -17,6 +21,7 @@ from rich.text import Text
 
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.records.watch import Line, ProcessUse, RunProgress, WatchSample
+from plimsoll.report.console import StandardError
 from plimsoll.report.sheets import format_loss, format_speed
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -24,6 +29,7 @@ _NEAR_SHARE = 0.95  # of a limit: from here its bar is shown in the colour of a 
 _NUM_HISTORY = 20
 LEAST_RANGE_SHARE = 0.02  # of a limit: less is not worth a second look
 _MOST_PROCESSES = 10
+_NUM_SHOWN = 30  # samples that the live view looks back on
 
 
 def sample_line(sample: WatchSample) -> str:
@@ -174,3 +180,29 @@ def _bytes_of(use: ProcessUse, title: str) -> int | None:
 
 def _warning(line: Line) -> str:
     return f"WARNING: reached in about {format_seconds(line.seconds_left)}"
+
+
+@contextmanager
+def shown_samples(
+    subject: str, as_json: bool, show_line: Callable[[str], None]
+) -> Iterator[Callable[[WatchSample], None]]:
+    """Yield what shows a sample: a live view on a terminal, else a line, with ``as_json`` nothing."""
+    if sys.stderr.isatty() and (as_json or sys.stdout.isatty()):
+        with _live(subject) as update:
+            yield update
+    elif as_json:
+        yield lambda sample: None
+    else:
+        yield lambda sample: show_line(sample_line(sample))
+
+
+@contextmanager
+def _live(subject: str) -> Iterator[Callable[[WatchSample], None]]:
+    history: deque[WatchSample] = deque(maxlen=_NUM_SHOWN)
+    with Live(console=StandardError(), auto_refresh=False) as live:
+
+        def update(sample: WatchSample) -> None:
+            history.append(sample)
+            live.update(watch_panel(subject, tuple(history)), refresh=True)
+
+        yield update

@@ -42,7 +42,7 @@ from plimsoll.techniques.mechanisms.whole import counts_rows
 from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 
 FOUND = "found"
-_STEP = 4  # between the sizes of a menu
+_STEP = 4  # between the sizes that are offered
 
 
 class GradientCache(Technique):

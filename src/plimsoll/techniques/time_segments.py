@@ -43,7 +43,7 @@ from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 from plimsoll.techniques.mechanisms.whole import counts_rows
 
 _FEWEST_STEPS = 16  # of a segment: with fewer, a kernel's own preparation takes longer than its steps
-_STEPS_PER_SEGMENT = 4  # a menu's longest segments are a quarter of the sequence, the next a quarter of those
+_STEPS_PER_SEGMENT = 4  # the longest segments offered are a quarter of the sequence, the next a quarter of those
 _MOST_SEGMENTS_KEPT = 256  # where a plan may have more, it is also offered to keep fewer states
 
 
@@ -129,7 +129,7 @@ def wrong_numbers(choice: Choice, meanings: dict[str, str]) -> str | None:
 
 
 def segment_lengths(num_steps: int) -> Iterator[int]:
-    """The lengths a menu offers for a sequence, the longest first: powers of two, about a quarter of each other.
+    """The lengths offered for a sequence, the longest first: powers of two, about a quarter of each other.
 
     >>> list(segment_lengths(1000)), list(segment_lengths(10_000)), list(segment_lengths(40))
     ([128, 32], [2048, 512, 128, 32], [])

@@ -17,14 +17,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Protocol
 
 from plimsoll.device.aborts import SUPERVISORS_FILE
 from plimsoll.errors import FragmentedHeapError, RankLostError, TornStepError
 from plimsoll.files.child_processes import SUPERVISOR
-from plimsoll.files.fork_server import ForkServer
+from plimsoll.files.fork_server import ForkServer, serve
 from plimsoll.files.temporary import own_prefix, remove_leftovers
+from plimsoll.files.timings import timed
+from plimsoll.records.job import Job
 from plimsoll.report.progress import spinner
 from plimsoll.training.run_directory import RunDirectory
 
@@ -133,6 +136,23 @@ def loading_once(directory: RunDirectory) -> Iterator[None]:
             yield
         finally:
             _SERVERS.clear()
+
+
+def forked_as(job_file: Path) -> list[str]:
+    """Load what the processes of a run need and be forked; returns the command line of each, in it.
+
+    What cannot be loaded is said by the process that needs it.
+    """
+    from plimsoll.planning.baseline import load_training
+    from plimsoll.planning.lean_imports import leave_out_unused
+
+    job = Job.from_yaml(job_file)
+    leave_out_unused(job)
+    from plimsoll.step.oom_boundary import without_fail  # torch, of which is left out now what the job does not use
+
+    with timed("loading"):
+        without_fail(lambda: load_training(job))
+    return serve()
 
 
 def end_server() -> None:

@@ -23,7 +23,7 @@ from typing import BinaryIO, TextIO
 import yaml
 
 from plimsoll.device.ending import start_ticks
-from plimsoll.errors import OutputError
+from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import sync, write_atomically
 from plimsoll.records.job import Job
 from plimsoll.records.run import (
@@ -269,6 +269,25 @@ class RunDirectory:
         if not (self.head.is_file() and self.metrics.is_file()):
             return True
         return self.record.is_file() and self.record.stat().st_mtime_ns >= self.metrics.stat().st_mtime_ns
+
+
+def metrics_of(path: Path) -> bytes:
+    """Read what was noted of the run in a directory; nothing if there is none."""
+    try:
+        return (path / "metrics.jsonl").read_bytes()
+    except OSError:
+        return b""
+
+
+def failed_run(path: Path, metrics_before: bytes) -> RunRecord | None:
+    """Read the record of a run that did not end well; ``None`` if nothing was noted since ``metrics_before``."""
+    if metrics_of(path) in {b"", metrics_before}:
+        return None
+    try:
+        record = RunRecord.from_directory(path)
+    except RecordError:
+        return None
+    return record if record.status in {"interrupted", "failed"} else None
 
 
 def _goes(line: Line, step: int) -> bool:

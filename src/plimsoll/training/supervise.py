@@ -47,7 +47,6 @@ from plimsoll.errors import (
     TornStepError,
 )
 from plimsoll.records.device import Budget
-from plimsoll.records.job import Job
 from plimsoll.records.plan import Configuration, Plan
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, StepLine
 from plimsoll.records.units import format_bytes
@@ -105,8 +104,8 @@ class _Retries:
     def arguments(self) -> list[str]:
         """Further arguments for ``plimsoll train-worker``."""
         fallbacks = {
-            "--rung": self.fallback,
-            "--too-large-rung": self.too_large_fallback if self.fallback is not None else None,
+            "--fallback": self.fallback,
+            "--too-large-fallback": self.too_large_fallback if self.fallback is not None else None,
         }
         given = (word for name, fallback in fallbacks.items() if fallback is not None for word in (name, str(fallback)))
         return [*self.beginning, *given, "--restarts", str(self.num_deaths)]
@@ -136,13 +135,16 @@ class _Retries:
         return following
 
 
-def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), quiet: bool = False) -> int:
+def supervise(
+    directory: RunDirectory, worker_arguments: tuple[str, ...] = (), quiet: bool = False, num_ranks: int = 1
+) -> int:
     """Run the training of ``directory`` to its end, through deaths of its process.
 
     Args:
         directory: the run directory, with its ``job.yaml``, ``plan.json`` and prepared data.
         worker_arguments: further arguments of the first ``plimsoll train-worker``.
         quiet: show no progress.
+        num_ranks: processes that train together.
 
     Returns:
         the exit code of the training process that ended by itself, 128 + n if signal n asked it to.
@@ -153,7 +155,7 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         OutputError: if the run directory is gone.
         Interrupted: after a second signal, or a kill while it stops, which end a step in its middle.
     """
-    plan, num_ranks = Plan.load(directory.plan), Job.from_yaml(directory.job).ranks
+    plan = Plan.load(directory.plan)
     retries = _Retries(len(plan.fallbacks), worker_arguments)
     launched = ["launch-worker", str(num_ranks), "--"] if num_ranks > 1 else []
     shown = ["--quiet"] if quiet else []

@@ -8,9 +8,6 @@ import pytest
 
 import watch_records
 from evidence_records import MIB, empty_run, lines, step_line
-from peak_evidence import tried
-from plimsoll.cli.explain import _chosen
-from plimsoll.errors import InputError
 from plimsoll.records import watch
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.run import RunHead
@@ -70,7 +67,7 @@ def test_a_snapshot_is_explained_whatever_its_size(call, refused, tmp_path, monk
     small = call("explain", path)
     assert (small.code, small.err) == (1, "")
     assert "what train.py:12 allocates stays: 3.0 MiB per step" in small.out
-    monkeypatch.setattr("plimsoll.cli.explain._LARGE_BYTES", 1)
+    monkeypatch.setattr("plimsoll.diagnose.source._LARGE_BYTES", 1)
     assert call("explain", path).out == small.out
     path.write_bytes(b"\x80\x02cos\nsystem\n.")
     assert "GLOBAL is none that a memory snapshot needs" in refused("explain", path)
@@ -154,22 +151,6 @@ def test_a_job_that_fits_ends_with_0(call, job_file):
     diagnosis = Diagnosis.from_json(out)
     assert (code, diagnosis.findings) == (0, ())
     assert diagnosis.shares
-
-
-def test_the_first_remedy_that_leaves_the_training_is_taken():
-    diagnosis = Diagnosis(
-        subject="a", remedies=(changing := tried("lora", settings={"allow": ["lora"]}), tried("heap"))
-    )
-    assert _chosen(diagnosis, None) == tried("heap")
-    assert _chosen(diagnosis, 1) == changing
-    with pytest.raises(InputError, match="--remedy 3 is not one of the 2"):
-        _chosen(diagnosis, 3)
-    with pytest.raises(InputError, match="as lora=1 does: choose it with --remedy 1"):
-        _chosen(Diagnosis(subject="a", remedies=(changing,)), None)
-    with pytest.raises(InputError, match="no remedy was found for a, so no job was written"):
-        _chosen(Diagnosis(subject="a"), None)
-    with pytest.raises(InputError, match="none of the 1 remedies that were found fits"):
-        _chosen(Diagnosis(subject="a", remedies=(tried("heap", fits=False),)), None)
 
 
 @pytest.mark.parametrize(

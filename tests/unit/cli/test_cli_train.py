@@ -115,7 +115,7 @@ def test_a_rank_that_is_alone_tries_its_plan_unless_it_is_told_not_to(job, tmp_p
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("plimsoll.training.ranks.prepared_by_first", lambda *_: (0, 0))
-    monkeypatch.setattr("plimsoll.training.worker.train_run", lambda *_, trial, **_options: asked.append(trial))
+    monkeypatch.setattr("plimsoll.training.session.Session.run", lambda session: asked.append(session.trial))
     refused(job, "--out", tmp_path / "a", *options)  # in the end, since there is no run to show
     assert asked == [not options]
 

@@ -12,7 +12,7 @@ from plimsoll.data.sketch import labels_seen
 from plimsoll.errors import BudgetError, DataError, InputError, JobError
 from plimsoll.models.assemble import require_buildable
 from plimsoll.models.names import require_technique
-from plimsoll.planning.job_checks import LEAST_PROCESS_BYTES, require_sound
+from plimsoll.planning.job_checks import LEAST_PROCESS_BYTES, require_micro_batch, require_sound
 from plimsoll.planning.plan import plan_job
 from plimsoll.planning.predict_job import predict_job
 from plimsoll.records.job import Job
@@ -158,3 +158,12 @@ def test_commands_refuse_without_torch(job, tmp_path, command):
     assert "for 2 reasons" in done.stderr
     assert "did you mean `gpt2`" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 8), (2, 4)])
+def test_a_micro_batch_is_a_part_of_what_a_rank_has(ranks, most):
+    job = Job.from_fields({"model": "lstm", "data": "a.txt", "batch_size": 8, "ranks": ranks})
+    for size in (None, 1, most):
+        require_micro_batch(size, job)
+    with pytest.raises(InputError, match=rf"give 1 to {most}, or change the batch with --set batch_size={8 + ranks}"):
+        require_micro_batch(most + 1, job)

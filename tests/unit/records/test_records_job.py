@@ -388,3 +388,20 @@ def test_no_rank_is_without_a_sample(tmp_path: Path):
     assert job_of(tmp_path, MINIMAL, "ranks=4", "batch_size=4").ranks == 4
     (fault,) = faults_of(tmp_path, MINIMAL, "ranks=5", "batch_size=4")[1:]
     assert fault == "  job: ranks 5 cannot share a batch_size of 4: give fewer, or more"
+
+
+@pytest.mark.parametrize("written", ["", "budget: 1GiB\n", "budget: {device_bytes: 1, host: 7}\n", "budget: null\n"])
+def test_a_budget_in_bytes_takes_the_place_of_what_is_written(tmp_path, written):
+    (tmp_path / "job.yaml").write_text(MINIMAL + written)
+    budget = Job.from_yaml(tmp_path / "job.yaml", ("budget.device=5",), budget_bytes=3).budget
+    assert (budget.device_bytes, budget.host_bytes) == (3, 7 if "host" in written else None)
+
+
+def test_a_job_file_is_read_and_texts_make_a_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text("model: lstm\ndata: {train: a.txt}\n")
+    of_file = Job.from_file_or_texts(["job.yaml"], ("data.unit=line",))
+    assert (of_file.model, of_file.data.unit, of_file.data.sources) == ("lstm", "line", (str(tmp_path / "a.txt"),))
+    of_texts = Job.from_file_or_texts(["a.txt", "b", "hf:name"], ("data.unit=line", "sequence_length=64"))
+    assert of_texts.data.sources == (str(tmp_path / "a.txt"), str(tmp_path / "b"), "hf:name")
+    assert (of_texts.data.unit, of_texts.sequence_length) == ("line", 64)

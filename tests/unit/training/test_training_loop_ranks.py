@@ -23,7 +23,7 @@ from pathlib import Path
 import plimsoll.training.loop
 from plimsoll.errors import Interrupted
 from plimsoll.distributed.ranks import joined
-from plimsoll.training.worker import train_run
+from plimsoll.training.session import Session
 
 
 def signal_and_note(training, batch, result):
@@ -32,16 +32,15 @@ def signal_and_note(training, batch, result):
     note_step(training, batch, result)
 
 
-options = {"from_step": None, "resume_newest": False, "fallback": None, "too_large_fallback": None}
 note_step = plimsoll.training.loop.note_step
 with joined() as ranks:
     plimsoll.training.loop.note_step = signal_and_note
     try:
-        train_run(Path(sys.argv[1]), resume=False, restarts=0, quiet=False, ranks=ranks, **options)
+        Session(Path(sys.argv[1]), ranks=ranks).run()
     except Interrupted as error:
         print(error.exit_code)
     plimsoll.training.loop.note_step = note_step
-    train_run(Path(sys.argv[1]), resume=True, restarts=1, quiet=True, ranks=ranks, **options)
+    Session(Path(sys.argv[1]), resume=True, restarts=1, quiet=True, ranks=ranks).run()
 """
 
 

@@ -152,7 +152,7 @@ def test_ranks_are_started_by_a_launcher_whose_code_tells_of_a_signal(new_run: N
     assert supervise(alone) == code
     python.then(f"exit {code}")
     python.then("exit 0")
-    assert supervise(shared, quiet=True) == 0
+    assert supervise(shared, quiet=True, num_ranks=2) == 0
     assert python.commands() == [
         f"train-worker {alone.path} --restarts 0",
         f"launch-worker 2 -- train-worker {shared.path} --restarts 0 --quiet",

@@ -33,7 +33,7 @@ from plimsoll.compression.twins import Cut, become, checked, twin_and_cuts
 from plimsoll.records.plan import Choice
 
 
-class Lane(NamedTuple):
+class Direction(NamedTuple):
     """The units of one layer in one direction."""
 
     layer: int
@@ -41,10 +41,10 @@ class Lane(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A weight that reads the units of some lanes, side by side in its second dimension."""
+    """A weight that reads the units of some directions, side by side in its second dimension."""
 
     name: str
-    lanes: tuple[Lane, ...]
+    directions: tuple[Direction, ...]
 
 
 class Units(Shrinker):
@@ -69,17 +69,17 @@ class Units(Shrinker):
         fields, twin, cuts = checked(_planned(model, share_of(choice)))
         layers, before = model.recurrent, model.config.hidden_size
         num_kept = fields["hidden_size"]
-        scores: Mapping[Lane, Tensor | None] = dict.fromkeys(_lanes(layers))
+        scores: Mapping[Direction, Tensor | None] = dict.fromkeys(_directions(layers))
         if not is_meta(model):
             scores = _scores(model, importance_of(choice), calibration)
-        units = {lane: best(score, num_kept) for lane, score in scores.items()}
-        lanes_of = _lanes_by_cut(model)
+        units = {direction: best(score, num_kept) for direction, score in scores.items()}
+        directions_of = _directions_by_cut(model)
         kept: dict[Cut, Tensor] = {}
         for cut in cuts:
-            lanes = lanes_of[cut.name, cut.dim]
-            starts = range(0, cut.num_rows, before)  # gates of one lane, or lanes side by side
-            sides = lanes if len(lanes) > 1 else lanes * len(starts)
-            kept[cut] = torch.cat([units[lane] + start for lane, start in zip(sides, starts, strict=True)])
+            directions = directions_of[cut.name, cut.dim]
+            starts = range(0, cut.num_rows, before)  # gates of one direction, or directions side by side
+            sides = directions if len(directions) > 1 else directions * len(starts)
+            kept[cut] = torch.cat([units[direction] + start for direction, start in zip(sides, starts, strict=True)])
         become(model, twin, fields, kept)
 
 
@@ -107,77 +107,79 @@ def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Modu
     return found if isinstance(found, str) else (fields, *found)
 
 
-def _lanes(layers: Any) -> list[Lane]:
+def _directions(layers: Any) -> list[Direction]:
     directions = 1 + layers.bidirectional
-    return [Lane(layer, direction) for layer in range(layers.num_layers) for direction in range(directions)]
+    return [Direction(layer, direction) for layer in range(layers.num_layers) for direction in range(directions)]
 
 
-def _suffix(lane: Lane) -> str:
-    return f"l{lane.layer}" + ("_reverse" if lane.direction else "")
+def _suffix(direction: Direction) -> str:
+    return f"l{direction.layer}" + ("_reverse" if direction.direction else "")
 
 
-def _layer(lanes: list[Lane], number: int) -> tuple[Lane, ...]:
-    return tuple(lane for lane in lanes if lane.layer == number)
+def _layer(directions: list[Direction], number: int) -> tuple[Direction, ...]:
+    return tuple(direction for direction in directions if direction.layer == number)
 
 
 def _readings(model: Any) -> list[Reading]:
-    """What reads units: each lane its own, the next layer those of both directions, the output those of the last."""
-    layers, lanes = model.recurrent, _lanes(model.recurrent)
-    found = [Reading(f"recurrent.weight_hh_{_suffix(lane)}", (lane,)) for lane in lanes]
+    """What reads units: each direction its own, the next layer those of both directions, the output those of the last."""
+    layers, directions = model.recurrent, _directions(model.recurrent)
+    found = [Reading(f"recurrent.weight_hh_{_suffix(direction)}", (direction,)) for direction in directions]
     found += [
-        Reading(f"recurrent.weight_ih_{_suffix(lane)}", _layer(lanes, lane.layer - 1)) for lane in lanes if lane.layer
+        Reading(f"recurrent.weight_ih_{_suffix(direction)}", _layer(directions, direction.layer - 1))
+        for direction in directions
+        if direction.layer
     ]
-    found.append(Reading("head.weight", _layer(lanes, layers.num_layers - 1)))
+    found.append(Reading("head.weight", _layer(directions, layers.num_layers - 1)))
     if model.config.tie_weights:  # the first layer reads the embedding, whose dimensions are the last layer's units
-        found.append(Reading("recurrent.weight_ih_l0", _layer(lanes, layers.num_layers - 1)))
+        found.append(Reading("recurrent.weight_ih_l0", _layer(directions, layers.num_layers - 1)))
     return found
 
 
-def _lanes_by_cut(model: Any) -> dict[tuple[str, int], tuple[Lane, ...]]:
+def _directions_by_cut(model: Any) -> dict[tuple[str, int], tuple[Direction, ...]]:
     """Whose units are along each dimension of each weight that has some."""
-    found = {(one.name, 1): one.lanes for one in _readings(model)}
-    for lane in _lanes(model.recurrent):
+    found = {(one.name, 1): one.directions for one in _readings(model)}
+    for direction in _directions(model.recurrent):
         for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
-            found[f"recurrent.{kind}_{_suffix(lane)}", 0] = (lane,)
+            found[f"recurrent.{kind}_{_suffix(direction)}", 0] = (direction,)
     if model.config.tie_weights:
         found["embedding.weight", 1] = found["head.weight", 1]
     return found
 
 
-def _scores(model: Any, importance: str, calibration: Calibration) -> dict[Lane, Tensor]:
-    """How much each unit of each lane matters, (H,)."""
+def _scores(model: Any, importance: str, calibration: Calibration) -> dict[Direction, Tensor]:
+    """How much each unit of each direction matters, (H,)."""
     width, readings = model.config.hidden_size, _readings(model)
     if model.config.tie_weights:
         readings.pop()  # it reads the embedding, which is judged as the output's weights
-    scores = {lane: torch.zeros(width, dtype=torch.float64) for lane in _lanes(model.recurrent)}
+    scores = {direction: torch.zeros(width, dtype=torch.float64) for direction in _directions(model.recurrent)}
     weights = [model.get_parameter(one.name) for one in readings]
     if importance == "taylor":
         sizes = first_order(model, [(weight, 1, 1) for weight in weights], calibration)
     else:
         sizes = [norms(weight, 1).square() for weight in weights]
     for reading, size in zip(readings, sizes, strict=True):
-        for lane, part in zip(reading.lanes, size.reshape(-1, width), strict=True):
-            scores[lane] += part
+        for direction, part in zip(reading.directions, size.reshape(-1, width), strict=True):
+            scores[direction] += part
     if importance == "taylor":
         return scores
     flows = _activity(model, calibration) if importance == "activation" else _written(model)
-    return {lane: flows[lane] * score.sqrt() for lane, score in scores.items()}
+    return {direction: flows[direction] * score.sqrt() for direction, score in scores.items()}
 
 
-def _written(model: Any) -> dict[Lane, Tensor]:
+def _written(model: Any) -> dict[Direction, Tensor]:
     """How much is written into each unit: the norm over its rows in all gates."""
     width, written = model.config.hidden_size, {}
-    for lane in _lanes(model.recurrent):
-        names = [f"recurrent.{kind}_{_suffix(lane)}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+    for direction in _directions(model.recurrent):
+        names = [f"recurrent.{kind}_{_suffix(direction)}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
         squares = [norms(model.get_parameter(name), 0).square().reshape(-1, width).sum(0) for name in names]
-        written[lane] = torch.stack(squares).sum(0).sqrt()
+        written[direction] = torch.stack(squares).sum(0).sqrt()
     return written
 
 
-def _activity(model: Any, calibration: Calibration) -> dict[Lane, Tensor]:
+def _activity(model: Any, calibration: Calibration) -> dict[Direction, Tensor]:
     """The mean size of each unit's output, over tokens that are no padding where sequences are packed."""
     width = model.config.hidden_size
-    sums = {lane: torch.zeros(width, dtype=torch.float64) for lane in _lanes(model.recurrent)}
+    sums = {direction: torch.zeros(width, dtype=torch.float64) for direction in _directions(model.recurrent)}
     alone = [_single(model.recurrent, number) for number in range(model.recurrent.num_layers)]
 
     def look(_: int, mask: Tensor | None, given: Any, __: Any) -> None:
@@ -185,8 +187,8 @@ def _activity(model: Any, calibration: Calibration) -> dict[Lane, Tensor]:
             given, _state = layer(given)
             outputs = given.data if isinstance(given, PackedSequence) else given.flatten(0, -2)
             total = outputs.detach().double().abs().mean(0)
-            for lane, part in zip(_layer(list(sums), number), total.reshape(-1, width), strict=True):
-                sums[lane] += part
+            for direction, part in zip(_layer(list(sums), number), total.reshape(-1, width), strict=True):
+                sums[direction] += part
 
     passes(model, [model.recurrent], calibration, look)
     return sums

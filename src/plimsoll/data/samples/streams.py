@@ -65,7 +65,7 @@ class StreamDataset(Samples):
         fields = {
             "input_ids": input_ids_BT,
             "labels": labels_BT,
-            "lanes": torch.from_numpy(ids % self.slots.num_slots),
+            "slots": torch.from_numpy(ids % self.slots.num_slots),
             "windows": torch.from_numpy(ids // self.slots.num_slots),
         }
         if self._resets:

@@ -369,7 +369,7 @@ def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[s
         return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": input_ids.clone()}
     fields = {"input_ids": input_ids, "labels": input_ids.clone()}
     if job.data.order == "streams":
-        fields |= {"lanes": torch.arange(num_samples), "windows": torch.ones(num_samples, dtype=torch.long)}
+        fields |= {"slots": torch.arange(num_samples), "windows": torch.ones(num_samples, dtype=torch.long)}
     if job.data.reset:  # once for each sample, all at one place
         fields["resets"] = (torch.arange(length) == length // 2).expand(num_samples, length).clone()
     return fields

@@ -1,10 +1,10 @@
 """When the ops of a stretch of a training are done, in modelled time: what runs beside what, and who waits for whom.
 
     stream slots = Stream slots(overlaps=True)
-    lanes.run(call_seconds, kernel_seconds)                         # a kernel, or a copy in the device's queue
-    lanes.copy(row, call_seconds, copy_seconds, to_device=True)     # one on a stream of its own
-    lanes.wait(row, by_processor=False)
-    lanes.seconds
+    timeline.run(call_seconds, kernel_seconds)                         # a kernel, or a copy in the device's queue
+    timeline.copy(row, call_seconds, copy_seconds, to_device=True)     # one on a stream of its own
+    timeline.wait(row, by_processor=False)
+    timeline.seconds
 
 The processor calls one op after the other. The device has a queue: an op of it begins when it has been called and the
 one before it has ended. The link carries one copy at a time in each direction; one that runs beside the queue begins

@@ -1,8 +1,6 @@
 """What the training process does before it trains: whose child it is, what it is given, what it refuses."""
 
 import os
-import random
-import shutil
 import signal
 import time
 
@@ -12,21 +10,13 @@ import torch
 from torch import nn
 
 import plimsoll.training.loop
-from plimsoll.data.prepare import prepare
-from plimsoll.data.sketch import sketch_texts
-from plimsoll.device.process import private_bytes
 from plimsoll.errors import BudgetError, CheckpointError, FragmentedHeapError, OutOfMemoryError
-from plimsoll.memory.lowering.cpu import CpuLowering
-from plimsoll.planning.facts import facts_of
-from plimsoll.records.device import Budget
-from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Configuration, Plan, micro_batch_choice
 from plimsoll.records.run import RunHead, RunRecord, StartLine, StepLine
 from plimsoll.step.failpoints import armed, exhaust_memory
 from plimsoll.step.train_step import TrainStep
 from plimsoll.training import checkpoint
-from plimsoll.training.run_directory import RunDirectory
-from plimsoll.training.worker import data_sentence, plan_run, prepare_run
+from plimsoll.training.prepare import prepare_run
 from processes import LONGEST_SECONDS, run_program
 from small_runs import make_run, small_job, train_here
 
@@ -41,84 +31,6 @@ time.sleep(60)
 
 def test_a_worker_whose_supervisor_is_gone_already_ends_at_once():
     assert run_program(LISTENS, PLIMSOLL_SUPERVISOR="1").returncode == -signal.SIGTERM
-
-
-def test_tags_of_which_only_some_are_of_entities_are_told_before_the_training(tmp_path):
-    (tmp_path / "a.conll").write_text("Ada B-PER\nBob PER\nslept O\n\n" * 9)
-    fields = {"model": "lstm", "task": "token-classification", "tokenizer": {"train": "words"}, "batch_size": 2}
-    job = Job.from_fields(fields | {"data": str(tmp_path / "a.conll")})
-    said = data_sentence(prepare(job, tmp_path / "cache"))
-    assert "; 3 tags; entity F1 is left out, because some tags have a prefix" in said
-    assert "name 'PER' as those" in said
-
-
-def test_a_tokenizer_that_does_not_fit_the_budget_is_refused_before_it_is_trained(tmp_path):
-    draw = random.Random(0)
-    text = tmp_path / "log.txt"
-    text.write_text("\n".join(f"request {draw.getrandbits(64):016x} served" for _ in range(80_000)))
-    budget_bytes = private_bytes() + (32 << 20)
-    directory = RunDirectory.create(tmp_path / "run", force=False)
-    directory.write_job(small_job(text, budget={"device": budget_bytes}))
-    with pytest.raises(BudgetError, match=r"training the tokenizer takes about .* the budget of .* left: raise it"):
-        prepare_run(directory.path, tmp_path / "cache", quiet=True)
-    assert not directory.prepared.exists()
-
-
-def test_a_budget_beyond_the_machine_is_refused_before_the_data_are_prepared(text, tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", force=False)
-    directory.write_job(small_job(text, budget={"device": 1 << 52}))
-    with pytest.raises(BudgetError, match=r"a budget of 4\.0 PiB is more than .* has, .*: give that or less"):
-        prepare_run(directory.path, tmp_path / "cache", quiet=True)
-    assert not (tmp_path / "cache").exists()
-
-
-def plan_again(directory, quiet=True, keep=True):
-    plan_run(directory.path, None, (), (), quiet, goes_on=True, keep=keep)
-
-
-@pytest.fixture
-def planned_run(new_run):
-    """A run of 2 steps under 1 GiB, with a plan that was made for it; other budgets no machine has."""
-    directory = new_run(steps=2, budget={"device": "4GiB"})  # of this process, which runs many tests
-    job = Job.from_yaml(directory.job)
-    facts = facts_of(job, sketch_texts(job), CpuLowering().name)
-    made = Plan.load(directory.plan).model_copy(update={"made_for": facts, "limit_bytes": 4 << 30})
-    made.save(directory.plan)
-    train_here(directory)
-    return directory
-
-
-def too_much(directory):
-    """Give a run a budget that no machine has, which is refused where a plan is made, and only there."""
-    job = Job.from_yaml(directory.job)
-    directory.write_job(job.model_copy(update={"budget": Budget(device_bytes=1 << 52)}))
-    return pytest.raises(BudgetError, match=r"a budget of 4\.0 PiB is more than")
-
-
-def test_a_run_that_goes_on_keeps_its_plan_and_of_other_code_or_for_another_budget_makes_it_again(planned_run, capsys):
-    plan_again(planned_run)
-    plan = Plan.load(planned_run.plan)
-    with too_much(planned_run):
-        plan_again(planned_run, keep=False)
-    plan.model_copy(update={"made_for": plan.made_for | {"torch": "1.0"}}).save(planned_run.plan)
-    with too_much(planned_run):
-        plan_again(planned_run, quiet=False)
-    assert "the plan of this run no longer holds: torch was 1.0, is " in capsys.readouterr().err
-    plan.model_copy(update={"budget": Budget(device_bytes=1 << 53)}).save(planned_run.plan)
-    with too_much(planned_run):
-        plan_again(planned_run, quiet=False)
-    assert "no longer holds: the budget was 8.0 PiB, is 4.0 PiB; planning again" in capsys.readouterr().err
-    plan.save(planned_run.plan)
-    plan_again(planned_run)  # for less than there is now
-    assert Plan.load(planned_run.plan) == plan
-
-
-def test_a_checkpoint_is_looked_for_before_a_plan_is_made(planned_run):
-    with too_much(planned_run):
-        plan_again(planned_run, keep=False)
-    shutil.rmtree(planned_run.checkpoints)
-    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
-        plan_again(planned_run, keep=False)
 
 
 # Starts a worker, says its number, and is gone.
@@ -247,7 +159,7 @@ def test_what_reads_texts_is_loaded_before_memory_is_limited():
 
 def test_a_training_process_loads_no_planner_and_no_solver():
     """What it loads is taken of the budget: scipy's solver alone takes 20 MiB."""
-    program = "import sys, plimsoll.training.loop, plimsoll.planning.trial; print(*sys.modules)"
+    program = "import sys, plimsoll.training.session; print(*sys.modules)"
     loaded = set(run_program(program).stdout.split())
     assert "plimsoll.planning.trial" in loaded
     assert not loaded & {

@@ -1,0 +1,40 @@
+"""Options of making a model smaller, refused before anything is loaded; does not import torch."""
+
+from __future__ import annotations
+
+from plimsoll.errors import InputError
+from plimsoll.records.units import parse_bytes
+
+
+def require_consistent(  # noqa: PLR0917 -- options of one command
+    target: str | None, methods: list[str] | None, forbids: list[str] | None, recover: int, budget: str | None,
+    tries: int, samples: int | None,
+) -> None:  # fmt: skip
+    """Refuse options that contradict each other, and numbers that leave nothing to do.
+
+    Raises:
+        InputError: it says which to leave out.
+    """
+    if target is not None and methods:
+        raise InputError(f"--method {methods[0]} says what is done, and --target {target} searches: give one of them")
+    if methods and forbids:
+        raise InputError(f"--method {methods[0]} says all that is done: leave out --forbid {forbids[0]}")
+    if recover < 0:
+        raise InputError(f"--recover {recover} is no number of steps: give 0 or more")
+    if budget is not None and not recover:
+        raise InputError(f"--budget {budget} is of training: give --recover and a number of steps too, or leave it out")
+    for option, number in (("--tries", tries), ("--samples", samples)):
+        if number is not None and number < 1:
+            raise InputError(f"{option} {number} leaves nothing to measure: give 1 or more")
+
+
+def target_bytes_of(target: str | None) -> int | None:
+    """Read ``--target`` in bytes.
+
+    Raises:
+        InputError: if it is no size.
+    """
+    try:
+        return None if target is None else parse_bytes(target)
+    except InputError as error:
+        raise InputError(f"--target: {error}") from None

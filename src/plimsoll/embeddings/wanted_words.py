@@ -1,0 +1,82 @@
+"""Which words' vectors are wanted: those of a file, of a tokenizer, or the ones that texts use.
+
+WantedWords(corpus=("corpus/*.txt",), min_count=3).vocabulary_in(cache)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from plimsoll.embeddings.vocabulary import Vocabulary, of_counts, of_tokenizer, said_padding, vocabulary_of
+from plimsoll.errors import EmbeddingError
+from plimsoll.files.store import Progress, silent
+from plimsoll.records.base import cache_folder
+from plimsoll.records.job import Job
+
+
+@dataclass(frozen=True)
+class WantedWords:
+    """Says in one of three ways which words are wanted.
+
+    Args:
+        vocabulary: a file with a word per line.
+        tokenizer: a tokenizer's file, or its folder.
+        corpus: texts (files, folders, patterns), or a job file: their words are counted.
+        changes: ``a.b=c`` of how a corpus is read.
+        min_count: of a corpus, words used less are left out.
+        max_words: of a corpus, only so many, the most frequent.
+        padding: the word whose row is zeros.
+    """
+
+    vocabulary: Path | None = None
+    tokenizer: Path | None = None
+    corpus: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    min_count: int = 1
+    max_words: int | None = None
+    padding: str | None = None
+
+    def vocabulary_in(self, cache: Path | None = None, progress: Progress = silent) -> Vocabulary:
+        """Return the words of whichever option names them; the index of a corpus is kept in ``cache``.
+
+        Raises:
+            EmbeddingError: if not exactly one does.
+            DataError: if a corpus or a tokenizer cannot be used.
+        """
+        self._check()
+        if self.corpus:
+            return vocabulary_of(self._counted(cache, progress), self.padding)
+        if self.tokenizer is None:
+            return vocabulary_of(self.vocabulary, self.padding)
+        from plimsoll.data.tokens.given_tokenizer import load_tokenizer
+
+        padding = self.padding or said_padding(self.tokenizer)
+        return of_tokenizer(load_tokenizer(self.tokenizer).backend, str(self.tokenizer), padding)
+
+    def _check(self) -> None:
+        options = {"--vocabulary": self.vocabulary, "--tokenizer": self.tokenizer, "--corpus": self.corpus}
+        given = [name for name, value in options.items() if value]
+        if len(given) != 1:
+            raise EmbeddingError(
+                f"{len(given)} options say which words are wanted ({', '.join(given) or 'none'}): give one of "
+                "--vocabulary FILE, --tokenizer PATH and --corpus TEXTS"
+            )
+        of_a_corpus = {"--min-count": self.min_count > 1, "--max-words": self.max_words, "--set": self.changes}
+        if not self.corpus and (ignored := [name for name, value in of_a_corpus.items() if value]):
+            raise EmbeddingError(
+                f"{' and '.join(ignored)} is for words counted with --corpus: leave it out, or give that"
+            )
+
+    def _counted(self, cache: Path | None, progress: Progress) -> Vocabulary:
+        from plimsoll.data.pipeline import TEXTS, Pipeline
+        from plimsoll.data.tokens.words import count_words
+
+        job = Job.from_file_or_texts(self.corpus, self.changes)
+        pipeline = Pipeline(job, cache or cache_folder() / "data", progress)
+        found = count_words(pipeline.run(TEXTS), progress=progress)
+        counts = ((word, found.counts[word]) for word in found.ranked())
+        name = ", ".join(self.corpus)
+        if found.most_missed:
+            name += f" (counts may be up to {found.most_missed:,} too low)"
+        return of_counts(counts, name, self.max_words, self.min_count)

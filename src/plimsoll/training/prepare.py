@@ -1,0 +1,161 @@
+"""The process that prepares the data of a run: it checks the job, makes the tokenizer, and indexes and tokenizes texts.
+
+Nothing at the top of this module imports torch: a tokenizer for which a budget has no room beside it is trained before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from plimsoll.data.pipeline import TOKENIZER, Pipeline
+from plimsoll.data.prepare import prepare, prepare_again
+from plimsoll.data.samples.tags import entity_note
+from plimsoll.data.sketch import texts_of
+from plimsoll.data.text.held_out import said_of_repeated
+from plimsoll.device.cpu.heap import trim
+from plimsoll.device.process import PeakCounter, private_bytes
+from plimsoll.errors import EmbeddingError
+from plimsoll.files.child_processes import begin_worker
+from plimsoll.planning.lean_imports import leave_out_unused
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Plan, parse_pin
+from plimsoll.records.prepared import Prepared
+from plimsoll.records.units import format_bytes
+from plimsoll.report.progress import spinner, stages
+from plimsoll.training.run_directory import RunDirectory
+
+
+# long: what a preparation does, in its order
+def prepare_run(  # noqa: PLR0917 -- of a command
+    path: Path,
+    cache: Path,
+    quiet: bool,
+    again: bool = False,
+    pins: tuple[str, ...] = (),
+    forbids: tuple[str, ...] = (),
+    tokenizer_budget_bytes: int | None = None,
+) -> None:
+    """Index the text, make the tokenizer and tokenize, with progress on standard error.
+
+    What the job says wrongly of model and optimizer is found before that, which may take hours, a budget of more than
+    there is, and what is pinned or forbidden and cannot be; what the data turn out to be too little for, or to have
+    otherwise than a plan that was given, before anything is planned. With ``again`` the run has been prepared already,
+    and must come to the same data. With ``tokenizer_budget_bytes`` the tokenizer is made before anything else, and
+    before torch is loaded.
+
+    Raises:
+        TokenizerMemoryError: if the budget has no room to train the tokenizer.
+    """
+    directory = RunDirectory(path)
+    job, peak, made_bytes = Job.from_yaml(directory.job), PeakCounter(), 0
+    leave_out_unused(job)
+    if tokenizer_budget_bytes is not None:
+        peak.reset()
+        with stages(quiet) as progress:
+            Pipeline(job, cache, progress, tokenizer_budget_bytes).run(TOKENIZER)
+        trim()
+        made_bytes = peak.read(private_bytes())
+
+    from plimsoll.data.datasets import open_datasets, with_rows
+    from plimsoll.models.assemble import loader_of, prepare_vectors
+    from plimsoll.planning.facts import require_prepared_for
+    from plimsoll.planning.targets import private_budget_bytes
+    from plimsoll.planning.teacher_loss import require_teacher, require_tokens
+
+    begin_worker()
+    with spinner(quiet, "checking the job"):
+        _check(job, pins, forbids)
+    budget_bytes = private_budget_bytes(job)
+    peak.reset()
+    with stages(quiet) as progress:
+        if again:
+            prepared = prepare_again(job, Prepared.load(directory.prepared), cache, progress, budget_bytes)
+        else:
+            prepared = prepare(job, cache, progress, budget_bytes)
+        loader_of(job, open_datasets(prepared, job)[0]).close()  # what is too little for a batch, is before a plan
+        if job.distill is not None:
+            require_teacher(job, prepared, prepared.label_names)
+            require_tokens(job, Path(prepared.tokenizer_folder))
+        vectors = prepare_vectors(job, prepared, cache, progress)
+    if vectors is not None:
+        _require_same(vectors.digest, directory, again)
+        prepared = prepared.model_copy(update={"vectors_folder": vectors.folder, "vectors_digest": vectors.digest})
+    peak_bytes = max(peak.read(private_bytes()), made_bytes)
+    prepared = with_rows(prepared, job).model_copy(update={"peak_bytes": peak_bytes})
+    if not again:
+        require_prepared_for(Plan.load(directory.plan), texts_of(prepared))
+    prepared.save(directory.prepared)
+    if not quiet:
+        print(
+            data_sentence(prepared, budget_bytes), *([vectors.sentence] if vectors else []), sep="\n", file=sys.stderr
+        )
+
+
+def _check(job: Job, pins: tuple[str, ...], forbids: tuple[str, ...]) -> None:
+    """Refuse what the job says wrongly of model and optimizer, and what is asked for and cannot be."""
+    from plimsoll.models.assemble import require_buildable
+    from plimsoll.planning.targets import require_budget
+    from plimsoll.planning.teacher_loss import require_folder
+
+    require_buildable(job)
+    require_folder(job)
+    require_budget(job)
+    if pins or forbids or job.pin:
+        from plimsoll.planning.constraints import require_possible
+
+        require_possible(job, [parse_pin(pin) for pin in pins], forbids)
+
+
+def _require_same(digest: str, directory: RunDirectory, again: bool) -> None:
+    before = Prepared.load(directory.prepared).vectors_digest if again else digest
+    if digest != before:
+        raise EmbeddingError(
+            f"the word vectors of this run (then {before}) are not what they were: put the file back as it was, or "
+            "start anew in another --out"
+        )
+
+
+def data_sentence(prepared: Prepared, budget_bytes: int | None = None) -> str:
+    """Say in a line what a job is trained on, and what of its texts is not; and what preparing took."""
+    train = prepared.train
+    parts = [f"{train.num_documents:,} texts", f"{train.num_samples:,} samples"]
+    if train.num_tokens:
+        parts.insert(1, f"{train.num_tokens:,} tokens")
+    if prepared.label_names:
+        parts.append(f"{len(prepared.label_names)} {'tags' if train.labels_folder is None else 'classes'}")
+    if train.num_long_texts:
+        cut = f"{train.num_dropped_tokens:,} tokens of them dropped" if train.num_truncated else "cut into windows"
+        parts.append(f"{train.num_long_texts:,} texts longer than a sample, {cut}")
+    if train.num_lost_words:
+        parts.append(f"{train.num_lost_words:,} words without a token, whose tags are not learnt")
+    if train.num_cut_inside:
+        parts.append(f"{train.num_cut_inside:,} windows that end at no border")
+    if prepared.gradient_reach is not None:
+        reach = prepared.gradient_reach
+        parts.append(f"gradients reach back {reach.mean_tokens:,.1f} tokens on average, {reach.most_tokens:,} at most")
+    note = entity_note(prepared.label_names) if train.labels_folder is None else None
+    if note is not None:
+        parts.append(note)
+    if prepared.num_left_out_words:
+        parts.append(f"the tokenizer is trained without {prepared.num_left_out_words:,} of the rarest words")
+    if prepared.peak_bytes is not None:
+        is_more = budget_bytes is not None and prepared.peak_bytes > budget_bytes
+        parts.append(f"preparing took {format_bytes(prepared.peak_bytes)}{', more than the budget' if is_more else ''}")
+    parts += _held_out(prepared)
+    if prepared.special_tokens is not None:
+        parts.append(f"each text is {prepared.special_tokens}")
+    if train.num_skipped:
+        parts.append(f"{train.num_skipped:,} files or rows left out, the first: {train.skipped[0]}")
+    return f"data: {'; '.join(parts)}"
+
+
+def _held_out(prepared: Prepared) -> Iterator[str]:
+    """Say what is held out, and what of it is not."""
+    if prepared.num_held_out_texts:
+        texts = "text is" if prepared.num_held_out_texts == 1 else "texts are"
+        yield f"{prepared.num_held_out_texts:,} {texts} held out"
+    elif prepared.holds_out_windows:
+        yield "there is one text, so windows of it are held out and the others trained on"
+    yield from said_of_repeated(prepared.num_trained_on)

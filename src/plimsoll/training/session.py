@@ -1,0 +1,260 @@
+"""The training process: one `Session`, from what it finds in its run directory to the trained model.
+
+    Session(path, resume=True).run()    # prepare, plan, limit, build, restore, train
+
+All that a training needs is imported here, at the top, and this module by whoever is about to train: what is imported
+after `Session.limit` would count against the budget. `plimsoll.planning.baseline` imports the same to say beforehand
+what a process takes without a model. Does NOT prepare data (`plimsoll.training.prepare`) or make a plan
+(`plimsoll.training.plan`): other processes do, whose memory is given back whole.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+import torch
+
+from plimsoll.data.prepare import reach_of
+from plimsoll.data.samples.stream_slots import truncated_reach
+from plimsoll.data.tokens.tokenizer import export_tokenizer
+from plimsoll.device.base import Backend, backend_for
+from plimsoll.device.busy import OtherPrograms
+from plimsoll.device.cpu.cgroup import oom_kill_count
+from plimsoll.device.probe import versions
+from plimsoll.distributed.ranks import Ranks
+from plimsoll.files.addresses import without_secrets
+from plimsoll.files.child_processes import begin_worker, parent_that_watches
+from plimsoll.files.temporary import remove_leftovers, share_a_folder_with_children
+from plimsoll.files.timings import timed
+from plimsoll.models.assemble import Assembled, assemble, choose_device, fingerprint, require_memory
+from plimsoll.models.build import build_model
+from plimsoll.planning.baseline import load_libraries
+from plimsoll.planning.calibration import learn
+from plimsoll.planning.teacher_loss import loss_for, sketched_loss, teacher_of
+from plimsoll.planning.trial import try_before_training
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Plan
+from plimsoll.records.prepared import Prepared
+from plimsoll.records.run import GradientReach, RunHead
+from plimsoll.report.progress import spinner, stages
+from plimsoll.step.failpoints import arm_from_environment
+from plimsoll.step.job_step import step_of
+from plimsoll.step.oom_boundary import fitting
+from plimsoll.techniques import Choices, allocator, heap
+from plimsoll.techniques.layer_streaming import put_where_needed
+from plimsoll.techniques.mechanisms.recurrent_layers import Cut
+from plimsoll.techniques.parameter_offload import builds_in_files
+from plimsoll.techniques.truncated_bptt import TruncatedBptt
+from plimsoll.training import checkpoint, loop
+from plimsoll.training.monitor import MemorySampler, View
+from plimsoll.training.ranks import chosen, device_of_rank, outside_of_steps, require_same, seed_rank
+from plimsoll.training.run_directory import RunDirectory
+from plimsoll.training.teacher_cache import prepare_teacher_cache
+
+
+@final
+@dataclass
+class Session:
+    """Trains the job of a run directory, from the start or from a checkpoint, inside its budget.
+
+    Args:
+        path: the run directory.
+        resume: go on from a checkpoint, which must exist.
+        from_step: the step of that checkpoint; ``None`` for the newest.
+        resume_newest: go on from the newest good checkpoint if there is one (after a death).
+        fallback: of the plan, to begin with after a death; ``None`` for the first, or the checkpoint's.
+        too_large_fallback: with ``fallback``, one that is known to kill and not to be taken again.
+        restarts: how often the training process was killed before.
+        quiet: show nothing on standard error.
+        trial: run the plan's candidates for a few passes first, where that is worth it (`plimsoll.planning.trial`).
+        ranks: who trains it together; by default this process alone.
+    """
+
+    path: Path
+    resume: bool = False
+    from_step: int | None = None
+    resume_newest: bool = False
+    fallback: int | None = None
+    too_large_fallback: int | None = None
+    restarts: int = 0
+    quiet: bool = False
+    trial: bool = True
+    ranks: Ranks = field(default_factory=Ranks)
+
+    # What one phase leaves to those after it.
+    _stack: ExitStack = field(init=False, repr=False)
+    _others: OtherPrograms = field(init=False, repr=False)
+    _directory: RunDirectory = field(init=False, repr=False)
+    _job: Job = field(init=False, repr=False)
+    _data: Prepared = field(init=False, repr=False)
+    _marks: dict[str, str] = field(init=False, repr=False)
+    _saved: checkpoint.Checkpoint | None = field(init=False, repr=False)
+    _device: str = field(init=False, repr=False)
+    _backend: Backend = field(init=False, repr=False)
+    _host: Backend | None = field(init=False, repr=False)
+    _plan: Plan = field(init=False, repr=False)
+    _first: Choices = field(init=False, repr=False)
+    _parts: Assembled = field(init=False, repr=False)
+    _training: loop.Training = field(init=False, repr=False)
+
+    def run(self) -> None:
+        """Go through all phases, in their order.
+
+        Raises:
+            OutOfMemoryError: also where memory ran out outside of the steps, in what cannot be done again here.
+        """
+        outside_of_steps(self._run, backend_for("cpu"))
+
+    def _run(self) -> None:
+        begin_worker()
+        self._others = OtherPrograms(parent_that_watches())
+        arm_from_environment()
+        remove_leftovers()
+        share_a_folder_with_children()
+        with ExitStack() as self._stack:
+            self.prepare()
+            self.plan()
+            self.limit()
+            self.build()
+            self.restore()
+            self.train()
+
+    @property
+    def _is_first(self) -> bool:
+        return self.ranks.rank == 0
+
+    def prepare(self) -> None:
+        """Read what is trained on which data, choose the device and the checkpoint, and load the libraries."""
+        self.quiet = self.quiet or not self._is_first
+        self._directory = directory = RunDirectory.open(self.path, writes=self._is_first)
+        if self._is_first:
+            self._stack.enter_context(directory.locked())
+        self._job, self._data = Job.from_yaml(directory.job), Prepared.load(directory.prepared)
+        require_same(self.ranks, directory, self._job)
+        self._device = device_of_rank(choose_device(self._job), self.ranks)
+        self._backend = backend_for(self._device)
+        self._host = backend_for("cpu") if self._device != "cpu" else None
+        self._marks = fingerprint(self._job, self._data)
+        saved = self._checkpoint() if self._is_first else None
+        self._saved = chosen(self.ranks, saved, directory.checkpoints, self._marks)
+        load_libraries(self._job)
+
+    def _checkpoint(self) -> checkpoint.Checkpoint | None:
+        checkpoints = self._directory.checkpoints
+        if self.resume:
+            return checkpoint.load(checkpoints, self._marks, self.from_step)
+        return checkpoint.newest_good(checkpoints, self._marks) if self.resume_newest else None
+
+    def plan(self) -> None:
+        """Read the plan and with which of its fallbacks it begins, and write down what the run is."""
+        job, directory = self._job, self._directory
+        self._plan = plan = Plan.load(directory.plan)
+        head = RunHead(
+            job=without_secrets(job.model_dump(mode="json")), device=self._backend.probe(), versions=versions(),
+            fingerprint=self._marks, gradient_reach=_gradient_reach(job, self._data, plan),
+            preparation_bytes=self._data.peak_bytes,
+        )  # fmt: skip
+        if job.budget.device_bytes is not None and plan.limit_bytes is None:  # a plan knows better what there will be
+            require_memory(job, self._data, self._backend.baseline_bytes, job.budget.device_bytes)
+        if self._is_first:
+            head.save(directory.head)  # before the limit: the supervisor judges a death by it
+        goes_on_as_before = self._saved is not None and self.fallback is None
+        fallback = directory.fallback_in_force() if goes_on_as_before else self.fallback
+        self._first = plan.fallbacks[min(fallback or 0, len(plan.fallbacks) - 1)].choices
+
+    def limit(self) -> None:
+        """Limit the memory of this process, and set up its allocator, once what does not count is there."""
+        job, data = self._job, self._data
+        # What is imported and started inside a limit counts against it with all the address space it asks for.
+        sketched = build_model(job, data.vocab_size, data.num_labels, data.end_id, data.pad_id, device="meta")
+        sketched_loss(job, data, sketched)
+        (self._host or self._backend).baseline_bytes()
+        for backend, limit_bytes in ((self._backend, job.budget.device_bytes), (self._host, job.budget.host_bytes)):
+            if backend is not None and limit_bytes is not None:
+                self._stack.enter_context(backend.limited(limit_bytes))
+        (heap if self._device == "cpu" else allocator).set_up_as_with(self._first)
+
+    def build(self) -> None:
+        """Build model, optimizer, loader and step, and try the plan on them where that is worth it."""
+        job, data, backend, device = self._job, self._data, self._backend, self._device
+        with stages(self.quiet) as progress:
+            self.ranks.on_first(
+                "teacher cache",
+                lambda: prepare_teacher_cache(job, data, lambda: teacher_of(job, data, device), backend, progress),
+            )
+        unit = "samples" if job.task == "classification" else "tokens"
+        view = View(self.path.name, job.steps, unit, self.quiet)
+        with spinner(self.quiet, "building the model"):
+            self._parts = parts = fitting(lambda: self._assembled(view), backend, "building the model")
+        self._stack.callback(parts.loader.close)
+        loss = fitting(lambda: loss_for(job, data, device), backend, "loading the teacher")
+        if self._saved is None:  # before a technique shares the parameters out
+            self.ranks.broadcast([*parts.model.parameters(), *parts.model.buffers()])
+        if self._is_first and (said := self._others.sentence(torch.get_num_threads())):
+            view.say(said)
+        step = step_of(
+            job, parts.model, parts.optimizer, self._plan.fallbacks, loss=loss, schedule=parts.schedule,
+            full_length=data.longest_row, files=parts.files, ranks=self.ranks,
+        )  # fmt: skip
+        if device == "cpu":
+            heap.set_up_for_steps(self._first)
+        if self.trial and self._saved is None and not self.restarts and self.ranks.is_alone:
+            self._plan = try_before_training(
+                step, self._plan, parts.loader, self._directory.plan, num_steps=job.steps, quiet=self.quiet
+            )
+        offset_seconds = max((line.time_seconds for line in self._directory.each_line()), default=0.0)
+        sampler = MemorySampler(step.backend, offset_seconds)
+        self._training = loop.Training(job, parts, step, self._directory, self._marks, sampler, view, self._host)
+
+    def _assembled(self, view: View) -> Assembled:
+        is_in_files = self._device == "cpu" and builds_in_files(self._first)
+        return assemble(
+            self._job, self._data, self._device, view.say, _oom_kills, in_files=is_in_files,
+            put=lambda model, device: put_where_needed(model, device, self._first), ranks=self.ranks,
+        )  # fmt: skip
+
+    def restore(self) -> None:
+        """Put the training where the checkpoint has left it, or at the beginning."""
+        training, step, saved = self._training, self._training.step, self._saved
+        if saved is not None:
+            step.load_state_dict(saved.progress["training_step"])
+        if self.fallback is not None:
+            step.begin_again_at(self.fallback, self.too_large_fallback)
+        if saved is not None:
+            fitting(lambda: loop.resume(training, saved), self._backend, "reading the checkpoint")
+        else:
+            loop.begin_after(training, 0)  # of a process that died before its first checkpoint, or whose are all torn
+            seed_rank(self._job.seed, self.ranks)
+
+    def train(self) -> None:
+        """Train to the last step, learn from what it took, and write the tokenizer beside the model."""
+        with timed("training"):
+            record = loop.train(self._training, self.restarts)
+        if num_truncated := self._parts.samples.num_truncated:
+            self._training.view.say(
+                f"{num_truncated:,} texts were truncated to {self._job.sequence_length} tokens as they were read"
+            )
+        if self._is_first:
+            if record is not None:
+                learn(self._plan, record.steps, begun_at=record.starts[-1].step)
+            export_tokenizer(Path(self._data.tokenizer_folder), self._directory.model)
+
+
+def _gradient_reach(job: Job, prepared: Prepared, plan: Plan) -> GradientReach | None:
+    """How far back gradients reach, where that is less than the sample: in streams, and in truncated segments."""
+    num_read = job.sequence_length - 1
+    for choice in plan.fallbacks[0].choices:
+        if choice.technique == TruncatedBptt.name:
+            _, segment_steps = Cut(int(choice.options["steps"])).spans(num_read)[0]
+            if prepared.gradient_reach is not None:
+                return reach_of(job, prepared.train, prepared.validation, segment_steps)
+            return truncated_reach(num_read, segment_steps)
+    return prepared.gradient_reach
+
+
+def _oom_kills() -> int | None:
+    kills = oom_kill_count()
+    return None if kills is None else kills.number

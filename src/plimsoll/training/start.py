@@ -1,0 +1,362 @@
+"""What `plimsoll train` does before a process trains: the run directory is made or opened, its data and plan prepared.
+
+    code = start(TrainRequest(job_file=Path("job.yaml"), out=Path("runs/a"), budget_bytes=2 << 30))
+
+A run is begun, or gone on with. Then a supervisor starts the training process (`plimsoll.training.supervise`); where
+torchrun has started this process as a rank, it is the training process itself. The job is read once, with its budget in
+bytes, and kept in the run directory, where each process of the run finds it. Imports no torch, but as a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from plimsoll.device.cuda import nvml
+from plimsoll.errors import InputError, JobError, OutputError, RecordError
+from plimsoll.files.child_processes import is_rank
+from plimsoll.records.base import write_atomically
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Pin, Plan, check_pins, micro_batch_plan, parse_pin
+from plimsoll.records.run import EndLine
+from plimsoll.report.progress import spinner
+from plimsoll.step.recovery import micro_batch_sizes, samples_of_rank
+from plimsoll.training.processes import loading_once
+from plimsoll.training.run_directory import RunDirectory
+from plimsoll.training.supervise import make_plan, prepare_data, supervise
+
+Train = Callable[[RunDirectory, tuple[str, ...], bool, int], int]
+"""What follows when data and plan are there: `supervise`, or as a rank nothing yet; returns an exit code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest:
+    """What `plimsoll train` is asked for.
+
+    Args:
+        out: the run directory.
+        job_file: the job; ``None`` to go on with the one that is kept in ``out``.
+        budget_bytes: of the device; ``None``: the job's.
+        changes: ``a.b=c`` of fields of the job.
+        resume: go on with the run in ``out``.
+        from_step: with ``resume``, the checkpoint to go on from; ``None`` for the newest.
+        given_plan: the file of a plan to run as it is.
+        has_plan: whether techniques are used at all.
+        trial: whether candidates of the plan are run first.
+        pins: choices that the plan must have, as `plimsoll.records.plan.parse_pin` reads them.
+        forbids: techniques that it must not have.
+        num_ranks: processes of this machine that train together; ``None``: the job's.
+        cache: where tokens are kept; ``None``: in the run directory.
+        force: remove what is in ``out`` first.
+        quiet: show no progress.
+    """
+
+    out: Path
+    job_file: Path | None = None
+    budget_bytes: int | None = None
+    changes: tuple[str, ...] = ()
+    resume: bool = False
+    from_step: int | None = None
+    given_plan: Path | None = None
+    has_plan: bool = True
+    trial: bool = True
+    pins: tuple[str, ...] = ()
+    forbids: tuple[str, ...] = ()
+    num_ranks: int | None = None
+    cache: Path | None = None
+    force: bool = False
+    quiet: bool = False
+
+    @cached_property
+    def pinned(self) -> tuple[Pin, ...]:
+        """The pins, read."""
+        return tuple(map(parse_pin, self.pins))
+
+    @property
+    def constraints(self) -> tuple[str, ...]:
+        """What the plan must have and must not have, as arguments of the processes that prepare and plan."""
+        return _as_arguments(self.pins, self.forbids)
+
+    def job(self, path: Path) -> Job:
+        """Read the job as it is asked for.
+
+        Raises:
+            JobError: see `Job.from_yaml`.
+        """
+        return Job.from_yaml(path, (*self.changes, *_ranks_change(self.num_ranks)), self.budget_bytes)
+
+
+def start(request: TrainRequest) -> int:
+    """Begin a run or go on with it, and train to its end.
+
+    Returns:
+        0, or the exit code of the process that ended otherwise and has said why.
+
+    Raises:
+        InputError: if what is asked for cannot be; nothing has been made or changed then.
+        PlimsollError: see `supervise`, and where this process is a rank, `plimsoll.training.session.Session`.
+    """
+    _check(request)
+    return _train_as_rank(request) if is_rank() else _begin_or_resume(request, supervise)
+
+
+def _begin_or_resume(request: TrainRequest, train: Train) -> int:
+    return _resume(request, train) if request.resume else _begin(request, train)
+
+
+def _check(request: TrainRequest) -> None:
+    """Refuse options that contradict each other."""
+    _ranks_change(request.num_ranks)
+    out, resume, from_step = request.out, request.resume, request.from_step
+    if resume and (request.force or request.cache):
+        options = {"--force": request.force, "--cache": request.cache}
+        given = " and ".join(name for name, value in options.items() if value)
+        raise InputError(f"--resume goes on with what is in {out}: leave out {given}, or drop --resume")
+    if from_step is not None and not resume:
+        raise InputError(f"--from-step {from_step} chooses a checkpoint to go on from: add --resume, or leave it out")
+    if not request.trial and (resume or not request.has_plan):
+        other = "--resume" if resume else "--no-plan"
+        raise InputError(f"nothing is tried with {other}, so there is no trial to leave out: leave out --no-trial")
+    check_pins(request.pinned, request.forbids)
+    _check_plan(request)
+
+
+def _check_plan(request: TrainRequest) -> None:
+    is_settled = request.given_plan is not None or not request.has_plan
+    given = [
+        *([f"--plan {request.given_plan}"] if request.given_plan else []),
+        *([] if request.has_plan else ["--no-plan"]),
+        *(f"--pin {pin}" for pin in request.pins),
+        *(f"--forbid {name}" for name in request.forbids),
+    ]
+    if request.resume and given:
+        raise InputError(f"--resume goes on with the plan of the run: leave out {', '.join(given)}, or drop --resume")
+    if is_settled and len(given) > 1:
+        raise InputError(f"{given[0]} leaves nothing to plan: leave it out, or {', '.join(given[1:])}")
+    if request.given_plan is not None:
+        Plan.load(request.given_plan)
+
+
+def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
+    """How many processes train together, where the command or torchrun says it."""
+    if not is_rank():
+        if num_ranks is None and (world_size := os.environ.get("WORLD_SIZE") or "1") != "1":
+            raise InputError(
+                f"WORLD_SIZE={world_size} is in the environment and RANK is not: start the processes with torchrun, "
+                "give --nproc, or unset WORLD_SIZE to train in one process"
+            )
+        return () if num_ranks is None else (f"ranks={num_ranks}",)
+    if num_ranks is not None:
+        raise InputError(
+            f"--nproc {num_ranks} starts processes, but torchrun has started {os.environ['WORLD_SIZE']}: leave --nproc "
+            "out, or start `plimsoll train` without torchrun"
+        )
+    return (f"ranks={os.environ['WORLD_SIZE']}",)
+
+
+def _train_as_rank(request: TrainRequest) -> int:
+    """Be one of the processes that torchrun has started; the first prepares what all train on."""
+    from plimsoll.distributed.ranks import joined
+    from plimsoll.training.ranks import begun_again, prepared_by_first
+    from plimsoll.training.session import Session
+
+    out = request.out
+    with joined() as ranks:
+
+        def plan_again() -> int:
+            directory = RunDirectory(out)
+            job = Job.from_yaml(directory.job, (f"ranks={ranks.world_size}",))
+            with directory.claimed():
+                return _plan_again(directory, job, Job.from_yaml(directory.job), (), request.quiet)
+
+        code, restarts = prepared_by_first(
+            ranks, out, lambda: _begin_or_resume(request, lambda *_: 0), plan_again
+        )  # fmt: skip
+        if code:
+            return code
+        goes_on = restarts > 0
+        fallback, too_large_fallback = (
+            begun_again(ranks, RunDirectory.open(out, writes=ranks.rank == 0)) if goes_on else (None, None)
+        )
+        Session(
+            out,
+            resume=request.resume and not goes_on,
+            from_step=request.from_step,
+            resume_newest=goes_on,
+            fallback=fallback,
+            too_large_fallback=too_large_fallback,
+            restarts=restarts,
+            quiet=request.quiet,
+            trial=request.trial,
+            ranks=ranks,
+        ).run()
+    return 0
+
+
+def _begin(request: TrainRequest, train: Train) -> int:
+    """Make the run directory, with its data and its plan, and train."""
+    job = _sound_job(request)
+    directory, quiet = RunDirectory.create(request.out, request.force), request.quiet
+    with directory.claimed():
+        _write(directory, job)
+        with loading_once(directory):
+            cache, trial = request.cache or directory.cache, () if request.trial else ("--no-trial",)
+            if request.given_plan is None:
+                code = prepare_data(directory, cache, quiet, constraints=request.constraints)
+                if not code and request.has_plan and _has_line(job, request.constraints):
+                    code = make_plan(directory, request.constraints, quiet)
+            else:  # what can be refused is refused before the data are prepared, which may take hours
+                code = make_plan(directory, ("--given", str(request.given_plan.resolve())), quiet)
+                code = code or prepare_data(directory, cache, quiet)
+            return code or train(directory, trial, quiet, job.ranks)
+
+
+def _sound_job(request: TrainRequest) -> Job:
+    """Read the job, and refuse at once all that is wrong with it, as far as that can be told without torch."""
+    if request.job_file is None:
+        raise InputError(
+            f"no job file was given for {request.out}: write `plimsoll train job.yaml --out {request.out}`, "
+            "or add --resume to go on with it"
+        )
+    with spinner(request.quiet):
+        from plimsoll.planning.job_checks import require_sound  # which takes as long as all imports above
+
+        job = request.job(request.job_file)
+        require_sound(job, pins=request.pinned, forbids=request.forbids)
+    return job
+
+
+def _resume(request: TrainRequest, train: Train) -> int:
+    """Go on with a run whose job ``--budget`` and ``--set`` may have changed; what is refused is not kept."""
+    directory = _opened(request.out, request.job_file)
+    with directory.claimed():  # nothing is changed under a process that trains here
+        job, before, done = request.job(directory.job), Job.from_yaml(directory.job), directory.last_saved_step()
+        if request.from_step is None and job.steps < done:
+            raise JobError(
+                f"steps is {job.steps}, but {done} are done: give as many or more, or choose with --from-step"
+            )
+        if request.from_step is None and _is_finished(directory, job, before):
+            if not request.quiet:
+                print(f"all {done} steps are done; for more, give --set steps= and how many in all", file=sys.stderr)
+            return 0
+        return _go_on(directory, job, before, request, train)
+
+
+def _go_on(directory: RunDirectory, job: Job, before: Job, request: TrainRequest, train: Train) -> int:
+    kept = {path: path.read_bytes() for path in (directory.job, directory.plan)}
+    metrics_before, quiet = directory.metrics.read_bytes(), request.quiet
+    from_where = () if request.from_step is None else ("--from-step", str(request.from_step))
+    is_ready, code = False, InputError.exit_code
+    try:
+        with loading_once(directory):
+            code = _plan_again(directory, job, before, from_where, quiet)
+            code = code or _prepare_again(directory, job, before, quiet)
+            is_ready = not code
+            code = code or train(directory, ("--resume", *from_where), quiet, job.ranks)
+    finally:
+        is_there = directory.metrics.is_file()  # or it was deleted meanwhile
+        is_refused = is_there and code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before
+        for path, content in kept.items() if is_refused or (is_there and not is_ready) else ():
+            write_atomically(path, content)
+    return code
+
+
+def _opened(out: Path, job_file: Path | None) -> RunDirectory:
+    if job_file is not None:
+        raise InputError(
+            f"--resume goes on with the job kept in {out}, so {job_file} would be ignored: "
+            "leave it out, or drop --resume"
+        )
+    if not (out / "metrics.jsonl").is_file():
+        every = sorted(out.parent.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+        beside = [path for path in every if any((path.parent / "checkpoints").glob("*"))]
+        which = (
+            f" for the newest of {len(beside)} with a checkpoint in {out.parent}"
+            if beside
+            else ", with the directory of the run"
+        )
+        raise OutputError(
+            f"{out} is not a run directory, so --resume has nothing to go on with: write `plimsoll train --resume "
+            f"--out {beside[-1].parent if beside else 'DIRECTORY'}`{which}"
+        )
+    directory = RunDirectory.open(out)
+    if not directory.prepared.is_file():
+        raise InputError(
+            f"{out} was stopped before its data was ready, so there is nothing to go on with: "
+            f"start it again with `plimsoll train job.yaml --out {out}`"
+        )
+    return directory
+
+
+def _is_finished(directory: RunDirectory, job: Job, before: Job) -> bool:
+    """Whether nothing is left to do; where more than the budget was changed, the training process says what of it."""
+    end = next(reversed(directory.lines()), None)
+    if not isinstance(end, EndLine) or end.status != "finished" or end.step < job.steps:
+        return False
+    is_same = job.model_copy(update={"budget": before.budget}) == before
+    return is_same and (directory.model / "tokenizer_config.json").is_file()  # which is written last
+
+
+def _has_line(job: Job, constraints: tuple[str, ...]) -> bool:
+    """Whether there is a line to stay under, a budget or the memory of a GPU, or something is asked of the plan."""
+    is_on_cpu = job.device == "cpu" or (job.device == "auto" and nvml.driver_version() is None)
+    return bool(constraints or job.pin) or job.budget.device_bytes is not None or not is_on_cpu
+
+
+def _write(directory: RunDirectory, job: Job) -> None:
+    """Write the job, and the plan that is in force without any other."""
+    directory.write_job(job)
+    micro_batch_plan(job.budget, micro_batch_sizes(samples_of_rank(job))).save(directory.plan)
+
+
+def _plan_again(directory: RunDirectory, job: Job, before: Job, from_where: tuple[str, ...], quiet: bool) -> int:
+    """Keep the plan of a run that goes on; for another budget, or of other code by now, plan again as was asked."""
+    try:
+        plan, is_same = Plan.load(directory.plan), (job.budget, job.ranks) == (before.budget, before.ranks)
+    except RecordError:
+        _write(directory, job)
+        if not _has_line(job, ()):
+            return 0
+        print(
+            f"{directory.plan} cannot be read: planning again, without what the first plan had pinned or forbidden",
+            file=sys.stderr,
+        )
+        return make_plan(directory, ("--goes-on", *from_where), quiet)
+    directory.write_job(job)
+    if plan.limit_bytes is None:
+        if job.ranks != before.ranks:
+            _write(directory, job)
+        elif not is_same:
+            plan.model_copy(update={"budget": job.budget}).save(directory.plan)
+        return 0
+    constraints = _as_arguments((*map(str, plan.pinned), *plan.required, *plan.left_out), plan.forbidden)
+    if not (is_same or _has_line(job, constraints)):
+        _write(directory, job)
+        return 0
+    keep = ("--keep",) if is_same or (plan.budget == job.budget and job.ranks == before.ranks) else ()
+    return make_plan(directory, ("--goes-on", *from_where, *keep, *constraints), quiet)
+
+
+def _prepare_again(directory: RunDirectory, job: Job, before: Job, quiet: bool) -> int:
+    """Make the tokens again if the cache was deleted, where they were; of a run that was moved, in its directory.
+
+    Where the job names other data than before, they must come to the same tokens.
+    """
+    from plimsoll.data.prepare import is_whole
+    from plimsoll.records.prepared import Prepared
+
+    read = ("data", "tokenizer", "task", "embeddings")
+    prepared = Prepared.load(directory.prepared)
+    if is_whole(prepared) and all(getattr(job, name) == getattr(before, name) for name in read):
+        return 0
+    cache = Path(prepared.train.index_folder).parent
+    return prepare_data(directory, cache if cache.parent.is_dir() else directory.cache, quiet, again=True)
+
+
+def _as_arguments(pins: tuple[str, ...], forbids: tuple[str, ...]) -> tuple[str, ...]:
+    pairs = [*(("--pin", pin) for pin in pins), *(("--forbid", name) for name in forbids)]
+    return tuple(word for pair in pairs for word in pair)

@@ -1,0 +1,32 @@
+"""Which words are wanted, by whichever option names them."""
+
+from pathlib import Path
+
+import pytest
+
+from plimsoll.embeddings.wanted_words import WantedWords
+from plimsoll.errors import EmbeddingError
+
+
+def test_words_of_a_file_are_those_of_its_lines(tmp_path: Path):
+    (tmp_path / "words.txt").write_text("ship\nline\n")
+    assert list(WantedWords(vocabulary=tmp_path / "words.txt").vocabulary_in().words) == ["ship", "line"]
+
+
+def test_words_of_texts_are_counted(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("ship line ship\nhull ship line\n")
+    wanted = WantedWords(corpus=(str(tmp_path / "a.txt"),), min_count=2)
+    assert list(wanted.vocabulary_in(tmp_path / "cache").words)[2:] == ["ship", "line"]  # after padding and unknown
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (WantedWords(), r"0 options say which words are wanted \(none\)"),
+        (WantedWords(vocabulary=Path("a"), corpus=("b",)), r"2 options say .* \(--vocabulary, --corpus\)"),
+        (WantedWords(vocabulary=Path("a"), max_words=3), "--max-words is for words counted with --corpus"),
+    ],
+)
+def test_one_option_says_it_and_others_are_of_a_corpus(wanted: WantedWords, message: str):
+    with pytest.raises(EmbeddingError, match=message):
+        wanted.vocabulary_in()

@@ -1,0 +1,52 @@
+"""What `plimsoll plan` is asked for: which options go together. What it answers is tested with the command."""
+
+from pathlib import Path
+
+import pytest
+
+from plimsoll.errors import InputError
+from plimsoll.planning.request import PlanRequest, plan_as_asked
+from plimsoll.records.comparison import Calibration
+from plimsoll.records.plan import Pin
+
+JOB = Path("job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (PlanRequest(subject=JOB, train=True, inference=True), "were given both, and a plan of job.yaml is for one"),
+        (PlanRequest(subject=JOB, inference=True, pins=("heap",), compare=True), "--pin, --compare belongs to a plan"),
+        (PlanRequest(subject=JOB, task="score", max_length=8), "--task, --max-length belongs to a plan with --infer"),
+    ],
+)
+def test_options_are_of_one_kind_of_plan(request_: PlanRequest, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        request_.check()
+
+
+def test_options_of_a_training_go_together_and_pins_are_read() -> None:
+    asked = PlanRequest(subject=JOB, pins=("micro_batch=4",), forbids=("heap",), compare=True)
+    asked.check()
+    assert asked.pinned == (Pin(technique="micro_batch", value=4),)
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [(("micro batch",), "--pin: cannot read"), (("heap", "micro_batch=4", "micro_batch=8"), "are pinned both")],
+)
+def test_pins_that_cannot_be_are_refused(pins: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        _ = PlanRequest(subject=JOB, pins=pins).pinned
+
+
+def test_what_runs_have_taught_is_of_a_file_or_of_this_machine(tmp_path: Path) -> None:
+    Calibration().save(tmp_path / "calibration.json")
+    assert PlanRequest(subject=JOB, calibration=tmp_path / "calibration.json").known() == Calibration()
+
+
+def test_a_job_whose_weights_are_yet_to_be_trained_is_not_applied(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("model: lstm\ndata: a.txt\n")
+    asked = PlanRequest(subject=tmp_path / "job.yaml", inference=True)
+    with pytest.raises(InputError, match="trains new weights"):
+        plan_as_asked(asked, lambda _: None, lambda _: None)
