@@ -94,7 +94,7 @@ def test_an_oom_in_any_phase_is_undone_and_done_again_with_the_same_bits(case, p
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_oom_in_the_middle_of_backward_puts_back_what_was_updated(case, at_step, monkeypatch):
     """Parameters are updated one by one, and memory runs out at the gradient of the one in the middle."""
-    monkeypatch.setattr("plimsoll.step.update.gradient_release._PIECE_BYTES", {"cpu": 1})
+    monkeypatch.setattr("plimsoll.step.update.gradient_release._CHUNK_BYTES", {"cpu": 1})
     step = made(case, fallbacks=[WHOLE])
     for batch in case.batches()[: at_step - 1]:
         step(batch)
@@ -162,7 +162,7 @@ def loss_of(model, x):
 
 
 def test_a_gradient_that_comes_in_parts_is_refused_and_the_step_undone(monkeypatch):
-    monkeypatch.setattr("plimsoll.step.update.gradient_release._PIECE_BYTES", {"cpu": 1})
+    monkeypatch.setattr("plimsoll.step.update.gradient_release._CHUNK_BYTES", {"cpu": 1})
     torch.manual_seed(0)
     for use_reentrant in (False, True):
         model = Twice(use_reentrant)
@@ -289,7 +289,7 @@ def predicted(chosen, lowering):
 
 def test_gradients_fall_as_predicted(monkeypatch):
     """Eight gradients of 256 KiB, of which one is there at a time."""
-    monkeypatch.setattr("plimsoll.step.update.gradient_release._PIECE_BYTES", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr("plimsoll.step.update.gradient_release._CHUNK_BYTES", {"cpu": 1, "cuda": 1})
     layer_bytes = 256 * 256 * 4
     whole, whole_gradients = measured([])
     released, released_gradients = measured([CHOICE])
@@ -323,7 +323,7 @@ OTHERS = {
 @pytest.mark.parametrize("fails", [(), (2,), (30,)])
 @pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
 def test_with_others_of_the_optimizer_the_bits_are_theirs_also_after_an_oom(others, fails, monkeypatch):
-    monkeypatch.setattr("plimsoll.step.update.gradient_release._PIECE_BYTES", {"cpu": 1})
+    monkeypatch.setattr("plimsoll.step.update.gradient_release._CHUNK_BYTES", {"cpu": 1})
     case = CASES[0]
     expected = made(case, fallbacks=[[*others, micro_batch_choice(8)]])
     for batch in case.batches():

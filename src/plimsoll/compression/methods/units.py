@@ -121,7 +121,7 @@ def _layer(directions: list[Direction], number: int) -> tuple[Direction, ...]:
 
 
 def _readings(model: Any) -> list[Reading]:
-    """What reads units: each direction its own, the next layer those of both directions, the output those of the last."""
+    """What reads units: each direction its own, the next layer those of both, the output those of the last."""
     layers, directions = model.recurrent, _directions(model.recurrent)
     found = [Reading(f"recurrent.weight_hh_{_suffix(direction)}", (direction,)) for direction in directions]
     found += [

@@ -2,7 +2,7 @@
 
     with TeacherCacheFiles(folder, ends, num_kept, num_words) as files:  # goes on where it was interrupted
         files.write(first, words_BTk, log_p_BTk)
-    samples = WithTeacher(samples, open_teacher_cache(folder))                 # samples with the fields `WORDS` and `LOG_P`
+    samples = WithTeacher(samples, open_teacher_cache(folder))  # samples with the fields `WORDS` and `LOG_P`
 
 A row of a file is a position of a sample, in the order of the data set; of samples that are judged as a whole there is
 one row each. Words are numbers of 16 bits where that suffices, else of 32; the logarithms of their probabilities are

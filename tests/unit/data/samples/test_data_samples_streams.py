@@ -28,13 +28,13 @@ def test_a_batch_has_the_next_window_of_each_lane(tmp_path: Path):
     first, second = dataset.batch(np.array([0, 1])), dataset.batch(np.array([2, 3]))
     assert first["input_ids"].tolist() == [[1, 2, 3, 4], [5, 0, 6, 7]]
     assert second["input_ids"].tolist() == [[4, 0, 5], [7, 8, 0]]
-    assert [batch["lanes"].tolist() for batch in (first, second)] == [[0, 1], [0, 1]]
+    assert [batch["slots"].tolist() for batch in (first, second)] == [[0, 1], [0, 1]]
     assert [batch["windows"].tolist() for batch in (first, second)] == [[0, 0], [1, 1]]
     for batch in (first, second):  # a model may mask its inputs in place
         labels = batch["labels"].clone()
         batch["input_ids"].fill_(9)
         assert torch.equal(batch["labels"], labels)
-    assert set(first) == {"input_ids", "labels", "lanes", "windows"}
+    assert set(first) == {"input_ids", "labels", "slots", "windows"}
     assert dataset.lengths(np.arange(4)).tolist() == [4, 4, 3, 3]
 
 

@@ -11,7 +11,7 @@ from plimsoll.models.names import RECURRENT
 from plimsoll.models.recurrent.carried_state import CarriedState, run_with_resets
 from plimsoll.models.recurrent.model import RecurrentLanguageModel, build_recurrent, load_recurrent, save_recurrent
 
-NUM_LANES, NUM_TOKENS, VOCABULARY = 3, 13, 11
+NUM_SLOTS, NUM_TOKENS, VOCABULARY = 3, 13, 11
 CUTS = (0, 4, 8, 12)  # windows share their edges; 12 tokens are read
 
 
@@ -20,13 +20,13 @@ def build(architecture: str = "lstm", **fields: object) -> RecurrentLanguageMode
     sizes = {"vocab_size": VOCABULARY, "embedding_size": 4, "hidden_size": 5, "num_layers": 2}
     model = build_recurrent({"architecture": architecture, **sizes, **fields})
     assert isinstance(model, RecurrentLanguageModel)
-    model.carry(NUM_LANES)
+    model.carry(NUM_SLOTS)
     return model
 
 
 @pytest.fixture
 def tokens() -> torch.Tensor:
-    return torch.randint(VOCABULARY, (NUM_LANES, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
+    return torch.randint(VOCABULARY, (NUM_SLOTS, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
 
 
 def window(tokens: torch.Tensor, number: int, slots: slice = slice(None)) -> dict[str, torch.Tensor]:
@@ -35,7 +35,7 @@ def window(tokens: torch.Tensor, number: int, slots: slice = slice(None)) -> dic
     return {
         "input_ids": ids,
         "labels": ids,
-        "lanes": torch.arange(NUM_LANES)[slots],
+        "slots": torch.arange(NUM_SLOTS)[slots],
         "windows": torch.full((len(ids),), number),
     }
 
@@ -112,7 +112,7 @@ def test_checkpoints_hold_the_state_of_training_and_saved_models_none(tokens, tm
 @pytest.mark.parametrize("architecture", RECURRENT)
 def test_after_a_reset_nothing_before_it_is_known_and_no_gradient_goes_there(architecture, tokens):
     model = build(architecture)
-    resets = torch.zeros(NUM_LANES, 5, dtype=torch.bool)
+    resets = torch.zeros(NUM_SLOTS, 5, dtype=torch.bool)
     resets[0, 2] = resets[1, 0] = resets[1, 3] = resets[2, 4] = True  # the last token is not read
     model(**window(tokens, 0))
     model.carried.training_state[1, 1] = float("nan")  # what is reset may be anything
@@ -126,7 +126,7 @@ def test_after_a_reset_nothing_before_it_is_known_and_no_gradient_goes_there(arc
     torch.testing.assert_close(output.logits[0, :2], whole[0, 4:6], rtol=0, atol=1e-6)
     model.embedding.weight.grad = None
     embedded = model.embedding(tokens[:, 4:8]).detach().requires_grad_()
-    state = model.carried.state(torch.arange(NUM_LANES), torch.zeros(NUM_LANES, dtype=torch.long))
+    state = model.carried.state(torch.arange(NUM_SLOTS), torch.zeros(NUM_SLOTS, dtype=torch.long))
     hidden, _ = run_with_resets(model.recurrent, embedded, state, resets[:, :-1])
     hidden[0, 2:].sum().backward()
     assert not embedded.grad[0, :2].any()
@@ -135,9 +135,9 @@ def test_after_a_reset_nothing_before_it_is_known_and_no_gradient_goes_there(arc
 
 def test_without_resets_nothing_is_cut():
     model = build("gru")
-    embedded = torch.randn(NUM_LANES, 6, 4)
-    state = torch.zeros(2, NUM_LANES, 5)
-    none = torch.zeros(NUM_LANES, 6, dtype=torch.bool)
+    embedded = torch.randn(NUM_SLOTS, 6, 4)
+    state = torch.zeros(2, NUM_SLOTS, 5)
+    none = torch.zeros(NUM_SLOTS, 6, dtype=torch.bool)
     for resets in (None, none):
         hidden, last = run_with_resets(model.recurrent, embedded, state, resets)
         assert torch.equal(hidden, model.recurrent(embedded, state)[0])

@@ -143,7 +143,7 @@ def test_a_rehearsed_step_on_streams_needs_what_the_real_one_needs(architecture,
             recorder.know_optimizer(optimizer)
     measured = live_bytes(recorder.trace("measured", "cpu"))
     assert predicted.peak_bytes == measured.peak_bytes
-    assert batch.keys() == {"input_ids", "labels", "lanes", "windows"} | ({"resets"} if reset else set())
+    assert batch.keys() == {"input_ids", "labels", "slots", "windows"} | ({"resets"} if reset else set())
 
 
 def test_the_model_and_the_optimizer_stay_as_they_were():
@@ -370,7 +370,7 @@ def test_rows_of_two_packed_texts_begin_anew_in_their_middle():
 def test_streams_begin_anew_once_in_their_middle_and_have_lanes():
     batch = batch_of(data={"train": "nowhere.txt", "order": "streams", "reset": "texts"})
     assert batch["resets"].nonzero()[:, 1].tolist() == [3] * 4
-    assert (batch["lanes"].tolist(), batch["windows"].tolist()) == ([0, 1, 2, 3], [1] * 4)
+    assert (batch["slots"].tolist(), batch["windows"].tolist()) == ([0, 1, 2, 3], [1] * 4)
 
 
 @pytest.mark.parametrize("stride", [None, 3])
