@@ -34,7 +34,7 @@ from plimsoll.planning.predict_step import model_bytes
 from plimsoll.planning.targets import own_baseline
 from plimsoll.planning.teacher_loss import loss_for, sketched_loss
 from plimsoll.records.job import RECUTS, Job
-from plimsoll.records.loss_check import LossCheck
+from plimsoll.records.plan import LossCheck
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import format_bytes

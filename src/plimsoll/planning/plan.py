@@ -62,10 +62,10 @@ from plimsoll.planning.targets import Target, find_target
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
-from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import (
     Candidate,
     Configuration,
+    LossCheck,
     OffDevice,
     Pin,
     Plan,

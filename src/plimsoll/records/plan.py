@@ -14,13 +14,15 @@ from plimsoll.errors import InputError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Budget
 from plimsoll.records.former import FormerNames, warn_of_former
-from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.prediction import Estimate, Prediction
 
 Numerics = Literal["bitwise", "reordered", "reduced precision", "lossy"]
 """What a technique does to the numbers: the same bits; the same mathematics rounded in another order; what autocast
 does; or another model, or another training."""
 
+
+Verdict = Literal["additive", "known", "not additive", "not shown", "allowed", "never cut", "not computed"]
+"""What was found when a loss was computed whole and in parts, before a batch is cut: whether it may be."""
 
 Value = int | float | str | bool
 """Of an option."""
@@ -134,6 +136,46 @@ class OffDevice(Frozen):
     kept_bytes: int
     moved_bytes: int
     disk_bytes_per_second: float | None = None
+
+
+class LossCheck(Frozen):
+    """Whether the loss of a batch is the sum of those of its parts, each by its share of what the loss averages over.
+
+    ``verdict`` is ``additive`` where samples have shown it, ``known`` where it follows from what computes the loss,
+    ``not additive`` where they have shown that it is not, ``not shown`` where they could not, ``allowed`` where it was
+    not shown and the user allows it (``recut_loss``), ``never cut`` where the user does not, and ``not computed`` where
+    there was nothing to compute with, such as a model without memory: then the training finds out.
+
+    ``whole`` and ``parts`` are the loss of ``num_samples`` samples, at once and one by one; ``difference`` is that of
+    the two, and ``gradient_difference`` that of their gradients (``None``: not compared), as shares of their size.
+    """
+
+    verdict: Verdict
+    why: str = ""
+    remedy: str = ""
+    num_samples: int = 0
+    whole: float | None = None
+    parts: float | None = None
+    difference: float | None = None
+    gradient_difference: float | None = None
+
+    @classmethod
+    def not_computed(cls, why: str) -> LossCheck:
+        """What is found where nothing could be computed."""
+        return cls(verdict="not computed", why=f"{why}: the training finds out before it cuts a batch")
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether a batch may be cut, as far as is known."""
+        return self.verdict in {"additive", "known", "allowed", "not computed"}
+
+    @property
+    def sentence(self) -> str:
+        """What was found, for a person."""
+        if self.verdict == "additive":
+            found = f"{self.num_samples} samples have the same loss at once and one by one"
+            return f"{found}, and the same gradients" if self.gradient_difference is not None else found
+        return self.why
 
 
 class Candidate(FormerNames):

@@ -16,8 +16,7 @@ from plimsoll.errors import RecordError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Device
 from plimsoll.records.former import FormerNames
-from plimsoll.records.loss_check import LossCheck
-from plimsoll.records.plan import Plan
+from plimsoll.records.plan import LossCheck, Plan
 from plimsoll.records.units import format_bytes
 
 Phase = Literal["fetch", "copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation", "checkpoint"]

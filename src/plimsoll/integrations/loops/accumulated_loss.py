@@ -27,7 +27,7 @@ from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import PlimsollWarning
 from plimsoll.integrations.loops.batches import units_of
 from plimsoll.models.workload import Reason, Workload, model_loss
-from plimsoll.records.loss_check import LossCheck
+from plimsoll.records.plan import LossCheck
 from plimsoll.step.losses.additive import Additivity, LossOf, loss_check_of
 from plimsoll.step.losses.known import is_of_library, is_usual, known_units
 from plimsoll.step.micro_batches import shape_of_any

@@ -17,8 +17,7 @@ from plimsoll.errors import InputError
 from plimsoll.models.workload import LossFunction, Precision
 from plimsoll.planning.given_plan import require_that_fits
 from plimsoll.planning.plan import plan_step
-from plimsoll.records.loss_check import LossCheck
-from plimsoll.records.plan import Plan
+from plimsoll.records.plan import LossCheck, Plan
 from plimsoll.techniques import TECHNIQUES
 
 

@@ -36,7 +36,7 @@ from plimsoll.data.batch import batch_size_of, count_units, move_batch, pick_sam
 from plimsoll.device.base import Backend
 from plimsoll.errors import InputError
 from plimsoll.models.workload import Reason, Workload
-from plimsoll.records.loss_check import LossCheck, Verdict
+from plimsoll.records.plan import LossCheck, Verdict
 from plimsoll.records.run import OomEvent
 from plimsoll.step.collective import attempt_collectively
 from plimsoll.step.losses.known import is_usual, known_additive, known_reason

@@ -1,6 +1,6 @@
 import pytest
 
-from plimsoll.records.loss_check import LossCheck
+from plimsoll.records.plan import LossCheck
 
 
 @pytest.mark.parametrize(
