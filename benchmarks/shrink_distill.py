@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from _results import add_out, fenced, file_result, keep_printed, mib
 from plimsoll.data.sketch import TextSketch
-from plimsoll.models.distillation.chunked import Combination
+from plimsoll.models.distillation.chunked import LossWeights
 from plimsoll.models.distillation.loss import Distillation
 from plimsoll.models.head_apart import head_apart
 from plimsoll.models.workload import Workload, model_loss
@@ -105,7 +105,7 @@ def loss_of(way: str, sizes: dict[str, Any]) -> Callable[[nn.Module, dict[str, T
         return lambda model, batch: plain_loss(model, teacher, batch)
     form = way.rpartition(" ")[2]
     teacher = teacher_of(job_of(sizes["folder"], form, sizes["length"]), texts, "cpu")
-    return Distillation(teacher, "language-modeling", Combination(TEMPERATURE, HARD))
+    return Distillation(teacher, "language-modeling", LossWeights(TEMPERATURE, HARD))
 
 
 def work(way: str, sizes: dict[str, Any]) -> tuple[list[float], float]:

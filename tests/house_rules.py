@@ -104,6 +104,22 @@ MEASURED = re.compile(r"\d|\b(?:half|third|quarter|percent|twice (?:as|the)|time
 HOST_PATH = re.compile(r"(?<![\w.*~-])/(?:work|tmp|root|home|Users)/[\w.-]")
 
 
+# Words that nobody else uses so, and what this field calls it.
+DIALECT = {
+    **dict.fromkeys(("rung", "rungs"), "fallback"),
+    **dict.fromkeys(("ladder", "ladders"), "fallback schedule"),
+    **dict.fromkeys(("menu", "menus"), "choices"),
+    **dict.fromkeys(("mixes",), "combinations"),
+    **dict.fromkeys(("openings",), "lossy alternatives"),
+    **dict.fromkeys(("wish", "wishes", "wished"), "constraint"),
+    **dict.fromkeys(("lane", "lanes"), "stream slot"),
+    **dict.fromkeys(("rehearse", "rehearsed", "rehearses", "rehearsal", "rehearsals"), "dry run"),
+    **dict.fromkeys(("taught",), "teacher cache"),
+    **dict.fromkeys(("worn",), "fragmented heap"),
+}
+FORMER_NAMES = {("src/plimsoll/records/plan.py", "rungs")}  # works for one release, with a warning
+
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -201,6 +217,24 @@ def underscored_modules_are_private(repository: Repository) -> Iterator[str]:
             package, _, name = target.rpartition(".")
             if target in modules and name.startswith("_") and package != home:
                 yield f"{source.path}:{line}: {target} is private to {package}"
+
+
+def names_are_words_of_the_field(repository: Repository) -> Iterator[str]:
+    """No module, class, function, argument or variable is called by a word of the former private dialect."""
+    for source in repository.package:
+        names = {(1, source.module.rpartition(".")[2])}
+        for node in source.nodes:
+            if isinstance(node, Function | ast.ClassDef):
+                names.add((node.lineno, node.name))
+            elif isinstance(node, ast.arg):
+                names.add((node.lineno, node.arg))
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add((node.lineno, node.id))
+        for line, name in sorted(names):
+            words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+            for word in sorted(words & DIALECT.keys()):
+                if (source.path, name) not in FORMER_NAMES:
+                    yield f"{source.path}:{line}: {name}: say {DIALECT[word]} (docs/architecture.md, glossary)"
 
 
 def no_import_cycle(repository: Repository) -> Iterator[str]:
@@ -469,6 +503,7 @@ RULES: tuple[Rule, ...] = (
     imports_point_down,
     packages_are_small,
     underscored_modules_are_private,
+    names_are_words_of_the_field,
     no_import_cycle,
     torch_free_parts_stay_so,
     functions_and_files_are_short,

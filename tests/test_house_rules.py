@@ -20,6 +20,7 @@ from house_rules import (
     every_module_has_its_tests,
     functions_and_files_are_short,
     imports_point_down,
+    names_are_words_of_the_field,
     no_global_and_no_broad_except,
     no_import_cycle,
     no_path_of_one_machine,
@@ -86,6 +87,9 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
         {"data/a.py": "from plimsoll.data.formats._csv import x", "data/formats/_csv.py": "x = 1"},
         "a.py:1: plimsoll.data.formats._csv is private to plimsoll.data.formats",
     ),
+    (names_are_words_of_the_field, {"data/menus.py": "x = 1"}, "data/menus.py:1: menus: say choices"),
+    (names_are_words_of_the_field, {"data/a.py": "def f(num_lanes): x"}, "a.py:1: num_lanes: say stream slot"),
+    (names_are_words_of_the_field, {"data/a.py": "class RungOf: x"}, "a.py:1: RungOf: say fallback"),
     (
         no_import_cycle,
         {"step/a.py": "from plimsoll.step import b", "step/b.py": "def f():\n    import plimsoll.step.a"},

@@ -86,7 +86,7 @@ Progress = Callable[[str], None]
 # On the CPU. Where freed blocks lie differs from step to step: in six steps of small GPT-2, BERT and LSTM models, in
 # pieces of 1 to 11 samples, the highest peak was up to 17 % above that of a short dry run, see docs/LOG.md.
 _LONG_RUN_SPREAD = 0.15
-_LOOKS_OFF_SHARE = 0.005  # by which a short dry run may say too little
+_SHORT_DRY_RUN_OFF_SHARE = 0.005  # by which a short dry run may say too little
 _LEAST_OFF_BYTES = 64 << 20
 _MOST_ROUNDS = 3  # of searching again, where a plan at full length needs more than at the length it was found with
 
@@ -295,7 +295,7 @@ class Planner:
 
     def _found(self) -> tuple[Found, Evaluation]:
         """Search, check at full length, search again with less room where that does not hold, or take a fallback."""
-        limit_bytes = int(self._target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
+        limit_bytes = int(self._target.limit_bytes * (1 - _SHORT_DRY_RUN_OFF_SHARE))
         for _ in range(_MOST_ROUNDS):
             problem = self.problem(limit_bytes)
             found = search(problem, self._evaluate_briefly, self._expect, self.evaluate_at_length, self._suppose)
@@ -320,7 +320,7 @@ class Planner:
                 found, chosen = self._found()
                 if found.fits:
                     break
-                need_bytes = max(chosen.need_bytes, int(need_bytes * (1 + _LOOKS_OFF_SHARE)))
+                need_bytes = max(chosen.need_bytes, int(need_bytes * (1 + _SHORT_DRY_RUN_OFF_SHARE)))
         finally:
             self._target = target
         return need_bytes

@@ -25,7 +25,7 @@ from plimsoll.device.off_device import outside_the_device
 from plimsoll.errors import JobError
 from plimsoll.models.assemble import choose_device
 from plimsoll.models.build import loss_of
-from plimsoll.models.distillation.chunked import Combination
+from plimsoll.models.distillation.chunked import LossWeights
 from plimsoll.models.distillation.loss import Distillation
 from plimsoll.models.distillation.teacher import load_teacher, require_same_tokens, sketch_teacher
 from plimsoll.models.hugging_face import TextShape, is_hugging_face
@@ -206,7 +206,7 @@ def _shape(job: Job, texts: Texts) -> TextShape:
 
 def _distillation(job: Job, teacher: nn.Module | None, texts: Texts) -> Distillation:
     assert job.distill is not None
-    mix = Combination(job.distill.temperature, job.distill.hard)
+    mix = LossWeights(job.distill.temperature, job.distill.hard)
     num_words = 0 if teacher is not None else texts.vocab_size
     return Distillation(teacher, job.task, mix, hidden=job.distill.hidden, num_words=num_words)
 

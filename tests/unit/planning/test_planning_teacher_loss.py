@@ -18,7 +18,7 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.models.build import loss_of, save_model
-from plimsoll.models.distillation.chunked import Combination
+from plimsoll.models.distillation.chunked import LossWeights
 from plimsoll.models.distillation.loss import Distillation
 from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.planning.teacher_loss import (
@@ -84,7 +84,7 @@ def test_a_teacher_that_was_asked_before_is_not_loaded(tmp_path: Path) -> None:
     loss = loss_for(job, TEXTS["language-modeling"], "cpu")
     assert isinstance(loss, Distillation)
     assert loss.teacher is None
-    assert (loss._num_words, loss._mix, loss._hidden) == (50, Combination(3.0, 0.25), 0.0)
+    assert (loss._num_words, loss._mix, loss._hidden) == (50, LossWeights(3.0, 0.25), 0.0)
 
 
 def test_a_teacher_that_is_there_teaches_as_the_job_says(folders: dict[str, Path]) -> None:
@@ -95,7 +95,7 @@ def test_a_teacher_that_is_there_teaches_as_the_job_says(folders: dict[str, Path
     ):
         assert isinstance(loss, Distillation)
         assert isinstance(loss.teacher, nn.Module)
-        assert (loss._num_words, loss._mix, loss._hidden) == (0, Combination(3.0, 0.25), 0.5)
+        assert (loss._num_words, loss._mix, loss._hidden) == (0, LossWeights(3.0, 0.25), 0.5)
 
 
 def write_tokenizer(path: Path, *words: str) -> None:
@@ -177,7 +177,7 @@ def test_hidden_states_need_layers_that_show_them_and_one_size(folders: dict[str
 
 def step_with(kind: str, *sizes: int, choices: tuple[Choice, ...] = (), **fields: Any) -> TrainStep:
     teacher = model_of(kind, 1, **fields).eval().requires_grad_(False)
-    student, loss = model_of(kind, 0, **fields).train(), Distillation(teacher, task_of(kind), Combination(2.0, 0.5))
+    student, loss = model_of(kind, 0, **fields).train(), Distillation(teacher, task_of(kind), LossWeights(2.0, 0.5))
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2, eps=1e-3)
     fallbacks = [[micro_batch_choice(size), *choices] for size in sizes]
     return TrainStep(student, optimizer, loss, units=loss_of(task_of(kind))[1], fallbacks=fallbacks)

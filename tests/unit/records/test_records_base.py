@@ -65,6 +65,10 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
     sample = WatchSample(
         seconds=2.0, processes=(seen,), lines=(Line(kind="machine", name="all", used_bytes=8, limit_bytes=9),)
     )
+    text = PreparedText(
+        corpus_key="k", index_folder="i", num_documents=1, num_bytes=9, num_samples=1, num_skipped=0, skipped=()
+    )
+    prepared = Prepared(key="k", train=text, tokenizer_folder="t", vocab_size=9, end_id=4)
     made = (
         WatchRecord(subject="process 7", samples=(sample,), end=WatchEnd(seconds=3.0, how="gone", text="gone")),
         LintReport(findings=(), num_files=1, num_lines=2, unread=(Unread(file="a.py", reason="line 1: bad"),)),
@@ -75,7 +79,7 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
         vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(),
         comparison_records.comparison(), strategy_records.strategies(),
         shrink_records.shrunk(),
-        placement_records.streamed_plan(), apply_records.apply_facts(),
+        placement_records.streamed_plan(), apply_records.apply_facts(), prepared,
     )  # fmt: skip
     return {type(record): record for record in made}
 

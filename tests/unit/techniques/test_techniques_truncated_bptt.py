@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from plimsoll.errors import InputError
-from plimsoll.models.distillation.chunked import Combination
+from plimsoll.models.distillation.chunked import LossWeights
 from plimsoll.models.distillation.loss import Distillation
 from plimsoll.models.recurrent.model import build_recurrent
 from plimsoll.models.recurrent.segments import Passed, as_hidden, as_state
@@ -111,7 +111,7 @@ def test_without_gradients_it_is_the_plain_loss():
 
 def test_a_teacher_judges_whole_sequences():
     workload = workload_of(build_recurrent(FIELDS))
-    workload.loss = Distillation(build_recurrent(FIELDS), "language-modeling", Combination(2.0, 0.5))
+    workload.loss = Distillation(build_recurrent(FIELDS), "language-modeling", LossWeights(2.0, 0.5))
     assert "a teacher is compared with" in str(TruncatedBptt().choices(workload, ALLOWED))
 
 

@@ -121,7 +121,7 @@ CHUNK_NUMBERS = 2 << 20
 _ROWS_PER_SUM = 4096  # of a gradient in half precision that is added to its float32 sum: what it takes beside the sum
 
 
-class Combination(NamedTuple):
+class LossWeights(NamedTuple):
     """``hard`` of the labels' loss, and 1 - ``hard`` of T squared times the divergence at this temperature."""
 
     temperature: float
@@ -129,7 +129,7 @@ class Combination(NamedTuple):
 
 
 def chunked_distillation(
-    student: HeadApart, labels_BT: Tensor, targets: SoftTargets, mix: Combination, chunk_numbers: int = CHUNK_NUMBERS
+    student: HeadApart, labels_BT: Tensor, targets: SoftTargets, mix: LossWeights, chunk_numbers: int = CHUNK_NUMBERS
 ) -> Tensor:
     """Return the mean loss over the labels that count, which predict the token after each position.
 
@@ -180,7 +180,7 @@ class _Work:
     """One pass over the chunks; ``hidden_sum`` and ``sums`` are the gradients of the sum of the losses."""
 
     def __init__(
-        self, student: HeadApart, targets_BP: Tensor, soft: SoftTargets, mix: Combination, chunk_numbers: int
+        self, student: HeadApart, targets_BP: Tensor, soft: SoftTargets, mix: LossWeights, chunk_numbers: int
     ) -> None:
         self._student, self._soft, self._mix = student, soft, mix
         self.counted_BP = targets_BP != IGNORED_LABEL

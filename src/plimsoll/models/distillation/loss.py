@@ -36,8 +36,8 @@ from plimsoll.data.batch import IGNORED_LABEL
 from plimsoll.data.samples.teacher_cache import LOG_P, WORDS
 from plimsoll.models.distillation.chunked import (
     CHUNK_NUMBERS,
-    Combination,
     FullTargets,
+    LossWeights,
     SoftTargets,
     TopTargets,
     chunked_distillation,
@@ -65,7 +65,7 @@ class Distillation:
         self,
         teacher: nn.Module | None,
         task: Task,
-        mix: Combination,
+        mix: LossWeights,
         *,
         hidden: float = 0.0,
         num_words: int = 0,

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from distillations import SAMPLES, VOCABULARY, batch_of, gradients_of, largest_difference, model_of, plain_loss
 from plimsoll.errors import InputError
-from plimsoll.models.distillation.chunked import Combination, FullTargets, TopTargets, chunked_distillation, softened
+from plimsoll.models.distillation.chunked import FullTargets, LossWeights, TopTargets, chunked_distillation, softened
 from plimsoll.models.head_apart import head_apart
 
 WORDS = 7
@@ -96,7 +96,7 @@ def test_neither_is_changed() -> None:
     assert torch.equal(student, before[1])
 
 
-MIX = Combination(3.0, 0.5)
+MIX = LossWeights(3.0, 0.5)
 POSITION = SAMPLES * VOCABULARY
 """Logits of one position of all samples."""
 

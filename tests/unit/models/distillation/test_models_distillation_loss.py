@@ -23,7 +23,7 @@ from distillations import (
 )
 from plimsoll.data.batch import count_units, split_batch
 from plimsoll.data.samples.teacher_cache import LOG_P, WORDS
-from plimsoll.models.distillation.chunked import Combination, softened
+from plimsoll.models.distillation.chunked import LossWeights, softened
 from plimsoll.models.distillation.loss import Distillation, difference_of_states
 from plimsoll.models.workload import model_loss
 
@@ -37,7 +37,7 @@ def silent(teacher: nn.Module) -> nn.Module:
 
 def distillation(kind: str, teacher: nn.Module | None, temperature: float, hard: float, **options: Any) -> Distillation:
     chunk_numbers = 2 * SAMPLES * VOCABULARY
-    return Distillation(teacher, task_of(kind), Combination(temperature, hard), chunk_numbers=chunk_numbers, **options)
+    return Distillation(teacher, task_of(kind), LossWeights(temperature, hard), chunk_numbers=chunk_numbers, **options)
 
 
 def cut(loss: Distillation, student: nn.Module, batch: dict[str, Tensor], kind: str, num_samples: int) -> float:
