@@ -27,6 +27,7 @@ from plimsoll.records.base import Record, cache_folder, write_atomically
 from plimsoll.records.comparison import Calibration, Comparison, Learned, Side, Target
 from plimsoll.records.lint import LintReport, Unread
 from plimsoll.records.plan import Plan
+from plimsoll.records.prepared import Prepared, PreparedText
 from plimsoll.records.speed import ExchangeSpeed, Point, Speed
 from plimsoll.records.watch import Line, ProcessUse, WatchEnd, WatchRecord, WatchSample
 from prediction_records import fitting

@@ -1,0 +1,106 @@
+"""How the source is laid out: modules and lines of each package, and what the design forbids or keeps few.
+
+    python benchmarks/house.py                  # of the working tree
+    python benchmarks/house.py --at v0.1.0      # of a commit
+
+Counted are technique names that stand as text outside ``techniques/`` (as `tests/house_rules.py` does), imports inside
+functions, imports of modules with an underscore from another package, modules side by side in the largest package, and
+how many modules a budget passes from the command to its enforcement. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from pathlib import PurePosixPath
+
+from _results import table
+
+PACKAGE = PurePosixPath("src/plimsoll")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--at", default=None, help="a commit (default: the working tree)")
+    files = sources(parser.parse_args().at)
+    src = {path: text for path, text in files.items() if path.is_relative_to(PACKAGE)}
+    lines, modules = Counter[str](), Counter[str]()
+    for path, text in src.items():
+        part = path.relative_to(PACKAGE).parts[0] if len(path.relative_to(PACKAGE).parts) > 1 else "(root)"
+        lines[part] += text.count("\n")
+        modules[part] += path.stem != "__init__"
+    print(
+        table(
+            ("package", "modules", "lines"), [(part, str(modules[part]), f"{lines[part]:,}") for part in sorted(lines)]
+        )
+    )
+    found = {
+        "lines of src": sum(lines.values()),
+        "lines of tests": sum(text.count("\n") for path, text in files.items() if path.parts[0] == "tests"),
+        "modules": sum(modules.values()),
+        "modules in the root": modules["(root)"],
+        "modules side by side, at most": max(Counter(path.parent for path in src if path.stem != "__init__").values()),
+        "modules with a technique's name as text": len(with_technique_names(src)),
+        "imports inside functions": sum(lazy_imports(text) for text in src.values()),
+        "imports of private modules from elsewhere": private_imports(src),
+        "longest module, lines": max(text.count("\n") for text in src.values()),
+        "fmt: skip": sum(text.count("# fmt: skip") for text in src.values()),
+    }
+    print(table(("what", "how many"), [(name, f"{number:,}") for name, number in found.items()]))
+    print(json.dumps(found))
+
+
+def sources(commit: str | None) -> dict[PurePosixPath, str]:
+    """Return the Python files of src and tests by their paths."""
+    if commit is None:
+        names = subprocess.run(["git", "ls-files", "src", "tests"], capture_output=True, text=True, check=True).stdout
+        paths = [PurePosixPath(name) for name in names.splitlines() if name.endswith(".py")]
+        return {path: open(path, encoding="utf-8").read() for path in paths}
+    packed = subprocess.run(["git", "archive", commit, "src", "tests"], capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        members = [one for one in archive if one.isfile() and one.name.endswith(".py")]
+        return {PurePosixPath(one.name): archive.extractfile(one).read().decode() for one in members}  # type: ignore[union-attr]
+
+
+def with_technique_names(src: dict[PurePosixPath, str]) -> set[PurePosixPath]:
+    """Return the modules outside ``techniques/`` that say a technique's name, but for words with other meanings."""
+    folder = PACKAGE / "techniques"
+    names = {path.stem for path in src if path.parent == folder} - {"__init__"}
+    words = {"cache", "heap", "attention", "evaluation", "autocast", "allocator"}
+    names = {name for name in names if not name.startswith("_")} - words
+    return {
+        path
+        for path, text in src.items()
+        if not path.is_relative_to(folder)
+        and any(isinstance(one, ast.Constant) and one.value in names for one in ast.walk(ast.parse(text)))
+    }
+
+
+def lazy_imports(text: str) -> int:
+    """Count the imports inside functions."""
+    functions = [one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(one): one for function in functions for one in ast.walk(function)}
+    return sum(isinstance(one, ast.Import | ast.ImportFrom) for one in inside.values())
+
+
+def private_imports(src: dict[PurePosixPath, str]) -> int:
+    """Count the imports of modules whose name begins with an underscore from outside of their package."""
+    dotted = {".".join(path.with_suffix("").parts[1:]): path.parent for path in src}
+    count = 0
+    for path, text in src.items():
+        for one in ast.walk(ast.parse(text)):
+            if isinstance(one, ast.ImportFrom) and one.module:
+                for name in {one.module, *(f"{one.module}.{alias.name}" for alias in one.names)} & dotted.keys():
+                    is_private = name.rpartition(".")[2].startswith("_") and not name.endswith("__main__")
+                    count += is_private and dotted[name] != path.parent
+    return count
+
+
+if __name__ == "__main__":
+    sys.exit(main())
