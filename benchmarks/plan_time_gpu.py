@@ -43,7 +43,7 @@ from benchmarks.gpu import files, part_job
 from benchmarks.gpu.cases import Case
 
 from _results import add_out, check_only, file_result, keep_printed, quantile, table
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.device.cuda.gpus import find_gpu, spec_of
 from plimsoll.device.speed import speed_of
 from plimsoll.memory.predict import count_on_cuda
@@ -51,7 +51,7 @@ from plimsoll.memory.trace import DryRun, dry_run
 from plimsoll.models.workload import model_loss
 from plimsoll.planning.dry_run.step import dry_run_samples, dry_run_step
 from plimsoll.planning.plan import planner_of
-from plimsoll.planning.search.cost import step_duration
+from plimsoll.planning.search.time_model import step_duration
 from plimsoll.planning.targets import gpu_target
 from plimsoll.records.device import Device, DeviceSpec, MemoryUse
 from plimsoll.records.job import Job

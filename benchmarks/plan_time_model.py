@@ -25,7 +25,7 @@ import torch
 import transformers
 
 from _results import add_out, file_result
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.device.cpu.heap import FAST_BYTES, map_blocks_from
 from plimsoll.device.speed import measured_speed
 from plimsoll.errors import PlimsollError
@@ -34,7 +34,7 @@ from plimsoll.memory.predict import count_on_cpu
 from plimsoll.models.build import build_model
 from plimsoll.models.optimizers import build_optimizer
 from plimsoll.planning.dry_run.step import _batch, dry_run_job, dry_run_samples
-from plimsoll.planning.search.cost import step_duration
+from plimsoll.planning.search.time_model import step_duration
 from plimsoll.records.allocator import FAST_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice

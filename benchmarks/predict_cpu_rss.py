@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from _results import add_out, errors_table, file_result, quantile
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.device.process import private_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from _results import add_out, errors_table, file_result
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.device.base import backend_for
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering

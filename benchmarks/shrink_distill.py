@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from _results import add_out, fenced, file_result, keep_printed, mib
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.models.distillation.chunked import LossWeights
 from plimsoll.models.distillation.loss import Distillation
 from plimsoll.models.head_apart import head_apart

@@ -22,7 +22,7 @@ LAYERS = (
     {"errors"},
     {"records"},
     {"device"},
-    {"files"},
+    {"files", "processes"},
     {"data", "report", "distributed"},
     {"embeddings", "weights"},
     {"models"},

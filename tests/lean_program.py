@@ -27,7 +27,7 @@ LEFT_OUT = ("accelerate", "peft", "scipy", "sklearn", "torch._inductor", "torch.
 
 def traces() -> list[str]:
     """Trace the job for a processor and a GPU, with checkpoints."""
-    from plimsoll.data.sketch import TextSketch
+    from plimsoll.data.quick_facts import TextSketch
     from plimsoll.memory.lowering.cpu import CpuLowering
     from plimsoll.memory.lowering.cuda import CudaLowering
     from plimsoll.planning.dry_run.step import dry_run_job

@@ -11,8 +11,8 @@ is in it, so that what is measured to grow has grown). Tests that look at those 
 as ever: a program with ``sys.modules`` or ``RLIMIT_`` in it, what has settings that libraries read while they are
 loaded, what a process with several threads starts, and what other programs (``prlimit``, a shell) start.
 
-Linux only. The protocol is that of `plimsoll.files.fork_server`, whose processes are commands of Plimsoll alone: here
-are what else tests start, and all that a process is started with.
+Linux only. The protocol is that of `plimsoll.processes.fork_server`, whose processes are commands of Plimsoll alone:
+here are what else tests start, and all that a process is started with.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from plimsoll.files.fork_server import ROOM_FOR_ARGUMENTS, ask, make_light, next_fork, show_arguments
+from plimsoll.processes.fork_server import ROOM_FOR_ARGUMENTS, ask, make_light, next_fork, show_arguments
 
 # Variables that are read when they are needed. Any other may be read once, while a library is loaded, or in /proc,
 # which shows those of the server (TORCHELASTIC_RUN_ID).

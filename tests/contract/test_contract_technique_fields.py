@@ -104,9 +104,9 @@ def parts_of(workload: Workload) -> dict[str, object]:
     return {
         "model": (modules, list(map(id, workload.model.parameters()))),
         "loss": workload.loss,
-        "optimizer": (id(optimizer), kernels, updated, workload.copy_outside),
+        "optimizer": (id(optimizer), kernels, updated, workload.hooks.update_early),
         "precision": workload.precision,
-        "batch cut": (workload.cuts_by_length, workload.evaluation_samples),
+        "batch cut": (workload.hooks.cut, workload.hooks.evaluation_samples),
     }
 
 

@@ -12,7 +12,7 @@ from processes import environment
 
 PROGRAM = """
 import json, sys
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.records.job import Job

@@ -28,12 +28,12 @@ from end_to_end.commands import (
     wait_until,
     write_job,
 )
-from plimsoll.data.sketch import sketch_texts
+from plimsoll.data.quick_facts import sketch_texts
 from plimsoll.device.cpu.data_limit import MARGIN_BYTES
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.build import build_model
 from plimsoll.models.workload import resident_bytes
-from plimsoll.planning.facts import facts_of
+from plimsoll.planning.plan_validity import facts_of
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Configuration, Plan, micro_batch_choice

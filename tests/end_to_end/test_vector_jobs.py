@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused_before_the_texts_are_read(folder: Path, tm
 
 def test_a_prediction_counts_no_gradients_of_frozen_vectors(folder: Path):
     from plimsoll import Job, predict_job
-    from plimsoll.data.sketch import sketch_texts
+    from plimsoll.data.quick_facts import sketch_texts
 
     job = Job.from_yaml(folder / "job.yaml", ("tokenizer.vocab_size=5000",))
     trainable = job.model_copy(update={"embeddings": job.embeddings.model_copy(update={"trainable": True})})

@@ -33,8 +33,8 @@ from plimsoll.cli import (
 from plimsoll.cli.output import complain, format_warning, tell
 from plimsoll.device.cpu.threads import spin_briefly
 from plimsoll.errors import Interrupted, PlimsollError
-from plimsoll.files import timings
-from plimsoll.files.child_processes import end_as_asked, is_rank
+from plimsoll.processes import timings
+from plimsoll.processes.children import end_as_asked, is_rank
 
 app = typer.Typer(
     name="plimsoll",

@@ -18,7 +18,7 @@ AsJsonAlone = Annotated[bool, typer.Option("--json", help="Print one JSON record
 def _begin_timings(is_wanted: bool) -> bool:
     if is_wanted:
         from plimsoll.files.temporary import own_prefix
-        from plimsoll.files.timings import begin
+        from plimsoll.processes.timings import begin
 
         begin(own_prefix())
     return is_wanted

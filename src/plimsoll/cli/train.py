@@ -67,7 +67,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     """
     from plimsoll.cli.answer import limit_bytes_of
     from plimsoll.cli.output import show
-    from plimsoll.files.child_processes import is_rank
+    from plimsoll.processes.children import is_rank
     from plimsoll.training.start import TrainRequest, start
 
     is_silent = is_rank() and os.environ["RANK"] != "0"

@@ -78,7 +78,7 @@ def shrink_worker(request: Path) -> None:
     from plimsoll.compression.worker import ShrinkRequest, serve
 
     def answers() -> Mapping[str, Callable[..., Any]]:
-        from plimsoll.compression.workshop import answers_of
+        from plimsoll.compression.candidates import answers_of
 
         return answers_of(ShrinkRequest.load(request))
 
@@ -87,7 +87,7 @@ def shrink_worker(request: Path) -> None:
 
 def measure_worker() -> None:
     """Print what applying a model takes; which one, comes on standard input."""
-    from plimsoll.compression.workshop import print_measured
+    from plimsoll.compression.candidates import print_measured
 
     print_measured()
 

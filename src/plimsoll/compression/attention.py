@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.compression.base import Calibration
+from plimsoll.compression.changed_config import block_of, input_dim
 from plimsoll.compression.importance import Rows, norms, read_scores
-from plimsoll.compression.twins import block_of, input_dim
 
 _ROLES: Mapping[str, tuple[str, ...]] = {
     "query": ("query", "q_proj", "q_lin", "query_proj", "q"),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from plimsoll.compression.worker import Source
 from plimsoll.errors import InputError
-from plimsoll.files.child_processes import ending_with_this
+from plimsoll.processes.children import ending_with_this
 from plimsoll.records.base import write_atomically
 from plimsoll.records.device import Budget
 from plimsoll.records.distill import DistillSource

@@ -2,7 +2,7 @@
 
     record = shrink(source, out, options)
 
-Every number is measured on models that were made (`plimsoll.compression.workshop`, in another process): files, the
+Every number is measured on models that were made (`plimsoll.compression.candidates`, in another process): files, the
 peak and the seconds of a process that applies it, quality on the evaluation data before and after training. Guesses
 (`plimsoll.compression.chains`) only say which chains are made. What is done is kept in ``out/.shrink``, so that the
 same command goes on after Ctrl-C or a kill.

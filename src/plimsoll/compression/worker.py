@@ -1,7 +1,7 @@
 """The process that makes smaller models, and the one that asks it: a question and an answer are each a line of JSON.
 
 Making a model imports torch and holds the weights; asking does neither, and outlives a process that is killed. What is
-asked for is a method of `plimsoll.compression.workshop.Workshop`.
+asked for is a method of `plimsoll.compression.candidates.Workshop`.
 
 Does NOT make two models at once.
 """
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NoReturn, Self
 from plimsoll import errors
 from plimsoll.compression.chains import Chain
 from plimsoll.errors import InputError, KilledError, PlimsollError
-from plimsoll.files.child_processes import ending_with_this
+from plimsoll.processes.children import ending_with_this
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate

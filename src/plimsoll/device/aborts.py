@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from plimsoll.device.texts import is_users
+from plimsoll.device.oom_errors import is_users
 from plimsoll.records.units import format_bytes
 
 SUPERVISORS_FILE = "PLIMSOLL_FAULTS"

@@ -54,7 +54,7 @@ class Backend(Protocol):
     def oom_family(self, error: BaseException) -> str | None:
         """Name the kind of out-of-memory error this is for this backend, or ``None`` if it is not one.
 
-        The names are those of `plimsoll.device.texts`.
+        The names are those of `plimsoll.device.oom_errors`.
         """
 
     def is_nearly_full(self) -> bool:

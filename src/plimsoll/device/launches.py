@@ -5,7 +5,7 @@
 
 A tiny GPT-2 of transformers goes forward under autocast and backward a few times. Its modules, autograd and the casts
 are those of large models, and take as long as there: what a bare call in a loop takes tells a third of it. Seconds are
-shared out over ops as `plimsoll.planning.search.cost` counts them: a forward's over the ops that Python calls, a
+shared out over ops as `plimsoll.planning.search.time_model` counts them: a forward's over the ops that Python calls, a
 backward's over those that autograd calls, and a view is a part of an op. Which ops there are is counted in one pass on
 the processor, since a backward on a GPU has a thread of its own, which nothing here would see.
 

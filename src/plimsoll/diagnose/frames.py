@@ -10,7 +10,7 @@ import os
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
-from plimsoll.device.texts import is_users
+from plimsoll.device.oom_errors import is_users
 
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from plimsoll.device import aborts, watched
 from plimsoll.device.base import Backend, backend_for
-from plimsoll.device.texts import requested_bytes
+from plimsoll.device.oom_errors import requested_bytes
 from plimsoll.device.watched import lines_of
 from plimsoll.diagnose.copies import copies_in
 from plimsoll.diagnose.evidence import Evidence, Kept, Seen

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plimsoll.data.inspect import inspect_corpus
-from plimsoll.data.sketch import TextSketch, texts_of
+from plimsoll.data.quick_facts import TextSketch, texts_of
 from plimsoll.diagnose.evidence import Evidence, ended_in_oom, evidence_of_run, with_prediction
 from plimsoll.diagnose.findings import diagnosed
 from plimsoll.errors import PlimsollError

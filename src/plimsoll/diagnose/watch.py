@@ -23,7 +23,7 @@ from statistics import median
 
 from plimsoll.device.cpu.cgroup import KillCounter
 from plimsoll.device.cuda.nvml import GpuUse, gpu_uses
-from plimsoll.device.ending import Watched
+from plimsoll.device.process_exit import Watched
 from plimsoll.device.watched import family_of, largest, lines_of
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.records.watch import Line, ProcessUse, RunProgress, WatchEnd, WatchRecord, WatchSample

@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from plimsoll.errors import RankLostError
-from plimsoll.files.child_processes import LAUNCHER, begin_supervised
 from plimsoll.files.temporary import own_folder
+from plimsoll.processes.children import LAUNCHER, begin_supervised
 
 # A rank that was asked to stop finishes its step and saves.
 _SHUTDOWN_SECONDS = 600

@@ -34,7 +34,7 @@ from plimsoll.embeddings.formats import (
 )
 from plimsoll.embeddings.formats.helpers.sources import Source
 from plimsoll.errors import EmbeddingError, JobError
-from plimsoll.files.child_processes import forked_pool
+from plimsoll.processes.children import forked_pool
 from plimsoll.records.embeddings import VectorSource
 
 FORMATS: dict[str, ModuleType] = {

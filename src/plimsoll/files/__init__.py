@@ -1,1 +1,1 @@
-"""Files and processes: caches, atomic writes, remote files, forking."""
+"""Files: caches, stores that are whole or absent, remote files, identities."""

@@ -21,7 +21,7 @@ from multiprocessing.process import current_process
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from plimsoll.device.ending import start_ticks
+from plimsoll.device.process_exit import start_ticks
 
 _LONGEST_SOCKET = 107  # unix(7): 108 bytes with the zero at the end
 _RANDOM_CHARACTERS = 8  # of `tempfile`

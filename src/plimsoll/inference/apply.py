@@ -29,7 +29,6 @@ from plimsoll.data.tokens.model_tokenizer import ModelTokenizer, Tokens
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.device.cpu import onednn
 from plimsoll.errors import DataError, InputError, Interrupted, PlimsollError
-from plimsoll.files.signals import StopRequest, stop_on_signal
 from plimsoll.files.store import Progress, silent
 from plimsoll.inference.model import (
     DTYPES,
@@ -48,6 +47,7 @@ from plimsoll.models.hugging_face import MODEL_FAULTS
 from plimsoll.models.inference import InferenceTask, default_task, inference_task, read_config
 from plimsoll.models.names import RECURRENT
 from plimsoll.models.quantized import Quantize
+from plimsoll.processes.signals import StopRequest, stop_on_signal
 from plimsoll.records.apply import ApplyFacts, Dtype
 from plimsoll.records.placement import InferencePlan
 from plimsoll.step.oom_boundary import fitting

@@ -3,8 +3,8 @@
 Texts are taken from the longest to the shortest, so that those of equal length come together and little is padding, and
 a pass has as many as keep rows times columns under ``tokens_per_pass``. Where memory runs out the pass is freed and its
 texts are done again in smaller passes, down to single ones; what did not fit is not tried again
-(`run.recover.FallbackSchedule`, which counts tokens here). Without an error of memory the passes depend on the texts
-alone, not on the machine.
+(`plimsoll.step.recovery.FallbackSchedule`, which counts tokens here). Without an error of memory the passes depend on
+the texts alone, not on the machine.
 
 It does NOT decide how many tokens fit, and does NOT cut a text.
 """

@@ -1,1 +1,1 @@
-"""Thin adapters of trainers people already use onto `plimsoll.run`; one file each."""
+"""Thin adapters of trainers people already use onto `plimsoll.step`; one file each."""

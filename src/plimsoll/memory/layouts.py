@@ -7,7 +7,8 @@ trace wants to know. An op that writes to a tensor and gives it back has then no
 the op itself runs, on shapes alone.
 
 Covers torch's own ops (``aten``) on dense fake tensors of one mode; everything else is left to torch each time, and so
-is an op whose result shares memory though it does not say so. It does NOT know values (see `plimsoll.memory.known`).
+is an op whose result shares memory though it does not say so. It does NOT know values (see
+`plimsoll.memory.known_values`).
 """
 
 from __future__ import annotations

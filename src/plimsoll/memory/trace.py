@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from plimsoll.device.cpu.pages import FileMappings
 from plimsoll.device.off_device import outside_the_device
 from plimsoll.errors import InputError, PlimsollError
-from plimsoll.memory.known import KEEPS_ALL, KnownValues
+from plimsoll.memory.known_values import KEEPS_ALL, KnownValues
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Self, final
 
 from plimsoll.errors import DataError, DeviceError, InputError, JobError
-from plimsoll.files.child_processes import SUPERVISOR, begin_worker, end_with, uninterrupted
-from plimsoll.files.fork_server import can_fork
 from plimsoll.planning.kept_baseline import Baseline, kept_baseline
 from plimsoll.planning.lean_imports import leave_out_unused, uncollected
+from plimsoll.processes.children import SUPERVISOR, begin_worker, end_with, uninterrupted
+from plimsoll.processes.fork_server import can_fork
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 

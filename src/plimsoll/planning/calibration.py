@@ -44,7 +44,7 @@ def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine]
         begun_at: the steps that were done when its last process began. They may have had another plan, and what they
             teach was learned.
     """
-    from plimsoll.planning.search.cost import learn_peak, learn_time
+    from plimsoll.planning.search.time_model import learn_peak, learn_time
 
     configuration, target = plan.fallbacks[0], plan.made_for.get("target")
     counted = [step for step in steps if step.fallback == 0 and step.step >= begun_at + _FIRST_STEP]
@@ -63,7 +63,7 @@ def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine]
 
 def learned_from_trial(calibration: Calibration, plan: Plan) -> Calibration:
     """Return what is known after a trial: the time of each candidate that was measured."""
-    from plimsoll.planning.search.cost import learn_time
+    from plimsoll.planning.search.time_model import learn_time
 
     target = plan.made_for.get("target")
     for one in plan.trial.tried if plan.trial is not None and target is not None else ():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.data.quick_facts import TextSketch, sketch_texts
 from plimsoll.device.base import backend_for
 from plimsoll.device.cuda.gpus import spec_of
 from plimsoll.errors import BudgetError, InputError
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.assemble import choose_device
-from plimsoll.planning.facts import differences, facts_of
+from plimsoll.planning.plan_validity import differences, facts_of
 from plimsoll.planning.targets import Target, gpu_target
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan, Trial
@@ -39,7 +39,7 @@ def require_that_fits(plan: Plan) -> None:
 def require_same(plan: Plan, job: Job, source: str) -> Job:
     """Check that a plan is of a job, and return the job with the plan's budget where it has none of its own.
 
-    Its texts need not be prepared yet: `plimsoll.planning.facts.require_prepared_for` follows.
+    Its texts need not be prepared yet: `plimsoll.planning.plan_validity.require_prepared_for` follows.
 
     Raises:
         InputError: if the plan is of other code, data, another device or a larger budget; it says what differs.

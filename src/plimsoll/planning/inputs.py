@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.data.batch import Units, batch_size_of
-from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.data.quick_facts import TextSketch, sketch_texts
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError
 from plimsoll.memory.lowering.base import Lowering
@@ -27,9 +27,9 @@ from plimsoll.models.optimizers import build_optimizer
 from plimsoll.models.workload import LossFunction, Precision, Workload
 from plimsoll.planning.dry_run.processes import Asked, Tracers
 from plimsoll.planning.dry_run.step import dry_run_step, uneven_batch
-from plimsoll.planning.facts import facts_of, facts_of_model
 from plimsoll.planning.kept_baseline import Baseline
 from plimsoll.planning.kept_traces import trace_of
+from plimsoll.planning.plan_validity import facts_of, facts_of_model
 from plimsoll.planning.predict_step import model_bytes
 from plimsoll.planning.targets import own_baseline
 from plimsoll.planning.teacher_loss import loss_for, sketched_loss

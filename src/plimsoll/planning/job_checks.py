@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from plimsoll.data.sketch import labels_seen, require_files
+from plimsoll.data.quick_facts import labels_seen, require_files
 from plimsoll.data.tokens.given_tokenizer import load_tokenizer
 from plimsoll.device.cpu.data_limit import MARGIN_BYTES
 from plimsoll.device.cuda import nvml

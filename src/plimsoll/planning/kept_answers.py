@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.data.quick_facts import TextSketch, sketch_texts
 from plimsoll.errors import PlimsollError
 from plimsoll.planning.baseline import baseline_for, load_model_code
 from plimsoll.planning.kept_traces import facts_of, kept_or_made

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.files import cached_answers
 from plimsoll.planning.kept_traces import NOT_OF_A_TRACE, facts_of
 from plimsoll.records.job import DataSource, Job

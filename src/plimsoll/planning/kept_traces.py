@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.device.surroundings import may_have_gpu, surroundings
 from plimsoll.errors import PlimsollError, RecordError
 from plimsoll.files import cached_answers

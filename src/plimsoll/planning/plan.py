@@ -4,9 +4,9 @@ here.
     plan = plan_job(job, device="rtx3060", limit_bytes=6 << 30)
     plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
 
-Every combination that is looked at is the real training step, dry-run with the techniques installed (`run.dry_run`);
-the target's allocators count it, and the model of time takes its ops. Looks are short dry runs, of two steps; what is
-chosen for a training that evaluates between its steps is dry-run once more with that.
+Every combination that is looked at is the real training step, dry-run with the techniques installed
+(`plimsoll.planning.dry_run`); the target's allocators count it, and the model of time takes its ops. Looks are short
+dry runs, of two steps; what is chosen for a training that evaluates between its steps is dry-run once more with that.
 
 Does NOT look at the texts, and does not train.
 """
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from plimsoll.data.batch import Units
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.device.disk import disk_bytes_per_second
 from plimsoll.device.exchange import exchange_of, measured_exchange
 from plimsoll.device.mapped_memory import scratch_folder
@@ -45,9 +45,12 @@ from plimsoll.planning.dry_run.step import dry_run_samples
 from plimsoll.planning.inputs import JobInput, PlanningInput, StepInput, allowed
 from plimsoll.planning.job_checks import require_sound
 from plimsoll.planning.kept_baseline import Baseline, kept_baseline
-from plimsoll.planning.search.ahead import Likely
 from plimsoll.planning.search.choices import Problem
-from plimsoll.planning.search.cost import (
+from plimsoll.planning.search.evaluation import Evaluation, Found, phase_peaks
+from plimsoll.planning.search.prefetch import Likely
+from plimsoll.planning.search.reasons import told_of
+from plimsoll.planning.search.search import search
+from plimsoll.planning.search.time_model import (
     learned_peak,
     learned_ratio,
     moved_outside,
@@ -55,9 +58,6 @@ from plimsoll.planning.search.cost import (
     update_seconds,
     with_disk,
 )
-from plimsoll.planning.search.evaluation import Evaluation, Found, phase_peaks
-from plimsoll.planning.search.reasons import told_of
-from plimsoll.planning.search.search import search
 from plimsoll.planning.targets import Target, find_target
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
@@ -114,8 +114,8 @@ def plan_job(
         calibration: what measured runs have taught (`plimsoll.planning.calibration`).
         progress: told what is being done.
         started: what reads the baseline, for several plans for this processor; ``None`` starts one.
-        texts: what is known of its data, where they are prepared (`plimsoll.data.sketch.texts_of`): the plan is then of
-            the training that is built. ``None`` sketches them.
+        texts: what is known of its data, where they are prepared (`plimsoll.data.quick_facts.texts_of`): the plan is
+            then of the training that is built. ``None`` sketches them.
 
     Returns:
         a plan; where nothing fits, one whose ``fits`` is False and that says what would.

@@ -29,8 +29,8 @@ from plimsoll.inference.dry_run import Applied
 from plimsoll.memory.predict import Counted
 from plimsoll.planning.baseline import StartedBaseline
 from plimsoll.planning.kept_baseline import Baseline
-from plimsoll.planning.search.cost import step_duration
 from plimsoll.planning.search.placement import Evaluation, Guess, Placer, Reading, rejected_of
+from plimsoll.planning.search.time_model import step_duration
 from plimsoll.planning.targets import CUDA_HOST_BYTES, Target, find_target
 from plimsoll.records.placement import InferencePlan, Part, Place
 from plimsoll.records.plan import Duration

@@ -2,7 +2,8 @@
 
     prediction = predict_job(job, device="rtx3060")
 
-Does NOT look at the texts (see `plimsoll.data.sketch`). What is predicted is the process that `plimsoll train` runs.
+Does NOT look at the texts (see `plimsoll.data.quick_facts`). What is predicted is the process that `plimsoll train`
+runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
-from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.data.quick_facts import TextSketch, sketch_texts
 from plimsoll.device.cuda.gpus import all_gpus
 from plimsoll.errors import InputError, JobError
 from plimsoll.memory.largest_size import Found, largest_that_fits

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.data.quick_facts import TextSketch, sketch_texts
 from plimsoll.errors import InputError
 from plimsoll.planning.constraints import with_pins_of
 from plimsoll.planning.plan import Planner, Progress, planner_of

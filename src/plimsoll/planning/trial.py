@@ -9,7 +9,7 @@ the others those that need less are among its fallbacks.
 
 The passes of a candidate are undone as a step is that runs out of memory: random numbers, buffers and what Python
 keeps by `plimsoll.step.undo.step_state`, parameters and the optimizer's states from copies outside of the device
-(`plimsoll.step.update.copies`), and all other tensors from such copies as well (`plimsoll.planning.trial_copies`). The
+(`plimsoll.step.update.undo`), and all other tensors from such copies as well (`plimsoll.planning.trial_copies`). The
 batch is not taken from its loader. A candidate that runs out of memory is struck, and with it every other that would
 not fit either, if its prediction is too low by the same share; one that fails otherwise is left to the others. A model
 with state that cannot be put back is not tried.
@@ -49,8 +49,8 @@ from plimsoll.step.recovery import Size
 from plimsoll.step.result import Outcome
 from plimsoll.step.retry import scaler_as_now
 from plimsoll.step.train_step import TrainStep
-from plimsoll.step.update.copies import ChunkCopy, Learned, Memory, WholeCopy
 from plimsoll.step.update.scratch import Scratch
+from plimsoll.step.update.undo import ChunkCopy, Learned, Memory, WholeCopy
 
 _MOST_SECONDS = {"cpu": 10.0, "cuda": 5.0}
 _MOST_STEPS = 2  # of the plan, on a CPU, where these take longer

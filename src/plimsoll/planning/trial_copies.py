@@ -3,7 +3,7 @@
 A training observes one step of a kind and copies what that has written. A trial goes on from one pass to the next and
 has to undo them all, so it cannot wait until a pass writes a tensor for the first time: a target network may be
 refreshed, or a codebook be written, every so many passes. So whatever is reached is copied, but what an update writes,
-which has copies of its own (`plimsoll.step.update.copies`). What places hold is the undo's
+which has copies of its own (`plimsoll.step.update.undo`). What places hold is the undo's
 (`plimsoll.step.undo.step_state`).
 
 Does NOT see what nothing reaches (`plimsoll.step.undo.reachable`): of that the undo sees what the first pass writes.

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from plimsoll.files.timings import note
+from plimsoll.processes.timings import note
 from plimsoll.records.units import format_bytes
 from plimsoll.report import ticker
 from plimsoll.report.console import StandardError
@@ -36,7 +36,8 @@ class Report(Protocol):
 
 @contextmanager
 def spinner(quiet: bool, first: str = LOADING) -> Iterator[Callable[[str], None]]:
-    """Show what is being done and for how many seconds while the block runs, and note them (`plimsoll.files.timings`).
+    """Show what is being done and for how many seconds while the block runs, and note them
+    (`plimsoll.processes.timings`).
 
     Args:
         quiet: show nothing, as without a terminal.

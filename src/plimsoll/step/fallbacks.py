@@ -25,7 +25,7 @@ from plimsoll.step.micro_batches import Shape
 from plimsoll.step.oom_boundary import Position
 from plimsoll.step.recovery import FallbackSchedule, Measured, RanOut, Size, action_of, micro_batch_sizes
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, installed, technique_of
-from plimsoll.techniques.mechanisms.whole import WholeBatch
+from plimsoll.techniques.mechanisms.uncuttable import WholeBatch
 
 
 class InstalledFallbacks:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from plimsoll.device.base import Backend
-from plimsoll.device.texts import requested_bytes
+from plimsoll.device.oom_errors import requested_bytes
 from plimsoll.distributed.ranks import PeerOutOfMemory
 from plimsoll.errors import OutOfMemoryError, PlimsollError
 from plimsoll.records.run import PHASES_OF_A_STEP, OomEvent, Phase

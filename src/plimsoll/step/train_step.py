@@ -72,7 +72,7 @@ from plimsoll.step.update.after_update import AfterUpdate
 from plimsoll.step.update.commit import StepCommit
 from plimsoll.step.update.gradient_release import GradientRelease, gradient_release
 from plimsoll.step.update.sparse import clippable
-from plimsoll.techniques.mechanisms.whole import WholeBatch
+from plimsoll.techniques.mechanisms.uncuttable import WholeBatch
 
 T = TypeVar("T")
 _SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below this the loss itself is not finite

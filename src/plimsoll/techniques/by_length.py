@@ -28,7 +28,7 @@ from plimsoll.models.workload import Workload, hooked, model_loss
 from plimsoll.records.plan import Choice
 from plimsoll.techniques.mechanisms.lengths import CutByLength
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
-from plimsoll.techniques.mechanisms.whole import counts_rows
+from plimsoll.techniques.mechanisms.uncuttable import counts_rows
 
 _SENSITIVE = {
     "canine": "convolves over the padding",

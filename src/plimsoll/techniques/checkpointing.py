@@ -5,8 +5,8 @@
 The forward of each chosen block runs under ``torch.utils.checkpoint`` (https://arxiv.org/abs/1604.06174), which keeps
 its inputs only and stops recomputing once it has what backward needs. The graph is the plain one, so loss and gradients
 have the same bits: random numbers and autocast are as they were, the statistics of BatchNorm count once, and a cache of
-keys and values is given to the second pass as it was before the first. Blocks are numbered as `_blocks.blocks_of` finds
-them; without gradients (evaluation) they run plainly.
+keys and values is given to the second pass as it was before the first. Blocks are numbered as
+`mechanisms.blocks.blocks_of` finds them; without gradients (evaluation) they run plainly.
 
 Does NOT cover blocks that draw from Python's or numpy's generators or from one of their own, that change other things
 than BatchNorm's statistics and a cache (a buffer that changes is refused), and on CUDA recurrent layers with dropout of

@@ -1,8 +1,9 @@
 """The output layer and the cross entropy after it, a few tokens at a time: the logits never exist as a whole.
 
 While it is installed, the forward of the model's output layer (a large ``nn.Linear`` to the vocabulary) returns logits
-that are not computed (`_lazy_logits`); ``F.cross_entropy`` of them goes over the tokens a chunk at a time
-(`_chunked_cross_entropy`). Model and loss need not know of it. Hooks of the layer fire as before and see lazy logits.
+that are not computed (`mechanisms.lazy_logits`); ``F.cross_entropy`` of them goes over the tokens a chunk at a time
+(`mechanisms.chunked_cross_entropy`). Model and loss need not know of it. Hooks of the layer fire as before and see lazy
+logits.
 
 Numerics: sums in another order; in bf16 and fp16 the weight's gradient is added up in fp32. Nothing is approximated.
 

@@ -15,7 +15,7 @@ weights of matrix products in the dtype it would make copies of them in. With ``
 gradients and the optimizer's states lie off the device: in a mapped file for a CPU (see
 `plimsoll.device.mapped_memory`), in the host's memory for CUDA, where the update then runs on the host.
 
-Memory that runs out on one rank undoes the step on all of them (`techniques._sharded`).
+Memory that runs out on one rank undoes the step on all of them (`mechanisms.sharded`).
 
 Numerics: the same mathematics; sums over ranks are in another order than in one process. With ``dtype`` embeddings,
 norms and the inputs of blocks are rounded to it as well, which autocast leaves as they are. Does NOT cover optimizers

@@ -6,11 +6,11 @@ A loss that compares the samples of a batch with each other (in-batch negatives,
 Twins, VICReg) cannot be cut: of half a batch it is another loss. But each sample is embedded by itself. So the batch is
 embedded a slice at a time without a graph, the loss is taken of all embeddings, and backward embeds each slice again
 and goes on from the gradient of its embeddings (GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983). The
-loss function stays as it is, with any number of calls: the forward of what embeds is replaced (`_in_slices`).
+loss function stays as it is, with any number of calls: the forward of what embeds is replaced (`mechanisms.sliced`).
 
 What embeds is found in the calls of a step: the outermost module that is called with rows and returns rows, one for
 each; ``part`` names it instead. That each row is computed by itself is seen in the first step, of a few real rows
-(`_row_by_row`); what is not is refused.
+(`mechanisms.row_by_row`); what is not is refused.
 
 Numerics: kernels for fewer rows round otherwise. Dropout draws slice by slice: other masks than of a whole batch, as in
 any other cut, and the same in backward as in forward. Does NOT cover BatchNorm and other statistics of a pass inside of
@@ -38,7 +38,7 @@ from plimsoll.techniques.mechanisms.blocks import blocks_of
 from plimsoll.techniques.mechanisms.forwards import replaced_forward
 from plimsoll.techniques.mechanisms.sliced import SlicedForward, Slicing
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
-from plimsoll.techniques.mechanisms.whole import counts_rows
+from plimsoll.techniques.mechanisms.uncuttable import counts_rows
 from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 
 FOUND = "found"

@@ -7,8 +7,8 @@ the adapters in place of the parameters. While it is installed ``save_pretrained
 folder; afterwards the model is as it was given, without what was learned.
 
 With ``base=int8`` or ``nf4`` the weights of the layers that have adapters are codes of 8 or 4 bits meanwhile (see
-`_frozen_base`), as in QLoRA (arXiv:2305.14314), and the adapters learn beside these. The original weights wait in a
-mapped file.
+`mechanisms.frozen_base`), as in QLoRA (arXiv:2305.14314), and the adapters learn beside these. The original weights
+wait in a mapped file.
 
 Does NOT cover models that are not of transformers, and parameter groups with options of their own (the adapters are in
 the first).

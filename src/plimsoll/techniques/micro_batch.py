@@ -4,7 +4,7 @@ The training step (`plimsoll.step.train_step`) cuts and weighs them; here is onl
 another number of pieces, since 40 samples in pieces of 16 take as long as in pieces of 14, and more memory.
 
 Numerics: sums are rounded in another order. Does NOT cover losses that look at the whole batch and BatchNorm (which are
-not cut unless the user allows it), and embeddings with ``scale_grad_by_freq`` (never cut); see `_whole`.
+not cut unless the user allows it), and embeddings with ``scale_grad_by_freq`` (never cut); see `mechanisms.uncuttable`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ClassVar
 from plimsoll.models.workload import Reason, Workload
 from plimsoll.records.plan import MICRO_BATCH, Choice, micro_batch_choice
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
-from plimsoll.techniques.mechanisms.whole import WholeBatch
+from plimsoll.techniques.mechanisms.uncuttable import WholeBatch
 
 
 class MicroBatch(Technique):

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from plimsoll.errors import InputError
-from plimsoll.memory.known import values_of
+from plimsoll.memory.known_values import values_of
 from plimsoll.models.recurrent.segments import State
 from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice

@@ -5,13 +5,13 @@
 ``steps`` is the length of a segment, 0 the square root of the sequence's or up to 128; ``kept`` the number of states
 that are kept between segments, 0 all of them. Gradients are those of plain backpropagation through time: nothing is
 truncated. For T steps in segments of S, T / S states and the activations of S steps are kept in place of those of T;
-fewer states cost more computation, as little more as can be (`_schedule`; Gruslys et al. 2016,
+fewer states cost more computation, as little more as can be (`mechanisms.schedule`; Gruslys et al. 2016,
 https://arxiv.org/abs/1606.03401).
 
 What is cut: a model that says how it runs in segments (`plimsoll.models.recurrent.segments`; the language models and
 classifiers of `plimsoll.models.recurrent.model` do), as a whole, with its embedding, output layer and loss; else its
-recurrent layers, ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` (`_recurrent_layers`) and `UnrolledCell`, whose input and output
-are then as long as the sequence.
+recurrent layers, ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` (`mechanisms.recurrent_layers`) and `UnrolledCell`, whose input
+and output are then as long as the sequence.
 
 Dropout draws segment by segment: other masks than without segments, as any other cut of a batch does, and the same in
 backward as in forward. Does NOT cut loops over cells in a model's code (make them an `UnrolledCell`), and layers whose
@@ -36,11 +36,11 @@ from plimsoll.records.plan import Choice, Value
 from plimsoll.techniques.checkpointing import Checkpointing, chosen_blocks
 from plimsoll.techniques.mechanisms.blocks import blocks_of
 from plimsoll.techniques.mechanisms.forwards import replaced_forward
-from plimsoll.techniques.mechanisms.over_time import Walk, has_hook, over_time
 from plimsoll.techniques.mechanisms.purity import Attributes
 from plimsoll.techniques.mechanisms.recurrent_layers import Cut, SegmentedLayer, is_plain_layer
+from plimsoll.techniques.mechanisms.segment_recompute import Walk, has_hook, over_time
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
-from plimsoll.techniques.mechanisms.whole import counts_rows
+from plimsoll.techniques.mechanisms.uncuttable import counts_rows
 
 _FEWEST_STEPS = 16  # of a segment: with fewer, a kernel's own preparation takes longer than its steps
 _STEPS_PER_SEGMENT = 4  # the longest segments offered are a quarter of the sequence, the next a quarter of those

@@ -33,7 +33,7 @@ from plimsoll.records.plan import Choice
 from plimsoll.techniques.mechanisms.forwards import replaced_forward
 from plimsoll.techniques.mechanisms.recurrent_layers import Cut
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
-from plimsoll.techniques.mechanisms.whole import counts_rows
+from plimsoll.techniques.mechanisms.uncuttable import counts_rows
 from plimsoll.techniques.time_segments import TimeSegments, Unrolled, segment_lengths, wrong_numbers
 
 

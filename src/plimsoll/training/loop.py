@@ -26,10 +26,10 @@ from plimsoll.errors import (
     PlimsollError,
     TornStepError,
 )
-from plimsoll.files.child_processes import parent_that_watches
-from plimsoll.files.signals import StopRequest, stop_on_signal
 from plimsoll.models.assemble import Assembled
 from plimsoll.models.build import save_model
+from plimsoll.processes.children import parent_that_watches
+from plimsoll.processes.signals import StopRequest, stop_on_signal
 from plimsoll.records.job import Job
 from plimsoll.records.run import (
     CheckpointLine,

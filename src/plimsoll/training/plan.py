@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from plimsoll.data.sketch import texts_of
-from plimsoll.files.child_processes import begin_worker
+from plimsoll.data.quick_facts import texts_of
 from plimsoll.planning.calibration import known_calibration
 from plimsoll.planning.kept_answers import plan_of
 from plimsoll.planning.lean_imports import leave_out_unused
+from plimsoll.processes.children import begin_worker
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan, parse_pin
 from plimsoll.records.prepared import Prepared

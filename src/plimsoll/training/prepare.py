@@ -11,14 +11,14 @@ from pathlib import Path
 
 from plimsoll.data.pipeline import TOKENIZER, Pipeline
 from plimsoll.data.prepare import prepare, prepare_again
+from plimsoll.data.quick_facts import texts_of
 from plimsoll.data.samples.tags import entity_note
-from plimsoll.data.sketch import texts_of
 from plimsoll.data.text.held_out import said_of_repeated
 from plimsoll.device.cpu.heap import trim
 from plimsoll.device.process import PeakCounter, private_bytes
 from plimsoll.errors import EmbeddingError
-from plimsoll.files.child_processes import begin_worker
 from plimsoll.planning.lean_imports import leave_out_unused
+from plimsoll.processes.children import begin_worker
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan, parse_pin
 from plimsoll.records.prepared import Prepared
@@ -60,7 +60,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
 
     from plimsoll.data.datasets import open_datasets, with_rows
     from plimsoll.models.assemble import loader_of, prepare_vectors
-    from plimsoll.planning.facts import require_prepared_for
+    from plimsoll.planning.plan_validity import require_prepared_for
     from plimsoll.planning.targets import private_budget_bytes
     from plimsoll.planning.teacher_loss import require_teacher, require_tokens
 

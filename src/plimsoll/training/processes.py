@@ -3,7 +3,7 @@
     with loading_once(directory):
         end = run_worker(["train-worker", "runs/a"])
 
-Inside the block they are forked from one process that has loaded what they need (`plimsoll.files.fork_server`);
+Inside the block they are forked from one process that has loaded what they need (`plimsoll.processes.fork_server`);
 outside, where nothing can be forked, and as ranks, they are started anew. Does NOT judge how one ended, see
 `plimsoll.training.supervise`. Does not import torch.
 """
@@ -23,10 +23,10 @@ from typing import NamedTuple, Protocol
 
 from plimsoll.device.aborts import SUPERVISORS_FILE
 from plimsoll.errors import FragmentedHeapError, RankLostError, TornStepError
-from plimsoll.files.child_processes import SUPERVISOR
-from plimsoll.files.fork_server import ForkServer, serve
 from plimsoll.files.temporary import own_prefix, remove_leftovers
-from plimsoll.files.timings import timed
+from plimsoll.processes.children import SUPERVISOR
+from plimsoll.processes.fork_server import ForkServer, serve
+from plimsoll.processes.timings import timed
 from plimsoll.records.job import Job
 from plimsoll.report.progress import spinner
 from plimsoll.training.run_directory import RunDirectory

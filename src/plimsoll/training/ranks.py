@@ -29,11 +29,11 @@ import torch
 
 from plimsoll.device.base import Backend
 from plimsoll.device.cpu.cgroup import oom_kill_count
-from plimsoll.device.ending import start_ticks
 from plimsoll.device.probe import versions
+from plimsoll.device.process_exit import start_ticks
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import DeviceError, FragmentedHeapError, InputError, OutOfMemoryError
-from plimsoll.files.child_processes import SUPERVISOR, is_rank
+from plimsoll.processes.children import SUPERVISOR, is_rank
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import DeathLine, OomEvent, StartLine

@@ -22,7 +22,7 @@ from typing import BinaryIO, TextIO
 
 import yaml
 
-from plimsoll.device.ending import start_ticks
+from plimsoll.device.process_exit import start_ticks
 from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import sync, write_atomically
 from plimsoll.records.job import Job

@@ -26,15 +26,15 @@ from plimsoll.device.cpu.cgroup import oom_kill_count
 from plimsoll.device.probe import versions
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.files.addresses import without_secrets
-from plimsoll.files.child_processes import begin_worker, parent_that_watches
 from plimsoll.files.temporary import remove_leftovers, share_a_folder_with_children
-from plimsoll.files.timings import timed
 from plimsoll.models.assemble import Assembled, assemble, choose_device, fingerprint, require_memory
 from plimsoll.models.build import build_model
 from plimsoll.planning.baseline import load_libraries
 from plimsoll.planning.calibration import learn
 from plimsoll.planning.teacher_loss import loss_for, sketched_loss, teacher_of
 from plimsoll.planning.trial import try_before_training
+from plimsoll.processes.children import begin_worker, parent_that_watches
+from plimsoll.processes.timings import timed
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.records.prepared import Prepared

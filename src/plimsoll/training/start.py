@@ -18,7 +18,7 @@ from pathlib import Path
 
 from plimsoll.device.cuda import nvml
 from plimsoll.errors import InputError, JobError, OutputError, RecordError
-from plimsoll.files.child_processes import is_rank
+from plimsoll.processes.children import is_rank
 from plimsoll.records.base import write_atomically
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan, check_pins, micro_batch_plan, parse_pin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from plimsoll.compression.changed_config import block_of
 from plimsoll.compression.layers import (
     dense_layers,
     is_of_transformers,
@@ -11,7 +12,6 @@ from plimsoll.compression.layers import (
     why_no_zeros,
 )
 from plimsoll.compression.methods import Bundle
-from plimsoll.compression.twins import block_of
 from plimsoll.models.recurrent.model import build_recurrent
 from plimsoll.weights.structure import note, use_parameters_of
 from quantized_models import choice_of, made

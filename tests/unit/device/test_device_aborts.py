@@ -16,7 +16,7 @@ import pytest
 
 from plimsoll.device import aborts
 from plimsoll.device.aborts import called_by, explanation, told_where
-from plimsoll.device.texts import family_of_text
+from plimsoll.device.oom_errors import family_of_text
 from processes import run_program
 
 REFUSED = """

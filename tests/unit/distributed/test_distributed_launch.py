@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from plimsoll.distributed.launch import exit_code_of, launch
-from plimsoll.files.child_processes import LAUNCHER
+from plimsoll.processes.children import LAUNCHER
 from processes import run_program
 
 

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from plimsoll.memory.known import KnownValues
+from plimsoll.memory.known_values import KnownValues
 from plimsoll.memory.layouts import GROUPED, Layouts, grouped_result
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plimsoll.memory.known import known_of
+from plimsoll.memory.known_values import known_of
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder

@@ -3,7 +3,7 @@
 import pytest
 
 from plimsoll.planning.calibration import calibration_file, known_calibration, learn, learned_from
-from plimsoll.planning.search.cost import learned_peak, learned_ratio
+from plimsoll.planning.search.time_model import learned_peak, learned_ratio
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.device import Budget
 from plimsoll.records.plan import Choice, Configuration, Duration, Plan, micro_batch_choice

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from plan_records import tried_plan, untried_plan
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.errors import BudgetError
 from plimsoll.planning.given_plan import reasons_against, require_same, require_that_fits, without_trial
 from plimsoll.planning.inputs import JobInput

@@ -15,7 +15,7 @@ from torch import nn
 from plimsoll.data.batches.loader import iterate_once
 from plimsoll.data.datasets import with_rows
 from plimsoll.data.prepare import prepare
-from plimsoll.data.sketch import TextSketch, texts_of
+from plimsoll.data.quick_facts import TextSketch, texts_of
 from plimsoll.errors import InputError
 from plimsoll.models.assemble import Assembled, assemble
 from plimsoll.models.workload import Workload, resident_bytes

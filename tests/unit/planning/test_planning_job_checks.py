@@ -8,7 +8,7 @@ import pytest
 import yaml
 from tests.processes import environment, run_program
 
-from plimsoll.data.sketch import labels_seen
+from plimsoll.data.quick_facts import labels_seen
 from plimsoll.errors import BudgetError, DataError, InputError, JobError
 from plimsoll.models.assemble import require_buildable
 from plimsoll.models.names import require_technique
@@ -79,7 +79,7 @@ def test_a_file_that_can_only_be_read_as_a_whole_is_left_to_who_reads_it(job, tm
     (tmp_path / "rows.json").write_text('[{"text": "One.", "class": "a"}, {"text": "Two.", "class": "b"}]')
     of = job(task="classification", data={"train": "rows.json", "label": "class"})
     assert labels_seen(of) == 2
-    monkeypatch.setattr("plimsoll.data.sketch.open_corpus", None)
+    monkeypatch.setattr("plimsoll.data.quick_facts.open_corpus", None)
     require_sound(of)
 
 

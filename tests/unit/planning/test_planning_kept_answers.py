@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from plan_records import fitting_plan
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.planning import kept_traces as module
 from plimsoll.planning import plan, predict_job
 from plimsoll.planning.kept_answers import plan_of, prediction_of

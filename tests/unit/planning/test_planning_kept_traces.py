@@ -6,7 +6,7 @@ What else an answer for a job depends on is tested with whole answers (`test_run
 import pytest
 import torch
 
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.planning.dry_run import step
 from plimsoll.planning.kept_traces import trace_of

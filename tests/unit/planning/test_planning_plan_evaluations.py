@@ -12,7 +12,7 @@ from torch import nn
 
 from plimsoll.planning.inputs import StepInput
 from plimsoll.planning.plan import Planner, plan_job, planner_of
-from plimsoll.planning.search.cost import learn_peak, learn_time
+from plimsoll.planning.search.time_model import learn_peak, learn_time
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job

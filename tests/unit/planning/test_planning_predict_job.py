@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.device.cuda.gpus import all_gpus, find_gpu
 from plimsoll.errors import DeviceError, InputError, JobError
 from plimsoll.planning.dry_run.processes import Tracers

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 
 from distillations import KINDS, SAMPLES, batch_of, largest_difference, model_of, task_of
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.errors import JobError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering

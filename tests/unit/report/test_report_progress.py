@@ -2,7 +2,7 @@
 
 import pytest
 
-from plimsoll.files.timings import begin, end
+from plimsoll.processes.timings import begin, end
 from plimsoll.report.progress import row_rates, spinner, stages
 
 

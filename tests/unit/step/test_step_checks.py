@@ -21,7 +21,7 @@ from plimsoll.step.checks import (
 )
 from plimsoll.step.micro_batches import Shape
 from plimsoll.step.oom_boundary import Position
-from plimsoll.techniques.mechanisms.whole import Reason
+from plimsoll.techniques.mechanisms.uncuttable import Reason
 
 MODEL = nn.Linear(2, 2)
 SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)

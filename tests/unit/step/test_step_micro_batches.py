@@ -24,7 +24,7 @@ from plimsoll.step.micro_batches import (
 )
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques.mechanisms.lengths import CutByLength
-from plimsoll.techniques.mechanisms.whole import Reason
+from plimsoll.techniques.mechanisms.uncuttable import Reason
 
 LABELS = torch.tensor([[1, 1], [-100, -100], [1, -100]])  # 2, 0 and 1 tokens
 MODEL = torch.nn.Linear(1, 1)

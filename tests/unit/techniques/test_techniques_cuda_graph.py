@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.device.cuda.gpus import find_gpu
 from plimsoll.device.speed import speed_of
 from plimsoll.memory.annotations import private_storages
 from plimsoll.memory.predict import count_on_cuda
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.planning.dry_run.step import dry_run_job
-from plimsoll.planning.search.cost import _stretches, step_duration
+from plimsoll.planning.search.time_model import _stretches, step_duration
 from plimsoll.planning.targets import gpu_target
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice

@@ -7,7 +7,7 @@ import torch
 from tests.ranks_program import Stack, loss_of, stacked_model
 from torch import nn
 
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.device.base import backend_for
 from plimsoll.errors import CheckpointError
 from plimsoll.memory.live import live_bytes

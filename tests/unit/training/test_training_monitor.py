@@ -191,7 +191,7 @@ def test_on_a_terminal_there_is_a_live_panel_drawn_four_times_a_second(monkeypat
 UNREAD = """
 import os, signal
 from plimsoll.training.monitor import View
-from plimsoll.files.signals import stop_on_signal
+from plimsoll.processes.signals import stop_on_signal
 
 view = View("tiny", num_steps=10, unit_name="tokens")
 reader, writer = os.pipe()

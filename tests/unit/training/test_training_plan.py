@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.data.sketch import sketch_texts
+from plimsoll.data.quick_facts import sketch_texts
 from plimsoll.errors import BudgetError, CheckpointError, InputError
 from plimsoll.memory.lowering.cpu import CpuLowering
-from plimsoll.planning.facts import facts_of
+from plimsoll.planning.plan_validity import facts_of
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Configuration, Plan, Trial, micro_batch_choice, micro_batch_plan
@@ -76,7 +76,7 @@ def test_a_plan_is_of_what_was_prepared_also_one_that_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job asks for 8,000 tokens, and its text gives 261, which only who reads it knows."""
-    monkeypatch.setattr("plimsoll.data.sketch.FEW_BYTES", 0)
+    monkeypatch.setattr("plimsoll.data.quick_facts.FEW_BYTES", 0)
     (tmp_path / "text.txt").write_text("word " * 800)
     job = small_job(tmp_path / "text.txt", tokenizer={}, budget={"device": "2GiB"})
     directory = RunDirectory.create(tmp_path / "run", force=False)

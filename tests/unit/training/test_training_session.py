@@ -22,7 +22,7 @@ from small_runs import make_run, small_job, train_here
 
 LISTENS = """
 import time
-from plimsoll.files.child_processes import begin_worker
+from plimsoll.processes.children import begin_worker
 begin_worker()
 print("listens", flush=True)
 time.sleep(60)

@@ -30,7 +30,7 @@ NewRun = Callable[..., RunDirectory]
 
 DEATH_SIGNAL = """
 import ctypes
-from plimsoll.files.child_processes import begin_worker
+from plimsoll.processes.children import begin_worker
 begin_worker()
 number = ctypes.c_int(-1)
 ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG

@@ -1,7 +1,7 @@
 """Fewer channels inside the feed-forward layers: rows of what widens a token, columns of what narrows it again.
 
 Which parts these are follows from the configuration: they are what changes when the width in it does
-(`plimsoll.compression.twins`). Each block keeps its own best channels, all the same number of them, since the
+(`plimsoll.compression.changed_config`). Each block keeps its own best channels, all the same number of them, since the
 configuration has one. Fused gates (two halves in one layer) lose the same channels in both.
 
 Does NOT cover experts, whose weights are neither Linear nor Conv1D, and architectures whose width is no number in their
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.compression.base import Bundle, Calibration, Shrinker
+from plimsoll.compression.changed_config import Cut, become, block_of, checked, input_dim, twin_and_cuts
 from plimsoll.compression.importance import Rows, best, is_meta, norms, read_scores
 from plimsoll.compression.shares import (
     importance_of,
@@ -25,7 +26,6 @@ from plimsoll.compression.shares import (
     removal_fault,
     share_of,
 )
-from plimsoll.compression.twins import Cut, become, block_of, checked, input_dim, twin_and_cuts
 from plimsoll.records.plan import Choice
 
 _WIDTHS = (

@@ -1,9 +1,9 @@
 """A smaller hidden size: the same dimensions leave everywhere a token's vector is read or written.
 
-What depends on the hidden size follows from the configuration (`plimsoll.compression.twins`): embeddings, norms,
-what reads and writes in each block, poolers and heads. Where the configuration has the width of a head (Llama, Qwen,
-Gemma), attention keeps its heads as they are, and what is left is a multiple of their number. Where that width is the
-hidden size over the number of heads (BERT, GPT-2, GPT-NeoX, OPT), whole heads leave with it, the best of each block
+What depends on the hidden size follows from the configuration (`plimsoll.compression.changed_config`): embeddings,
+norms, what reads and writes in each block, poolers and heads. Where the configuration has the width of a head (Llama,
+Qwen, Gemma), attention keeps its heads as they are, and what is left is a multiple of their number. Where that width is
+the hidden size over the number of heads (BERT, GPT-2, GPT-NeoX, OPT), whole heads leave with it, the best of each block
 stay, and so a share must be one of whole heads: what is left inside a head stays exact, and rotations keep their
 frequencies.
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from plimsoll.compression.attention import Attention, attentions_of, head_width_of
 from plimsoll.compression.base import Bundle, Calibration, Options, Shrinker
+from plimsoll.compression.changed_config import Cut, become, checked, cuts_of, input_dim, twin_and_cuts, twin_of
 from plimsoll.compression.importance import Rows, best, first_order, is_meta, norms, read_scores
 from plimsoll.compression.methods.channels import widths_of
 from plimsoll.compression.methods.heads import Kept, kept_groups, side_of
@@ -34,7 +35,6 @@ from plimsoll.compression.shares import (
     removal_fault,
     share_of,
 )
-from plimsoll.compression.twins import Cut, become, checked, cuts_of, input_dim, twin_and_cuts, twin_of
 from plimsoll.records.plan import Choice
 
 _EQUALS = ("embedding_size", "word_embed_proj_dim", "pooler_hidden_size")

@@ -1,8 +1,8 @@
 """Fewer layers: whole blocks are left out.
 
 Which lists of modules are the layers follows from the configuration: they are what becomes shorter when the number in
-it does (`plimsoll.compression.twins`). What a configuration says of each layer (``layer_types``) is shortened with
-them. With ``importance=even`` (the default) the first and the last layer stay and the rest is left out evenly, as
+it does (`plimsoll.compression.changed_config`). What a configuration says of each layer (``layer_types``) is shortened
+with them. With ``importance=even`` (the default) the first and the last layer stay and the rest is left out evenly, as
 DistilBERT was made (Sanh et al. 2019, arXiv:1910.01108): it needs no data, and the size of weights says little about a
 layer. ``magnitude`` is the size of what a layer adds to its input, from its weights; ``taylor`` what the loss would
 change without it, to first order; ``activation`` how much it changes its input, as one less the cosine between the two
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plimsoll.compression.base import Bundle, Calibration, Options, Shrinker
+from plimsoll.compression.changed_config import checked, is_place, other_numbers, take_fields, take_numbers, twin_of
 from plimsoll.compression.importance import best, first_order, is_meta, norms, passes, tokens_of
 from plimsoll.compression.shares import importance_of, num_removed, removal_fault, share_of
-from plimsoll.compression.twins import checked, is_place, other_numbers, take_fields, take_numbers, twin_of
 from plimsoll.records.plan import Choice
 from plimsoll.weights.structure import FIELD, LISTS, refresh_ties
 

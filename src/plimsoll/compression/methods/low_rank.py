@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.compression.base import Bundle, Calibration, Shrinker
+from plimsoll.compression.changed_config import block_of
 from plimsoll.compression.importance import passes, tokens_of
 from plimsoll.compression.layers import is_of_transformers, linear_weight, linears_of_blocks
-from plimsoll.compression.twins import block_of
 from plimsoll.errors import WeightsError
 from plimsoll.records.plan import Choice
 from plimsoll.records.shrink import options_of

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from plimsoll.compression.base import Bundle, Calibration, Shrinker
+from plimsoll.compression.changed_config import Cut, become, checked, twin_and_cuts
 from plimsoll.compression.importance import best, first_order, is_meta, norms, passes
 from plimsoll.compression.shares import (
     importance_of,
@@ -29,7 +30,6 @@ from plimsoll.compression.shares import (
     removal_fault,
     share_of,
 )
-from plimsoll.compression.twins import Cut, become, checked, twin_and_cuts
 from plimsoll.records.plan import Choice
 
 

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from plimsoll.data.batches.batching import Cursor
 from plimsoll.errors import KilledError, PlimsollError
-from plimsoll.files.child_processes import end_with
+from plimsoll.processes.children import end_with
 from plimsoll.records.units import format_bytes
 
 _SHARED_MEMORY = "/dev/shm"

@@ -3,7 +3,10 @@
 Two kinds. Texts that can be read where they are (plain text, jsonl, csv) are only indexed: a module finds where each
 text begins in any byte range of a file, so that ranges are scanned in parallel, and turns the bytes of a text into the
 text. Texts that cannot (parquet, Arrow, compressed files, data sets of Hugging Face) are converted once into a store of
-the format `packed`, see `plimsoll.data.text.convert`. The contract tests run over every module of this folder.
+the format `packed`, see `plimsoll.data.text.convert`.
+
+To add a format, add a module here, name it in `plimsoll.data.text.scan`, and give its suffix to
+`plimsoll.data.text.convert.format_of`. The contract tests run over every module of this folder.
 """
 
 from __future__ import annotations

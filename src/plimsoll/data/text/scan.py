@@ -27,7 +27,7 @@ import xxhash
 from plimsoll.data.formats import Format, Found, Layout, Part, csv, jsonl, packed, tagged, text
 from plimsoll.data.formats.helpers.scanning import null_fault, opened
 from plimsoll.errors import DataError, PlimsollWarning
-from plimsoll.files.child_processes import forked_pool
+from plimsoll.processes.children import forked_pool
 
 PART_BYTES = 2 << 20
 _MOST_TASK_BYTES = 4 << 20

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, final
 
-from plimsoll.device import aborts, process, texts
+from plimsoll.device import aborts, oom_errors, process
 from plimsoll.device.cpu import cgroup, data_limit, heap, onednn
 from plimsoll.device.cpu.random import copy_host_state, restore_host_state
 from plimsoll.errors import BudgetError
@@ -132,7 +132,7 @@ class CpuBackend:
 
         Call it before the memory is released: a disguise counts only while the limit is nearly reached.
         """
-        return texts.oom_family_on(error, self.is_nearly_full)
+        return oom_errors.oom_family_on(error, self.is_nearly_full)
 
     def is_nearly_full(self) -> bool:
         """Whether less than half of the budget, or without one of the machine, was left at the peak."""

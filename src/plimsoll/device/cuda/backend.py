@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
-from plimsoll.device import texts
+from plimsoll.device import oom_errors
 from plimsoll.device.cpu import heap
 from plimsoll.device.cpu.random import copy_host_state, restore_host_state
 from plimsoll.device.cuda import nvml, segments
@@ -154,7 +154,7 @@ class CudaBackend:
 
         Call it before the memory is released: a disguise counts only while the device is nearly full.
         """
-        return texts.oom_family_on(error, self.is_nearly_full)
+        return oom_errors.oom_family_on(error, self.is_nearly_full)
 
     def is_nearly_full(self) -> bool:
         """Whether the driver has less than 1 GiB left to give to a library."""

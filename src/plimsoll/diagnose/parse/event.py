@@ -1,7 +1,7 @@
 """One out-of-memory message, as text, to its kind and every number it states.
 
-Which texts mean that memory ran out is known in one place, `plimsoll.device.texts`; here a family of them gets the name
-of its form, and its numbers are read. Sources: the messages of ``c10/cuda/CUDACachingAllocator.cpp`` and
+Which texts mean that memory ran out is known in one place, `plimsoll.device.oom_errors`; here a family of them gets the
+name of its form, and its numbers are read. Sources: the messages of ``c10/cuda/CUDACachingAllocator.cpp`` and
 ``CUDAMallocAsyncAllocator.cpp`` of torch 0.4 to 2.13, of its HIP, XPU and MPS allocators, of ``c10/core/impl/
 alloc_cpu.cpp``, numpy, and the Linux kernel. All of them print binary units, MPS and numpy also as "GB".
 
@@ -17,7 +17,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from plimsoll.device.texts import family_of_text
+from plimsoll.device.oom_errors import family_of_text
 from plimsoll.diagnose.parse.likely import likely_causes
 from plimsoll.records.oom_text import Bytes, OomText
 
@@ -92,7 +92,7 @@ def event_of(text: str, family: str | None = None) -> OomText:
 
     Args:
         text: the message and what stands around it, of any number of lines.
-        family: that of `plimsoll.device.texts`, where the caller knows it.
+        family: that of `plimsoll.device.oom_errors`, where the caller knows it.
 
     Returns:
         the event; of the kind `NOT_OOM` where memory did not run out.

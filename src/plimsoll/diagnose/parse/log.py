@@ -1,10 +1,11 @@
 """A text or a log of any length to its out-of-memory errors, read as a stream.
 
-A message begins at the line whose text `plimsoll.device.texts` knows and has up to 12 lines, fewer where a traceback or
-another message with its numbers begins. The same message at the same place, as several ranks print it, is one event
-that happened several times. A line counts up to 64 KiB and the rest of it as further lines; of distinct events the
-first 1,000 are kept, and always the last. Escape sequences of terminals, carriage returns of progress bars, Windows'
-line ends and UTF-16 are read, what gzip packed, also where the end is missing, and lines of JSON whose message is text.
+A message begins at the line whose text `plimsoll.device.oom_errors` knows and has up to 12 lines, fewer where a
+traceback or another message with its numbers begins. The same message at the same place, as several ranks print it, is
+one event that happened several times. A line counts up to 64 KiB and the rest of it as further lines; of distinct
+events the first 1,000 are kept, and always the last. Escape sequences of terminals, carriage returns of progress bars,
+Windows' line ends and UTF-16 are read, what gzip packed, also where the end is missing, and lines of JSON whose message
+is text.
 
 The user's line is the last one of the Python traceback above a message that is not in an installed package or in
 Python's library; or, below a message that aborts the process, the first such line that `faulthandler` writes of the
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, cast
 
 from plimsoll.device.aborts import Dump
-from plimsoll.device.texts import family_of_text, is_users
+from plimsoll.device.oom_errors import family_of_text, is_users
 from plimsoll.diagnose.parse.event import event_of, has_numbers
 from plimsoll.records.oom_text import OomText
 
@@ -40,7 +41,7 @@ _GZIP = b"\x1f\x8b"
 _MESSAGES = ("log", "message", "msg", "text", "event")
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# Every text of `plimsoll.device.texts` has one of these, in some case: most lines of a log are done with here.
+# Every text of `plimsoll.device.oom_errors` has one of these, in some case: most lines of a log are done with here.
 _HINTS = (
     "out of ", "out_of_", "out-of-", "oom", "allocfailed", "alloc_failed", "bad_alloc", "allocate ", "memoryerror",
     "memory_error", "memoryallocation", "cpuallocator", "would exceed", "cudnn algorithm", "runtime error (2)",

@@ -55,7 +55,7 @@ from plimsoll.step.update.after_update import AfterUpdate
 from plimsoll.step.update.commit import StepCommit
 from plimsoll.techniques import TECHNIQUES
 from plimsoll.techniques.mechanisms.technique import Part
-from plimsoll.techniques.mechanisms.whole import WholeBatch
+from plimsoll.techniques.mechanisms.uncuttable import WholeBatch
 
 OnePass = Callable[[Any, float], Tensor]
 """Forward and backward of one piece, whose loss is multiplied by a share; returns its mean loss without a graph."""

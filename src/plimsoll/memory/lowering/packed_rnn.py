@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plimsoll.memory.known import values_of
+from plimsoll.memory.known_values import values_of
 
 State = tuple[Tensor, ...]
 """The hidden state of one layer and direction; an LSTM has its cell state beside it."""

@@ -2,7 +2,7 @@
 
 Same shapes, same allocations as ``aten/src/ATen/native/PackedSequence.cpp`` (torch 2.13): packing copies each run of
 steps with equally many samples and joins the copies; padding makes the padded output. Batch sizes and lengths stay on
-the host. The lengths must be known (`plimsoll.memory.known`).
+the host. The lengths must be known (`plimsoll.memory.known_values`).
 
 What torch refuses is refused in the same cases, naming the sample: no samples or steps, lengths that are not one for
 each sample, not above 0, or not in decreasing order (so ``enforce_sorted=True``; without it they have been sorted by
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import InputError
-from plimsoll.memory.known import values_of
+from plimsoll.memory.known_values import values_of
 
 _MOST_SHOWN = 8
 

@@ -28,12 +28,12 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import NamedTuple
 
-from plimsoll.data.sketch import TextSketch
-from plimsoll.files.child_processes import end_with, uninterrupted
-from plimsoll.files.fork_server import can_fork
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.planning.kept_traces import trace_of
 from plimsoll.planning.lean_imports import is_a_command
+from plimsoll.processes.children import end_with, uninterrupted
+from plimsoll.processes.fork_server import can_fork
 from plimsoll.records.job import Job
 from plimsoll.records.trace import Trace
 from plimsoll.step.oom_boundary import without_fail

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from plimsoll.data.batch import IGNORED_LABEL, Units, batch_size_of, pick_samples, split_batch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.data.samples.teacher_cache import LOG_P, WORDS
-from plimsoll.data.sketch import TextSketch
 from plimsoll.device.cpu.random import copy_host_state
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.distributed.ranks import Ranks

@@ -9,12 +9,12 @@ from copy import copy
 
 import numpy as np
 
-from plimsoll.planning.search.ahead import as_guessed
 from plimsoll.planning.search.block_options import some_blocks
 from plimsoll.planning.search.choices import AvailableChoices, Problem
 from plimsoll.planning.search.combinations import Allows, Combination, combinations_of
 from plimsoll.planning.search.evaluation import Evaluation, in_heap
 from plimsoll.planning.search.guesses import Guesses, guesses_of
+from plimsoll.planning.search.prefetch import as_guessed
 from plimsoll.planning.search.reasons import SAME_SECONDS
 from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice

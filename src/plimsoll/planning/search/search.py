@@ -22,7 +22,6 @@ from math import isqrt
 import numpy as np
 
 from plimsoll.memory.lowering.cudnn_rnn import MOST_STEPS
-from plimsoll.planning.search.ahead import Expect, Likely, Suppose, asked_in_turn, not_traced
 from plimsoll.planning.search.choices import (
     AvailableChoices,
     Compatibility,
@@ -34,6 +33,7 @@ from plimsoll.planning.search.combinations import LEAST_PART, SAME_BYTES, Combin
 from plimsoll.planning.search.evaluation import Evaluate, Evaluation, Found, heap_of, in_heap
 from plimsoll.planning.search.knowledge import Known
 from plimsoll.planning.search.near_best import FALLS_SHARE, can_follow, candidates_beside
+from plimsoll.planning.search.prefetch import Expect, Likely, Suppose, asked_in_turn, not_traced
 from plimsoll.planning.search.reasons import SAME_SECONDS, rejected
 from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice, micro_batch_choice

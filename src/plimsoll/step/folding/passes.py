@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from plimsoll.memory.known import known_of
+from plimsoll.memory.known_values import known_of
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.repeated import Stretch, name_gradients, place_of
 from plimsoll.models.workload import Workload, model_loss

@@ -46,7 +46,7 @@ from plimsoll.step.micro_batches import mean_loss, shape_of, weighted_micro_batc
 from plimsoll.step.oom_boundary import Position, attempt_twice, without_fail
 from plimsoll.step.undo.saved import Stateful, is_same_state
 from plimsoll.step.undo.step_state import Undo, left_alone
-from plimsoll.techniques.mechanisms.over_time import has_hook
+from plimsoll.techniques.mechanisms.segment_recompute import has_hook
 
 LossOf = Callable[[Any, float], Tensor]
 """``(piece, share) -> mean loss``, as a step computes it."""

@@ -30,7 +30,7 @@ from plimsoll.records.run import GraphLine, RetainedGraph
 from plimsoll.step.retained.assignments import Assignment, assignment_of, callers, is_read
 from plimsoll.step.retained.tensors import RetainedTensor, retained_by
 from plimsoll.step.sampled_steps import SampledSteps
-from plimsoll.techniques.mechanisms.over_time import SecondBackward
+from plimsoll.techniques.mechanisms.segment_recompute import SecondBackward
 
 _MOST_MARKED = 8  # tensors of one holder in one look, the newest: a container may have thousands
 _MOST_MARKS = 32  # steps that are asked for in later looks

@@ -31,7 +31,7 @@ but only after what its update can take at most has been shown to be there.
 
 Covers optimizers of ``torch.optim`` at once and piece by piece. One from elsewhere, or one with step hooks, may look at
 all parameters together, and at those that have no gradient: it is called once, its groups as they are, and all that is
-reached from it and its hooks is put back where that fails (`plimsoll.step.update.copies`). If it fails again, what only
+reached from it and its hooks is put back where that fails (`plimsoll.step.update.undo`). If it fails again, what only
 failing changes in Python is left changed, and it is tried further (`plimsoll.step.undo.snapshot`).
 
 Does NOT cover errors other than memory running out (a Ctrl-C in a loop of one's own) between two pieces. Where another
@@ -61,7 +61,6 @@ from plimsoll.step.failpoints import failpoint
 from plimsoll.step.folding.updates import FoldedUpdates
 from plimsoll.step.oom_boundary import Position, attempt
 from plimsoll.step.undo.snapshot import MOST_TRIES, Change
-from plimsoll.step.update.copies import ChunkCopy, Learned, Memory, WholeCopy
 from plimsoll.step.update.scratch import ADDRESS_OF, Layout, Scratch
 from plimsoll.step.update.sparse import bytes_of, is_sparse
 from plimsoll.step.update.transient_memory import (
@@ -73,6 +72,7 @@ from plimsoll.step.update.transient_memory import (
     prove_room,
     without_states,
 )  # fmt: skip
+from plimsoll.step.update.undo import ChunkCopy, Learned, Memory, WholeCopy
 
 # A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
 _CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}

@@ -1,4 +1,4 @@
-"""Frozen linear layers whose weights are codes of 8 or 4 bits (see `_codes`).
+"""Frozen linear layers whose weights are codes of 8 or 4 bits (see `mechanisms.codes`).
 
 A layer is made dense for its own forward and again for its own backward, and the dense copy is let go at once: autograd
 keeps the codes. Gradients flow to the layer's input; the weight has none. Codes and scales are parameters and not

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.data.batch import IGNORED_LABEL, count_elements, pick_samples
-from plimsoll.memory.known import values_of
+from plimsoll.memory.known_values import values_of
 from plimsoll.models.hooks import BY_SAMPLES
 
 _FIELDS = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids")

@@ -35,9 +35,9 @@ from torch import _VF, Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
-from plimsoll.memory.known import values_of
+from plimsoll.memory.known_values import values_of
 from plimsoll.models.recurrent.segments import Passed, State, as_hidden, as_state
-from plimsoll.techniques.mechanisms.over_time import Walk, equal_spans, over_time
+from plimsoll.techniques.mechanisms.segment_recompute import Walk, equal_spans, over_time
 
 _KERNELS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "LSTM": _VF.lstm,

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.errors import InputError
-from plimsoll.techniques.mechanisms.replay import RandomNumbers
+from plimsoll.techniques.mechanisms.rng_replay import RandomNumbers
 from plimsoll.techniques.mechanisms.rows import Arguments, row_leaves, single_values
 
 _MOST_ROWS = 4

@@ -3,7 +3,7 @@
 Rows are dimension 0 of tensors, and the items of lists (texts, say), in arguments however nested in dicts, lists and
 tuples. As many as most tensors have are the rows of a call; what has another number, or none (a table, a mask of all
 samples, a flag), belongs to each of them. That a tensor has as many rows by chance is not seen here, but by
-`_row_by_row`, which compares what comes out.
+`mechanisms.row_by_row`, which compares what comes out.
 
 Does NOT look into other objects (a cache of keys and values, a packed sequence): a call that has one is not cut.
 """

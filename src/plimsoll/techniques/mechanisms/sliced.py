@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from plimsoll.errors import InputError
 from plimsoll.memory.repeated import stands_for
-from plimsoll.techniques.mechanisms.replay import Autocast, RandomNumbers
+from plimsoll.techniques.mechanisms.rng_replay import Autocast, RandomNumbers
 from plimsoll.techniques.mechanisms.row_by_row import computes_rows_alone
 from plimsoll.techniques.mechanisms.rows import Arguments, row_leaves, with_rows
 

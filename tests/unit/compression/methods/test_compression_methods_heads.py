@@ -8,9 +8,9 @@ import transformers
 from torch import nn
 
 from plimsoll.compression.attention import attentions_of
+from plimsoll.compression.changed_config import input_dim
 from plimsoll.compression.methods import Bundle, Calibration
 from plimsoll.compression.methods.heads import Heads
-from plimsoll.compression.twins import input_dim
 from plimsoll.records.plan import Choice
 from pruned_models import ARCHITECTURES, batches_of, logits_of, num_weights, shapes_of, small_model
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.errors import InputError, JobError
-from plimsoll.memory.known import KnownValues
+from plimsoll.memory.known_values import KnownValues
 from plimsoll.memory.lowering.cudnn_rnn import (
     DROPOUT_STATE_BYTES,
     MOST_STEPS,

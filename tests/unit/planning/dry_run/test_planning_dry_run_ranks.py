@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.distributed.reduction import _EXCHANGE_BYTES
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes

@@ -8,8 +8,8 @@ import torch
 from tests.processor import skip_without_half_lstm
 from torch import nn
 
+from plimsoll.data.quick_facts import TextSketch, sketch_texts
 from plimsoll.data.samples.teacher_cache import LOG_P, WORDS
-from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering

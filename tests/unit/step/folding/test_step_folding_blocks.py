@@ -10,7 +10,7 @@ from torch import nn
 
 from folded_traces import all_run, written_out
 from plimsoll.data.batch import batch_size_of
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.models.workload import model_loss

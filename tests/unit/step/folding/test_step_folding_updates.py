@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from folded_traces import all_run, written_out
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.repeated import Stretch

@@ -15,7 +15,7 @@ from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.predict import count_on_cuda
 from plimsoll.memory.trace import dry_run
-from plimsoll.planning.search.cost import step_duration
+from plimsoll.planning.search.time_model import step_duration
 from plimsoll.records.plan import Choice
 from plimsoll.records.speed import Point, Speed
 from plimsoll.techniques.layer_streaming import put_where_needed

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.compression.twins import block_of, checked, cuts_of, other_numbers, take_fields, twin_of
+from plimsoll.compression.changed_config import block_of, checked, cuts_of, other_numbers, take_fields, twin_of
 from plimsoll.errors import WeightsError
 from pruned_models import small_model
 

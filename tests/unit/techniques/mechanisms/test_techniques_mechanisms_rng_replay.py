@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plimsoll.techniques.mechanisms.replay import Autocast, RandomNumbers
+from plimsoll.techniques.mechanisms.rng_replay import Autocast, RandomNumbers
 
 
 def test_random_numbers_come_again():

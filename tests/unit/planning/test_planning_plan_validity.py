@@ -8,10 +8,10 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.errors import InputError, JobError
 from plimsoll.planning.dry_run.step import _batch
-from plimsoll.planning.facts import differences, facts_of, require_prepared_for
+from plimsoll.planning.plan_validity import differences, facts_of, require_prepared_for
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_plan

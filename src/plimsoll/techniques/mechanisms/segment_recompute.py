@@ -2,9 +2,9 @@
 
     passed = over_time(walk, sequences, state, parameters)
 
-Forward keeps the state before some of the segments (all, or as many as `_schedule` is given slots for) and nothing else
-of what the layers compute; backward has the graph of one segment at a time. So what is kept for T steps in segments of
-S is T / S states and the activations of S steps, instead of those of T.
+Forward keeps the state before some of the segments (all, or as many as `mechanisms.schedule` is given slots for) and
+nothing else of what the layers compute; backward has the graph of one segment at a time. So what is kept for T steps in
+segments of S is T / S states and the activations of S steps, instead of those of T.
 
 Loss and gradients are those of plain backpropagation through time; gradients of parameters are added up over segments,
 in another order. Random numbers and autocast are in the second pass as they were in the first. With ``truncates`` the
@@ -30,7 +30,7 @@ from plimsoll.errors import InputError
 from plimsoll.models.recurrent.segments import Passed, State
 from plimsoll.techniques.mechanisms.off_device import next_operation, refuse_what_is_outside
 from plimsoll.techniques.mechanisms.purity import run_purely
-from plimsoll.techniques.mechanisms.replay import Autocast, RandomNumbers
+from plimsoll.techniques.mechanisms.rng_replay import Autocast, RandomNumbers
 from plimsoll.techniques.mechanisms.schedule import backward_states, kept_on_the_way
 
 RunNumbered = Callable[[int, State, tuple[Tensor, ...]], Passed]

@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM as a request to stop after the step, not in the middle of it.
 
 A second signal of the same kind stops at once, as Python would have done without this. The death of the
-process that watches this one is a request as well, also where no signal tells of it (`plimsoll.files.child_processes`).
+process that watches this one is a request as well, also where no signal tells of it (`plimsoll.processes.children`).
 """
 
 from __future__ import annotations

@@ -30,12 +30,11 @@ from plimsoll.compression.evidence import Evidence, JobEvidence, TextEvidence
 from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration, Shrinker
 from plimsoll.compression.saving import form_of, save_bundle
 from plimsoll.compression.worker import Made, Offer, ShrinkRequest, Source
-from plimsoll.data.sketch import sketch_texts
+from plimsoll.data.quick_facts import sketch_texts
 from plimsoll.data.tokens.model_tokenizer import load_model_tokenizer
 from plimsoll.device.base import backend_for
 from plimsoll.device.cpu.data_limit import set_up_heap
 from plimsoll.errors import DataError, InputError, PlimsollError, WeightsError
-from plimsoll.files.child_processes import ending_with_this
 from plimsoll.inference.dry_run import Compute, dry_run_inference
 from plimsoll.inference.model import import_first, load_for_inference, stored_dtype
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -46,6 +45,7 @@ from plimsoll.models.recurrent.skeleton import recurrent_fields, recurrent_skele
 from plimsoll.planning.baseline import StartedBaseline
 from plimsoll.planning.dry_run.step import dry_run_job
 from plimsoll.planning.targets import find_target
+from plimsoll.processes.children import ending_with_this
 from plimsoll.records.allocator import TIGHT_HEAP
 from plimsoll.records.distill import DistillSource
 from plimsoll.records.plan import Choice, micro_batch_choice

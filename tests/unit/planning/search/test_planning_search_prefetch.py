@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from plimsoll.planning.search.ahead import as_guessed, asked_in_turn, not_traced
 from plimsoll.planning.search.evaluation import Evaluation
+from plimsoll.planning.search.prefetch import as_guessed, asked_in_turn, not_traced
 from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.techniques import Choices

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.quick_facts import TextSketch
 from plimsoll.device.probe import versions
 from plimsoll.errors import InputError
 from plimsoll.models.imported import find_imported

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 import plimsoll
-from plimsoll.device.ending import start_ticks
-from plimsoll.files.child_processes import forked_pool, parent_that_watches, uninterrupted
+from plimsoll.device.process_exit import start_ticks
+from plimsoll.processes.children import forked_pool, parent_that_watches, uninterrupted
 from processes import LONGEST_SECONDS, environment
 
 KEPT: dict[str, object] = {}
@@ -59,7 +59,7 @@ def test_a_process_that_may_have_no_children_has_none():
 PARENT = """
 import os, sys, time
 from contextlib import ExitStack
-from plimsoll.files.child_processes import forked_pool, uninterrupted
+from plimsoll.processes.children import forked_pool, uninterrupted
 
 with ExitStack() as stack:
     pool = forked_pool(stack, 2, print)
@@ -81,7 +81,7 @@ def test_the_processes_end_with_the_one_that_forked_them_however_it_ends():
 
 STARTED = """
 import os, subprocess, sys, time
-from plimsoll.files.child_processes import end_as_asked, ending_with_this
+from plimsoll.processes.children import end_as_asked, ending_with_this
 if len(sys.argv) == 1:
     child = subprocess.Popen([sys.executable, __file__, "child"], env=ending_with_this())
     print(child.pid, flush=True)
@@ -124,9 +124,9 @@ def test_every_fork_of_a_command_has_ctrl_c_wait():
     source = Path(plimsoll.__file__).parent
     forks = {str(path.relative_to(source)) for path in source.rglob("*.py") if FORK.search(path.read_text("utf-8"))}
     assert forks == {
-        "files/child_processes.py",
+        "processes/children.py",
         "planning/baseline.py",
-        "files/fork_server.py",
+        "processes/fork_server.py",
         "planning/dry_run/processes.py",
     }
     for name in forks:

@@ -11,8 +11,8 @@ from plimsoll.errors import TornStepError
 from plimsoll.step.failpoints import armed, exhaust_memory
 from plimsoll.step.oom_boundary import Position
 from plimsoll.step.update.commit import StepCommit
-from plimsoll.step.update.copies import ChunkCopy, Learned, Memory, WholeCopy
 from plimsoll.step.update.scratch import Scratch
+from plimsoll.step.update.undo import ChunkCopy, Learned, Memory, WholeCopy
 
 LARGE = (1 << 18) + 1
 """Floats, so many that they are more than 1 MiB."""

@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 import torch
 
-from plimsoll.device.texts import disguised_family, family_of_text, oom_family, requested_bytes
+from plimsoll.device.oom_errors import disguised_family, family_of_text, oom_family, requested_bytes
 
 _TEXTS = Path(__file__).resolve().parents[4] / "shared" / "data" / "oom_texts"
 _FAMILY_OF_KIND = {
@@ -101,7 +101,7 @@ def test_the_size_of_a_real_request_is_read():
 _BAD_ALLOC = """
 import resource, torch
 from plimsoll.device import process
-from plimsoll.device.texts import oom_family
+from plimsoll.device.oom_errors import oom_family
 resource.setrlimit(resource.RLIMIT_DATA, (process.data_bytes() + (8 << 20), resource.RLIM_INFINITY))
 try:
     torch.empty(0).expand(3_000_000, 0).unbind(0)  # no data, but 3 million tensor objects made in C++
@@ -234,7 +234,7 @@ def test_the_size_asked_for_is_read(text, num_bytes):
 
 def test_nothing_here_needs_torch():
     code = (
-        "import sys, plimsoll.device.texts, plimsoll.device.process, plimsoll.device.cpu.cgroup;"
+        "import sys, plimsoll.device.oom_errors, plimsoll.device.process, plimsoll.device.cpu.cgroup;"
         "import plimsoll.device.cpu.backend;"
         "plimsoll.device.cpu.backend.CpuBackend().probe(); sys.exit('torch' in sys.modules)"
     )

@@ -38,7 +38,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from plimsoll.device.cpu.heap import trim
-from plimsoll.files.child_processes import ending_with_this, uninterrupted
+from plimsoll.processes.children import ending_with_this, uninterrupted
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _MOST_BYTES = 1 << 17  # of a request

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from plimsoll.files.signals import stop_on_signal
+from plimsoll.processes.signals import stop_on_signal
 from processes import run_program
 
 
@@ -52,7 +52,7 @@ def test_a_parent_that_is_gone_asks_to_stop_without_a_signal():
 
 TWICE = """
 import os, signal, sys
-from plimsoll.files.signals import stop_on_signal
+from plimsoll.processes.signals import stop_on_signal
 number = int(sys.argv[1])
 with stop_on_signal():
     os.kill(os.getpid(), number)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from plimsoll.device import ending
-from plimsoll.device.ending import Watched, start_ticks
+from plimsoll.device import process_exit
+from plimsoll.device.process_exit import Watched, start_ticks
 
 WAITING = "import sys; sys.stdin.read(); sys.exit(7)"
 
@@ -25,7 +25,7 @@ def watched(request, process, monkeypatch):
         def refused(_pid):
             raise OSError(38, "Function not implemented")
 
-        monkeypatch.setattr(ending.os, "pidfd_open", refused)
+        monkeypatch.setattr(process_exit.os, "pidfd_open", refused)
     found = Watched(process.pid)
     yield found
     found.close()

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from plimsoll.files import timings
-from plimsoll.files.timings import begin, end, note, table, timed
+from plimsoll.processes import timings
+from plimsoll.processes.timings import begin, end, note, table, timed
 from processes import run_program
 
 
@@ -44,11 +44,11 @@ def test_the_seconds_of_a_stage_are_summed_under_what_is_before_its_colon(monkey
 
 STARTS_ANOTHER = """
 import subprocess, sys, time
-from plimsoll.files import timings
+from plimsoll.processes import timings
 timings.begin()
 sys.argv = ["plimsoll", "train"]
 worker = "sys.argv = ['plimsoll', 'train-worker']; timings.note('training', 7.0); timings.end()"
-subprocess.run([sys.executable, "-c", "import sys; from plimsoll.files import timings; " + worker], check=True)
+subprocess.run([sys.executable, "-c", "import sys; from plimsoll.processes import timings; " + worker], check=True)
 timings.end()
 """
 

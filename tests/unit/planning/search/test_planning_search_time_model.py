@@ -4,7 +4,7 @@ import pytest
 
 from hand_traces import trace_of
 from plimsoll.memory.predict import count_on_cpu
-from plimsoll.planning.search.cost import (
+from plimsoll.planning.search.time_model import (
     _REPLAY_CALLS,
     _of_all,
     learn_time,

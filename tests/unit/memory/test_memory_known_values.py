@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import InputError
-from plimsoll.memory.known import values_of
+from plimsoll.memory.known_values import values_of
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.trace import DryRun, dry_run, trace_training
@@ -79,7 +79,7 @@ def test_an_unknown_answer_is_zero_and_said():
     texts = [assumption.text for assumption in place.trace().assumptions]
     assert len(texts) == 2
     assert "the value of a float32 tensor was taken for 0" in texts[0]
-    assert "test_memory_known.py" in texts[0]
+    assert "test_memory_known_values.py" in texts[0]
 
 
 def test_known_places_of_values_are_counted():

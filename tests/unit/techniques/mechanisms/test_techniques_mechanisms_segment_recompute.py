@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from plimsoll.errors import InputError
 from plimsoll.models.recurrent.segments import Passed
-from plimsoll.techniques.mechanisms.over_time import Walk, equal_spans, over_time
+from plimsoll.techniques.mechanisms.segment_recompute import Walk, equal_spans, over_time
 
 WIDTH, STEPS, SAMPLES = 3, 11, 2
 

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from plimsoll.data.formats import Reading
+from plimsoll.data.quick_facts import TextSketch, sketch_texts
 from plimsoll.data.samples.labels import labels_from_folders
-from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.data.text.index import open_corpus
 from plimsoll.data.tokens.byte_pairs import whole_bytes
 from plimsoll.data.tokens.tokenizer import prepare_tokenizer
@@ -45,7 +45,7 @@ def test_of_much_text_no_tokenizer_is_trained(tmp_path: Path, monkeypatch: pytes
     text = tmp_path / "text.txt"
     text.write_text("word " * 100)
     assert sketch_texts(job_of(text)) == TextSketch(261, None, 0, tokenizer_bytes=whole_bytes(500))
-    monkeypatch.setattr("plimsoll.data.sketch.FEW_BYTES", 499)
+    monkeypatch.setattr("plimsoll.data.quick_facts.FEW_BYTES", 499)
     assert sketch_texts(job_of(text)) == TextSketch(
         8000, None, 0, tokenizer_bytes=230 << 20, guessed=frozenset({"vocabulary"})
     )

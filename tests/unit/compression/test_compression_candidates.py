@@ -14,9 +14,9 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from model_folders import model_folder, some_texts
 from plimsoll.compression import evidence
+from plimsoll.compression.candidates import Workshop, _row_seconds, answers_of, measured, print_measured
 from plimsoll.compression.evidence import JobEvidence, TextEvidence
 from plimsoll.compression.worker import ShrinkRequest, Source
-from plimsoll.compression.workshop import Workshop, _row_seconds, answers_of, measured, print_measured
 from plimsoll.data.tokens.model_tokenizer import load_model_tokenizer
 from plimsoll.errors import InputError, WeightsError
 from plimsoll.models.build import save_model
@@ -222,7 +222,7 @@ def test_a_method_whose_models_cannot_be_judged_offers_nothing(half, workshop):
 
 def test_what_applying_takes_is_measured_and_predicted(place, workshop, monkeypatch):
     heaps = []  # which would be those of this process from here on
-    monkeypatch.setattr("plimsoll.compression.workshop.set_up_heap", heaps.append)
+    monkeypatch.setattr("plimsoll.compression.candidates.set_up_heap", heaps.append)
     cost = measured(place / "model", workshop.evidence, None, place / "model")
     assert cost.peak_bytes >= cost.baseline_bytes > 0
     (batch,) = workshop.evidence.batches(None)
@@ -242,8 +242,8 @@ def test_a_model_is_timed_in_turn_with_the_original_in_eight_passes(place, works
         asked.append(len(batch["input_ids"]))
         return float(sum(weight.numel() for weight in model.parameters()))
 
-    monkeypatch.setattr("plimsoll.compression.workshop.set_up_heap", lambda threshold: None)
-    monkeypatch.setattr("plimsoll.compression.workshop._row_seconds", row_seconds)
+    monkeypatch.setattr("plimsoll.compression.candidates.set_up_heap", lambda threshold: None)
+    monkeypatch.setattr("plimsoll.compression.candidates._row_seconds", row_seconds)
     monkeypatch.setattr(evidence, "_TOKENS_PER_PASS", 16)
     workshop.make(original(place), (LAYERS,), tmp_path / "small")
     passes = []
@@ -275,7 +275,7 @@ def test_what_a_process_measures_is_read_with_what_is_predicted_of_it(half, tmp_
         return subprocess.CompletedProcess(command, 0, printed.getvalue(), "")
 
     monkeypatch.setattr("subprocess.run", run)
-    monkeypatch.setattr("plimsoll.compression.workshop.set_up_heap", lambda threshold: None)
+    monkeypatch.setattr("plimsoll.compression.candidates.set_up_heap", lambda threshold: None)
     answers = answers_of(ShrinkRequest(folder=str(half), cache=str(tmp_path), data=str(half.parent / "x.txt")))
     answers["make"](source={"folder": str(half)}, chain=[VOCABULARY.model_dump()], target=str(tmp_path))
     for source in ({"folder": str(half)}, {"folder": str(tmp_path), "tokenizer": str(tmp_path)}):

@@ -11,7 +11,7 @@ from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.failpoints import armed
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, conflict_among, installed
-from plimsoll.techniques.mechanisms.whole import WholeBatch, counts_rows
+from plimsoll.techniques.mechanisms.uncuttable import WholeBatch, counts_rows
 from plimsoll.techniques.time_segments import time_segments_choice
 
 FIELDS = {"architecture": "lstm", "vocab_size": 9, "embedding_size": 4, "hidden_size": 4}

@@ -11,15 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from plimsoll.files import fork_server
-from plimsoll.files.fork_server import ForkServer, can_fork
+from plimsoll.processes import fork_server
+from plimsoll.processes.fork_server import ForkServer, can_fork
 from processes import LONGEST_SECONDS, environment, run_program
 
 SERVER = """
 import json, os, random, signal, sys, time
 import numpy
 {}
-from plimsoll.files.fork_server import serve
+from plimsoll.processes.fork_server import serve
 
 what = serve()
 if what[0] == "tell":
@@ -81,7 +81,7 @@ def test_a_server_that_is_killed_takes_no_process_with_it_and_forks_no_more():
     "setup",
     [
         "import threading; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
-        "import plimsoll.files.fork_server as module; module._has_begun_cuda = lambda: True",
+        "import plimsoll.processes.fork_server as module; module._has_begun_cuda = lambda: True",
         "sys.exit('it cannot be loaded')",
     ],
     ids=["thread", "cuda", "fault"],
@@ -93,7 +93,7 @@ def test_what_does_not_survive_a_fork_is_not_forked(setup: str):
 
 ASK = f"""
 import sys
-from plimsoll.files.fork_server import ForkServer
+from plimsoll.processes.fork_server import ForkServer
 with ForkServer([sys.executable, "-c", {SERVER.format("")!r}]) as server:
     process = server.fork(["sleep"], {{}})
     print(server._process.pid, process.pid, flush=True)
@@ -114,7 +114,7 @@ def test_a_server_ends_when_who_asks_is_killed():
 
 UNKNOWN = """
 import os, sys
-from plimsoll.files.fork_server import _fork_for
+from plimsoll.processes.fork_server import _fork_for
 go, say_go = os.pipe()
 if sys.argv[1] == "other parent":
     os.write(say_go, b"go")
@@ -164,9 +164,9 @@ def test_where_no_more_processes_are_allowed_nothing_is_forked(monkeypatch: pyte
 
 SKETCHED = """
 import sys
-from plimsoll.data.sketch import sketch_texts
+from plimsoll.data.quick_facts import sketch_texts
 from plimsoll.records.job import Job
-from plimsoll.files.fork_server import can_fork
+from plimsoll.processes.fork_server import can_fork
 job = Job.from_fields({"model": "lstm", "data": sys.argv[1], "tokenizer": {"vocab_size": 300}})
 sketched = sketch_texts(job)
 print(sketched.guessed, can_fork())
