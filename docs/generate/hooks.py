@@ -6,6 +6,7 @@ See https://www.mkdocs.org/user-guide/configuration/#hooks. What it makes, and h
 from __future__ import annotations
 
 import logging
+import posixpath
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if path is None:
         return markdown
     try:
-        return links.fitted(markdown, path, ROOT)
+        return links.fitted(markdown, path, ROOT) + _glossary_link(path, page.file.src_uri)
     except FileNotFoundError as error:
         log.warning("%s has a link to %s, which is not in the repository", path, error)
         return markdown
+
+
+def _glossary_link(path: str, uri: str) -> str:
+    """Return the last line of a page of docs/: where its words are defined."""
+    if not path.startswith("docs/") or uri == "glossary.md":
+        return ""
+    return f"\n\n---\n\nWords: [glossary]({posixpath.relpath('glossary.md', posixpath.dirname(uri) or '.')})\n"
 
 
 def _written_at(uri: str) -> str | None:

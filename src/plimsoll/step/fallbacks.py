@@ -135,7 +135,7 @@ class InstalledFallbacks:
         """Before a batch is cut: take no fallback that does, from now on, if there is a reason against it.
 
         Args:
-            fallback schedule: of these fallbacks.
+            fallback_schedule: of these fallbacks.
             whole: what is known already.
             reason: finds out, with the techniques that are in force.
             shape: of the batch.

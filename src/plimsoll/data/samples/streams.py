@@ -29,7 +29,7 @@ class StreamDataset(Samples):
 
     Args:
         store: the texts.
-        stream slots: where the stream slots are in it.
+        slots: where the stream slots are in it.
         resets: whether samples say where texts begin, for the state to begin anew there.
     """
 

@@ -1,6 +1,6 @@
 """When the ops of a stretch of a training are done, in modelled time: what runs beside what, and who waits for whom.
 
-    stream slots = Stream slots(overlaps=True)
+    timeline = StreamTimeline(overlaps=True)
     timeline.run(call_seconds, kernel_seconds)                         # a kernel, or a copy in the device's queue
     timeline.copy(row, call_seconds, copy_seconds, to_device=True)     # one on a stream of its own
     timeline.wait(row, by_processor=False)
