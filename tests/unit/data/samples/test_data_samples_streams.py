@@ -69,9 +69,7 @@ def test_the_loader_goes_through_the_stream_in_order_in_every_epoch(tmp_path: Pa
     ],
 )
 def test_windows_in_another_order_are_refused(tmp_path: Path, batches, shuffle, why):
-    with pytest.raises(
-        DataError, match=f"windows of a stream of 2 stream slots make batches in their order only.*{why}"
-    ):
+    with pytest.raises(DataError, match=f"windows of 2 stream slots make batches in their order only.*{why}"):
         Loader(dataset_of(tmp_path), batches, shuffle=shuffle)
 
 
