@@ -196,7 +196,7 @@ class Run:
             self.optimizer.train()
         self.step = TrainStep(self.model, self.optimizer, loss_of, units="samples")
         # In pieces, as on a GPU: what is done at once has its room reserved, and cannot run out of it.
-        self.commit = StepCommit(self.optimizer, self.step.backend, self.step.position, piece_bytes=1)
+        self.commit = StepCommit(self.optimizer, self.step.backend, self.step.position, chunk_bytes=1)
         self.step._commit = self.commit
         self.num_events = 0
         self.failing, self._update = Failing(fails), self.commit.step

@@ -47,6 +47,7 @@ def main() -> None:
         "modules in the root": modules["(root)"],
         "modules side by side, at most": max(Counter(path.parent for path in src if path.stem != "__init__").values()),
         "modules with a technique's name as text": len(with_technique_names(src)),
+        "imports of one particular technique from elsewhere": technique_imports(src),
         "imports inside functions": sum(lazy_imports(text) for text in src.values()),
         "imports of private modules from elsewhere": private_imports(src),
         "longest module, lines": max(text.count("\n") for text in src.values()),
@@ -80,6 +81,19 @@ def with_technique_names(src: dict[PurePosixPath, str]) -> set[PurePosixPath]:
         if not path.is_relative_to(folder)
         and any(isinstance(one, ast.Constant) and one.value in names for one in ast.walk(ast.parse(text)))
     }
+
+
+def technique_imports(src: dict[PurePosixPath, str]) -> int:
+    """Count the imports of the modules of particular techniques from outside ``techniques/``."""
+    folder = PACKAGE / "techniques"
+    modules = {f"plimsoll.techniques.{path.stem}" for path in src if path.parent == folder and path.stem != "__init__"}
+    count = 0
+    for path, text in src.items():
+        if not path.is_relative_to(folder):
+            for one in ast.walk(ast.parse(text)):
+                if isinstance(one, ast.ImportFrom):
+                    count += bool({one.module, *(f"{one.module}.{alias.name}" for alias in one.names)} & modules)
+    return count
 
 
 def lazy_imports(text: str) -> int:

@@ -117,7 +117,7 @@ DIALECT = {
     **dict.fromkeys(("taught",), "teacher cache"),
     **dict.fromkeys(("worn",), "fragmented heap"),
 }
-FORMER_NAMES = {("src/plimsoll/records/plan.py", "rungs")}  # works for one release, with a warning
+FORMER_NAMES = {("src/plimsoll/step/result.py", "rung"), ("src/plimsoll/step/train_step.py", "rung")}  # they warn
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

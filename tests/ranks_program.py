@@ -262,7 +262,7 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
         if case.get("precision") == "fp16":
             step._scaler = torch.amp.GradScaler(init_scale=2.0**10, device="cpu")
             _make_infinite(step, case.get("infinite"))
-        step._commit._piece_bytes = case.get("piece_bytes") or step._commit._piece_bytes
+        step._commit._chunk_bytes = case.get("chunk_bytes") or step._commit._chunk_bytes
         hits: dict[str, set[int]] = {}
         for rank, phase, passage in case.get("failures", ()):
             if rank == ranks.rank:
@@ -444,7 +444,7 @@ def random_case(seed: int, world_size: int) -> dict[str, Any]:
             failures[rank, phase, 0 if phase == "optimizer" else passage] = passage + chance.randint(0, 1)
     return {
         "clip_norm": chance.choice([None, 1.0]),
-        "piece_bytes": chance.choice([None, 64]),
+        "chunk_bytes": chance.choice([None, 64]),
         "unread_on": chance.sample(range(world_size), chance.randint(0, world_size)),
         "failures": [(rank, phase, passage) for (rank, phase, _), passage in failures.items()],
     }

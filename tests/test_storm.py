@@ -116,8 +116,8 @@ def test_allocations_are_seen_in_every_phase_and_in_the_undo():
 
 def test_updates_in_which_allocations_are_counted_go_in_pieces(monkeypatch):
     calls = []
-    in_pieces = StepCommit._do_in_pieces
-    monkeypatch.setattr(StepCommit, "_do_in_pieces", lambda commit: calls.append(in_pieces(commit)))
+    in_pieces = StepCommit._do_in_chunks
+    monkeypatch.setattr(StepCommit, "_do_in_chunks", lambda commit: calls.append(in_pieces(commit)))
     run = Run(TEACHER)
     for number in (1, 2, 3):
         run.do(number)

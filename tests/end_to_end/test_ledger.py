@@ -122,7 +122,7 @@ def trained(case: Case, path: Path) -> Trained:
     held_out = Subset(samples, np.arange(NUM_SAMPLES, NUM_SAMPLES + BATCH_SIZE))
     parts = Assembled(model, optimizer, None, ledger.loss, case.units, training, loader, held_out)
     step = TrainStep(model, optimizer, ledger.loss, units=case.units, clip_norm=1.0)
-    step._commit = StepCommit(optimizer, step.backend, step.position, piece_bytes=1)
+    step._commit = StepCommit(optimizer, step.backend, step.position, chunk_bytes=1)
     directory = RunDirectory.create(path, force=False)
     micro_batch_plan(job.budget, micro_batch_sizes(BATCH_SIZE)).save(directory.plan)
     head = RunHead(job=job.model_dump(mode="json"), device=step.backend.probe(), versions={}, fingerprint={})

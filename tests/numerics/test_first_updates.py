@@ -90,7 +90,7 @@ def in_heap(tensor):
     parts = [line.split()[0].split("-") for line in open("/proc/self/maps") if line.rstrip().endswith("[heap]")]
     return any(int(begin, 16) <= tensor.data_ptr() < int(end, 16) for begin, end in parts)
 
-for piece_bytes in (None, 1):
+for chunk_bytes in (None, 1):
     if os.fork():  # each in a heap of its own: what the first frees would have room for states of the second
         os.wait()
         continue
@@ -100,7 +100,7 @@ for piece_bytes in (None, 1):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         optimizer = torch.optim.Adam(parameters)
-        StepCommit(optimizer, backend, Position(phase="optimizer"), piece_bytes).step()
+        StepCommit(optimizer, backend, Position(phase="optimizer"), chunk_bytes).step()
         found = [in_heap(parameters[0]), in_heap(optimizer.state[parameters[0]]["exp_avg_sq"])]
     print(json.dumps(found), flush=True)
     os._exit(0)

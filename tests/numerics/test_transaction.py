@@ -19,11 +19,11 @@ RECURRING = tuple(case for case in CASES if not case.has_batch_norm)
 PHASES = ("copy", "forward", "loss", "backward", "clip", "optimizer")
 
 
-def make_step(case: Case, piece_bytes: int | None = None, **options: object) -> TrainStep:
+def make_step(case: Case, chunk_bytes: int | None = None, **options: object) -> TrainStep:
     model, optimizer = case.fresh()
     step = TrainStep(model, optimizer, units=case.units, clip_norm=1.0, **options)
-    if piece_bytes is not None:
-        step._commit = StepCommit(optimizer, step.backend, step.position, piece_bytes)
+    if chunk_bytes is not None:
+        step._commit = StepCommit(optimizer, step.backend, step.position, chunk_bytes)
     return step
 
 
@@ -82,7 +82,7 @@ def test_an_oom_in_any_phase_loses_nothing(case, phase, at_step):
 
     Later the same size is tried again.
     """
-    step = make_step(case, piece_bytes=1)
+    step = make_step(case, chunk_bytes=1)
     num_pieces = len(list(step.workload.model.parameters()))
     hit = {"optimizer": (at_step - 1) * num_pieces + num_pieces // 2}.get(phase, at_step)
     with armed(phase, hit):
@@ -147,7 +147,7 @@ def test_an_oom_at_any_parameter_of_any_optimizer_is_undone(name, hit):
     for at_step in (0, 2):
         model, optimizer = fresh()
         step = TrainStep(model, optimizer, units=case.units, clip_norm=1.0)
-        step._commit = StepCommit(optimizer, step.backend, step.position, piece_bytes=1)
+        step._commit = StepCommit(optimizer, step.backend, step.position, chunk_bytes=1)
         num_parameters = len(list(model.parameters()))
         with armed("optimizer", at_step * num_parameters + hit):
             assert run(step, case) == [BATCH_SIZE] * NUM_STEPS
@@ -187,7 +187,7 @@ def test_an_optimizer_torn_in_the_middle_is_put_together_again(num_failures):
 
 def test_a_step_that_cannot_be_undone_or_done_says_so():
     case = CASES[0]
-    step = make_step(case, piece_bytes=1)
+    step = make_step(case, chunk_bytes=1)
     run(step, case, num_steps=1)
     with armed("optimizer", 5, 6), pytest.raises(TornStepError, match="reload the last checkpoint"):
         step(case.batches()[1])
@@ -270,7 +270,7 @@ def test_fp16_survives_an_oom_between_unscaling_and_the_update():
     case = CASES[0]
     undisturbed = make_step(case, precision="fp16")
     run(undisturbed, case)
-    step = make_step(case, piece_bytes=1, precision="fp16")
+    step = make_step(case, chunk_bytes=1, precision="fp16")
     with armed("optimizer", 1, 40):
         run(step, case, num_steps=2)
     with armed("clip", 1), armed("copy", 3):

@@ -51,7 +51,7 @@ def test_an_oom_in_any_phase_loses_nothing(case, phase):
     """In step 3, where the same size has held before and is tried again."""
     model, optimizer = case.fresh()
     step = TrainStep(model, optimizer, units=case.units, clip_norm=1.0)
-    step._commit = StepCommit(optimizer, step.backend, step.position, piece_bytes=1)
+    step._commit = StepCommit(optimizer, step.backend, step.position, chunk_bytes=1)
     num_pieces = len(list(model.parameters()))
     with armed(phase, 2 * num_pieces + 2 if phase == "optimizer" else 3):
         results = [step(batch) for batch in case.batches()]

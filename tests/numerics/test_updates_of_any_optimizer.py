@@ -313,7 +313,7 @@ class Training:
             self.is_plain = False
             self.step = TrainStep(self.model, self.optimizer, loss, units="samples")
             self.commit = self.step._commit = StepCommit(
-                self.optimizer, self.step.backend, self.step.position, piece_bytes=1
+                self.optimizer, self.step.backend, self.step.position, chunk_bytes=1
             )
             self.failing, self.update = Failing(fails), self.commit.step
             self.commit.step = self.failing_update

@@ -24,6 +24,7 @@ FORMER_MODULES = {
     "plimsoll.data.batching": "plimsoll.data.batches.batching",
     "plimsoll.data.index": "plimsoll.data.text.index",
     "plimsoll.data.lanes": "plimsoll.data.samples.stream_slots",
+    "plimsoll.data.masks": "plimsoll.data.samples.masks",
     "plimsoll.data.loader": "plimsoll.data.batches.loader",
     "plimsoll.data.order": "plimsoll.data.batches.order",
     "plimsoll.data.packable": "plimsoll.data.samples.packable",
@@ -36,13 +37,14 @@ FORMER_MODULES = {
     "plimsoll.data.tokenizer": "plimsoll.data.tokens.tokenizer",
     "plimsoll.data.windows": "plimsoll.data.samples.windows",
     "plimsoll.models.in_segments": "plimsoll.models.recurrent.segments",
+    "plimsoll.models.recurrent_tagger": "plimsoll.models.recurrent.model",
     "plimsoll.ranks": "plimsoll.distributed.ranks",
     "plimsoll.run": "plimsoll.planning",
     "plimsoll.run.placed": "plimsoll.inference.placement",
     "plimsoll.run.plan_inference": "plimsoll.planning.plan_inference",
     "plimsoll.workload": "plimsoll.models.workload",
 }
-_FORMER_NAMES = {"Lanes": "StreamSlots"}
+_FORMER_NAMES = {"Lanes": "StreamSlots", "build_tagger": "build_recurrent"}
 
 
 class _Former(MetaPathFinder, Loader):

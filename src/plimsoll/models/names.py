@@ -164,7 +164,7 @@ def require_technique(name: str, known: Collection[str] | None = None) -> None:
 
 
 def require_allowed(name: str) -> None:
-    """Refuse what a job allows and nothing has the name of; whether it need be allowed, only the technique knows.
+    """Refuse what a job allows and nothing has the name of; see `plimsoll.planning.inputs.allowed`.
 
     Raises:
         JobError: it names the nearest.

@@ -59,7 +59,8 @@ def allowed(names: Iterable[str]) -> frozenset[str]:
     given = [names] if isinstance(names, str) else list(names)
     unknown = [name for name in given if name not in known]
     if unknown or isinstance(names, str):
-        raise InputError(f"allow={names!r}: give a list of names, of {', '.join(known)}")
+        shown = repr(names) if isinstance(names, str) else ", ".join(unknown)
+        raise InputError(f"allow: {shown} cannot be allowed: give a list of names, of {', '.join(known)}")
     return frozenset(given)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from pydantic import model_validator
 
@@ -28,9 +28,25 @@ class FormerNames(Frozen):
     def _with_names_of_today(cls, fields: Any) -> Any:
         return renamed(fields, cls.former_names) if isinstance(fields, dict) else fields
 
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            today = type(self).former_names.get(name)
+            if today is None:
+                return super().__getattr__(name)
+            warn_of_former(f"{type(self).__name__}.{name}", f"{type(self).__name__}.{today}")
+            return getattr(self, today)
+
 
 def renamed(fields: Mapping[str, Any], former_names: Mapping[str, str]) -> dict[str, Any]:
-    """Return fields by today's names."""
+    """Return fields by today's names.
+
+    Raises:
+        ValueError: if a field is given by both of its names.
+    """
+    for former in former_names.keys() & fields.keys():
+        if former_names[former] in fields:
+            raise ValueError(f"{former} and {former_names[former]} are the same field: give one of them")
     return {former_names.get(name, name): value for name, value in fields.items()}
 
 
@@ -45,6 +61,8 @@ def former_arguments(**former_names: str) -> Callable[[Callable[P, R]], Callable
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             for former in former_names.keys() & kwargs.keys():
+                if former_names[former] in kwargs:
+                    raise TypeError(f"{former} and {former_names[former]} are the same argument: give one of them")
                 warn_of_former(f"the argument {former}", former_names[former])
                 kwargs[former_names[former]] = kwargs.pop(former)
             return function(*args, **kwargs)

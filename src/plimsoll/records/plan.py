@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 from plimsoll.errors import InputError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Budget
-from plimsoll.records.former import FormerNames, warn_of_former
+from plimsoll.records.former import FormerNames
 from plimsoll.records.prediction import Estimate, Prediction
 
 Numerics = Literal["bitwise", "reordered", "reduced precision", "lossy"]
@@ -244,7 +244,9 @@ class Plan(FormerNames, Record):
     record_kind: ClassVar[str] = "plan"
     schema_version: ClassVar[int] = 3
     also_reads: ClassVar[frozenset[int]] = frozenset({2})
-    former_names: ClassVar[Mapping[str, str]] = {"rungs": "fallbacks", "openings": "lossy_alternatives"}
+    former_names: ClassVar[Mapping[str, str]] = {
+        "rungs": "fallbacks", "openings": "lossy_alternatives", "choices_by_rung": "choices_by_fallback",
+    }  # fmt: skip
 
     budget: Budget
     fallbacks: tuple[Configuration, ...]
@@ -275,12 +277,6 @@ class Plan(FormerNames, Record):
     def choices(self) -> tuple[Choice, ...]:
         """What is in force at first."""
         return self.fallbacks[0].choices
-
-    @property
-    def rungs(self) -> tuple[Configuration, ...]:
-        """The former name of ``fallbacks``."""
-        warn_of_former("plan.rungs", "plan.fallbacks")
-        return self.fallbacks
 
     @property
     def choices_by_fallback(self) -> tuple[tuple[Choice, ...], ...]:

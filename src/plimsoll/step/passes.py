@@ -32,7 +32,7 @@ class Passes:
         backend: of the device.
         position: where the training is.
         parameters: iterates over what has gradients.
-        dry-runs: whether the training is a dry run.
+        is_dry_run: whether the training is a dry run.
 
     Attributes:
         graphs: watches what stays of the graphs of passes.

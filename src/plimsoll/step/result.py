@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plimsoll.records.former import warn_of_former
 from plimsoll.records.run import OomEvent
 
 
@@ -31,6 +32,12 @@ class StepResult:
     step_seconds: float
     updated: bool
     oom_events: tuple[OomEvent, ...]
+
+    @property
+    def rung(self) -> int:
+        """The former name of ``fallback``."""
+        warn_of_former("StepResult.rung", "StepResult.fallback")
+        return self.fallback
 
 
 class Outcome(NamedTuple):

@@ -42,7 +42,7 @@ from plimsoll.distributed.reduction import Reduction
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.models.workload import LossFunction, Precision, Workload, model_loss
 from plimsoll.records.device import MemoryUse
-from plimsoll.records.former import former_arguments, renamed
+from plimsoll.records.former import former_arguments, renamed, warn_of_former
 from plimsoll.records.plan import Choice, Configuration
 from plimsoll.records.run import OomEvent
 from plimsoll.step.checks import device_of, refuse, refuse_batch, refuse_no_target, refuse_non_finite, refuse_recut
@@ -185,11 +185,14 @@ class TrainStep:
     @property
     def fallback(self) -> int:
         """The fallback in force; 0 before the first batch, unless a checkpoint or a death says otherwise."""
-        return (
-            0
-            if self.fallback_schedule is None and not self._fallbacks.sizes
-            else self._fallback_schedule_for(0).in_force
-        )
+        is_unknown = self.fallback_schedule is None and not self._fallbacks.sizes
+        return 0 if is_unknown else self._fallback_schedule_for(0).in_force
+
+    @property
+    def rung(self) -> int:
+        """The former name of `fallback`."""
+        warn_of_former("TrainStep.rung", "TrainStep.fallback")
+        return self.fallback
 
     @property
     def num_steps(self) -> int:
@@ -304,6 +307,7 @@ class TrainStep:
         if self._fallbacks.sizes:
             self._fallbacks.use(self._fallbacks.sizes[self.fallback].level)
 
+    @former_arguments(rung="fallback", too_large_rung="too_large_fallback")
     def begin_again_at(self, fallback: int, too_large_fallback: int | None = None) -> None:
         """After the process was killed for memory: at a later one of the fallbacks given (see `state_after_death`)."""
         size = self._fallbacks.sizes[fallback]

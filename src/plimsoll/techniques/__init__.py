@@ -11,17 +11,18 @@ knows one by its name. The contract tests run over the registry.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from importlib import import_module
 from inspect import isabstract
 from types import ModuleType
+from typing import Any, get_args
 
 from plimsoll.errors import InputError
 from plimsoll.models.names import own_techniques, require_technique, techniques_of_others
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Numerics
 from plimsoll.techniques.mechanisms.technique import STAGES, Choices, Setting, Technique
 
 __all__ = [
@@ -58,17 +59,34 @@ def _others() -> Iterator[Technique]:
     """
     taken = set(own_techniques())
     for entry in techniques_of_others():
-        fault, found = "", None
+        found = None
         try:
             found = entry.load()
-        except (ImportError, AttributeError) as error:
-            fault = str(error)
-        if isinstance(found, type) and issubclass(found, Technique) and found.name == entry.name not in taken:
-            taken.add(entry.name)
-            yield found()
-        else:
-            fault = fault or f"it must be a `Technique` whose name is `{entry.name}`, and the only one of that name"
-            raise InputError(f"cannot use the technique {entry.value}: {fault}; remove the package that brings it")
+            fault = _fault_of(found, entry.name, taken)
+        except _FAULTS as error:
+            fault = f"{type(error).__name__}: {error}"
+        if fault is not None or found is None:
+            package = entry.dist.name if entry.dist is not None else entry.value
+            raise InputError(f"cannot use the technique {entry.value} of {package}: {fault}; remove that package")
+        taken.add(entry.name)
+        yield found()
+
+
+_FAULTS = (  # what loading somebody else's module may raise
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
+    SyntaxError, TypeError, ValueError,
+)  # fmt: skip
+
+
+def _fault_of(found: Any, name: str, taken: Collection[str]) -> str | None:
+    """Why what an entry point gives is no technique of that name."""
+    if not (isinstance(found, type) and issubclass(found, Technique)) or name in taken or found.name != name:
+        return f"it must be a `Technique` whose name is `{name}`, and the only one of that name"
+    if missing := sorted(found.__abstractmethods__):
+        return f"it has no {' and no '.join(missing)}"
+    if found.numerics not in get_args(Numerics):
+        return f"its numerics are {found.numerics!r}, and not one of {', '.join(get_args(Numerics))}"
+    return None if found.stage in STAGES else f"its stage is {found.stage!r}, and not one of {', '.join(STAGES)}"
 
 
 TECHNIQUES = _Registry()

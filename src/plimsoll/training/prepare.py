@@ -96,10 +96,13 @@ def prepare_run(  # noqa: PLR0917 -- of a command
 def _check(job: Job, pins: tuple[str, ...], forbids: tuple[str, ...]) -> None:
     """Refuse what the job says wrongly of model and optimizer, and what is asked for and cannot be."""
     from plimsoll.models.assemble import require_buildable
+    from plimsoll.planning.inputs import allowed
     from plimsoll.planning.targets import require_budget
     from plimsoll.planning.teacher_loss import require_folder
 
     require_buildable(job)
+    if job.allow:
+        allowed(job.allow)
     require_folder(job)
     require_budget(job)
     if pins or forbids or job.pin:

@@ -70,7 +70,7 @@ FLAGS = {
     "embeddings convert": {"--output", "-o", "--precision", "--strict", "--force", "--quiet", "-q", "--json"},
     "launch-worker": set(),
     "train-worker": {
-        "--resume", "--from-step", "--resume-newest", "--rung", "--too-large-rung", "--restarts", "--no-trial",
+        "--resume", "--from-step", "--resume-newest", "--fallback", "--too-large-fallback", "--restarts", "--no-trial",
         "--quiet",
     },
     "prepare-worker": {"--quiet", "--again", "--pin", "--forbid", "--tokenizer-budget-bytes"},

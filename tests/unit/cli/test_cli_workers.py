@@ -45,7 +45,7 @@ def test_prepare_then_train_then_go_on(directory, tmp_path):
     prepared = invoke("prepare-worker", directory.path, tmp_path / "cache", "--quiet")
     assert (prepared.exit_code, prepared.output) == (0, "")
     assert Prepared.load(directory.prepared).vocab_size == 300
-    trained = invoke("train-worker", directory.path, "--quiet", "--rung", 1)
+    trained = invoke("train-worker", directory.path, "--quiet", "--fallback", 1)
     assert (trained.exit_code, trained.output) == (0, "")
     record = RunRecord.from_directory(directory.path)
     assert [step.micro_batch for step in record.steps] == [2] * 4

@@ -41,7 +41,7 @@ def planned(budget, **options):
 def test_where_memory_is_plenty_nothing_is_changed_that_costs_time():
     plan = planned("4GiB")
     assert plan.fits
-    assert plan.prediction.planning_input == "GPT2LMHeadModel, 8 samples a step, fp32"
+    assert plan.prediction.subject == "GPT2LMHeadModel, 8 samples a step, fp32"
     assert plan.fallbacks[0].micro_batch == 8
     assert plan.fallbacks[-1].micro_batch == 1
 

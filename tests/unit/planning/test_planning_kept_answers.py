@@ -250,7 +250,7 @@ def test_what_is_wrong_with_a_job_is_said_as_ever_and_not_kept(made, monkeypatch
 
 @pytest.mark.parametrize("content", [b"{}", b'{"record": "prediction", "schema": 1}', b"\xff"])
 def test_an_entry_that_is_no_such_record_is_made_anew(made, monkeypatch, content):
-    monkeypatch.setattr(module.cached, "read", lambda kind, facts: content)
+    monkeypatch.setattr(module.cached_answers, "read", lambda kind, facts: content)
     assert not is_known(job())
 
 

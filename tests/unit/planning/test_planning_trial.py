@@ -294,7 +294,7 @@ print(json.dumps({
 
 def test_what_runs_out_of_memory_is_struck_before_the_training_with_what_would_need_too_much_as_well():
     """In a process whose allocator is limited. By the shortage of the first a second would need too much."""
-    done = run_program(RUNS_OUT, Path(__file__).parent)
+    done = run_program(RUNS_OUT, Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("why").startswith("memory ran out in the ")

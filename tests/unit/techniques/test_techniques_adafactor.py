@@ -40,7 +40,7 @@ def test_the_menu_has_it_also_where_it_is_not_allowed():
 def test_a_training_with_it_is_the_plain_one_with_it_also_after_an_oom_in_the_update(case, fails):
     model, optimizer = case.fresh()
     step = TrainStep(model, optimizer, units=case.units, clip_norm=1.0, fallbacks=[RUNG])
-    step._commit._piece_bytes = 1
+    step._commit._chunk_bytes = 1
     with armed("optimizer", *fails):
         for batch in case.batches():
             step(batch)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from small_models import fresh, gpt2_with, llama, t5
 from torch import nn
 from traced_steps import dry_run, recorded
 from transformers import BertConfig, BertForSequenceClassification, EncoderDecoderConfig, EncoderDecoderModel
@@ -13,6 +12,7 @@ from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.attention import Attention
+from technique_models import fresh, gpt2_with, llama, t5
 from workloads import Lstm, largest_relative_difference
 
 SDPA = (Choice(technique="attention", options={"backend": "sdpa"}),)

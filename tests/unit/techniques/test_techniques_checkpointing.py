@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from small_models import WITH_BLOCKS, Block, Blocks, fresh, gpt2_with
 from tests.tally import Tally, in_a_check
 from torch import nn
 from traced_steps import dry_run, recorded
@@ -29,6 +28,7 @@ from plimsoll.techniques.checkpointing import (
 )
 from plimsoll.techniques.mechanisms.blocks import blocks_of
 from processor import skip_without_half_lstm
+from technique_models import WITH_BLOCKS, Block, Blocks, fresh, gpt2_with
 from workloads import Lstm
 
 CPU = Setting(device="cpu", batch_size=8)

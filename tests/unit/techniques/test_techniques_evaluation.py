@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from small_models import fresh
 from traced_steps import dry_run, recorded
 
 from plimsoll.memory.live import live_bytes
@@ -11,6 +10,7 @@ from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.evaluation import EvaluationPass
+from technique_models import fresh
 
 
 def passes_of(samples):

@@ -94,11 +94,11 @@ def test_it_takes_the_settings_over_and_gives_everything_back(kind):
 # -- the step as a transaction -----------------------------------------------------------------------------------------
 
 
-def trained(choice, fails=(), piece_bytes=1):
+def trained(choice, fails=(), chunk_bytes=1):
     case = TRAININGS["gpt2"]
     model, optimizer = case.fresh()
     step = TrainStep(model, optimizer, units=case.units, clip_norm=1.0, fallbacks=[[choice, micro_batch_choice(8)]])
-    step._commit._piece_bytes = piece_bytes
+    step._commit._chunk_bytes = chunk_bytes
     with armed("optimizer", *fails):
         losses = [step(batch).loss for batch in case.batches()]
     weights = weights_of(model, step.workload.optimizer)
@@ -161,7 +161,7 @@ def test_the_first_step_proves_room_for_just_what_is_to_come(choice, monkeypatch
     with installed(workload, [choice]):
         give_gradients(workload.model)
         largest = max(workload.model.parameters(), key=torch.numel)
-        StepCommit(workload.optimizer, backend_for("cpu"), Position(), piece_bytes=1).step()
+        StepCommit(workload.optimizer, backend_for("cpu"), Position(), chunk_bytes=1).step()
         states = [
             (one, sum(value.nbytes for value in state.values())) for one, state in workload.optimizer.state.items()
         ]

@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layer_runs import HIDDEN, INPUTS, LAYERS, TOLERANCES, everything, parts_of, require_alike, tensors
-from small_models import fresh
 from torch import nn
 from torch.backends import mkldnn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from traced_steps import dry_run, recorded
 
+from layer_runs import HIDDEN, INPUTS, LAYERS, TOLERANCES, everything, parts_of, require_alike, tensors
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.models.recurrent.model import build_recurrent
@@ -24,6 +23,7 @@ from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.packed_stretches import PackedStretches, StretchedLayer
 from plimsoll.techniques.time_segments import time_segments_choice
+from technique_models import fresh
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import fresh
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from traced_steps import dry_run, recorded
@@ -23,6 +22,7 @@ from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.checkpointing import checkpointing_choice
 from plimsoll.techniques.time_segments import TimeSegments, parts_in_time, segment_lengths, time_segments_choice
+from technique_models import fresh
 
 FIELDS = {"architecture": "lstm", "vocab_size": 30, "embedding_size": 8, "hidden_size": 8, "num_layers": 2}
 LONG = Setting("cpu", 4, sequence_length=1000)

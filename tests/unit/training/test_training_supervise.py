@@ -155,26 +155,26 @@ def retries():
 def test_memory_takes_the_next_rung_and_what_held_may_come_back_once():
     given = retries()
     assert given.note_death(_Cause.KERNEL, 0, has_held=True) == 1
-    assert given.arguments()[-4:] == ["--rung", "1", "--restarts", "1"]
+    assert given.arguments()[-4:] == ["--fallback", "1", "--restarts", "1"]
     given.note_begun()
     given.note_saved()
     assert given.arguments() == ["--resume-newest", "--restarts", "1"]  # the checkpoint knows the rest
     assert given.note_death(_Cause.KERNEL, 0, has_held=True) == 1
-    assert given.arguments()[1:] == ["--rung", "1", "--too-large-rung", "0", "--restarts", "2"]
+    assert given.arguments()[1:] == ["--fallback", "1", "--too-large-fallback", "0", "--restarts", "2"]
 
 
 def test_a_rung_that_never_held_is_known_to_kill():
     given = retries()
     given.note_death(_Cause.KERNEL, 0, has_held=False)
     given.note_death(_Cause.KERNEL, 1, has_held=True)
-    assert given.arguments()[3:] == ["--rung", "2", "--too-large-rung", "0", "--restarts", "2"]
+    assert given.arguments()[3:] == ["--fallback", "2", "--too-large-fallback", "0", "--restarts", "2"]
 
 
 def test_a_death_from_outside_keeps_the_rung_that_was_found_before_a_checkpoint_has_it():
     given = retries()
     given.note_death(_Cause.KERNEL, 0, has_held=True)
     assert given.note_death(_Cause.OUTSIDE, 0, has_held=True) == 1  # it had grown again
-    assert given.arguments()[3:5] == ["--rung", "1"]
+    assert given.arguments()[3:5] == ["--fallback", "1"]
     assert retries().note_death(_Cause.OUTSIDE, 2, has_held=True) == 2
 
 

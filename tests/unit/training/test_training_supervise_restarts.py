@@ -77,13 +77,16 @@ def deaths_in(directory: RunDirectory) -> list[DeathLine]:
 @pytest.mark.parametrize(
     ("lines", "arguments"),
     [
-        ((), "--resume --from-step 2 --rung 1"),  # it died while it was loading, and says nothing against a fallback
-        ((start(),), "--resume-newest --rung 1 --too-large-rung 0"),
-        ((start(), step(1)), "--resume-newest --rung 1"),
-        ((start(2), step(1, 2)), "--resume-newest --rung 3"),
-        ((start(2), step(1, 1), step(2, 2)), "--resume-newest --rung 3"),
-        ((start(2), step(1, 2), start(1)), "--resume-newest --rung 2 --too-large-rung 1"),
-        ((start(3), step(1, 3)), "--resume-newest --rung 3"),  # there is none after it
+        (
+            (),
+            "--resume --from-step 2 --fallback 1",
+        ),  # it died while it was loading
+        ((start(),), "--resume-newest --fallback 1 --too-large-fallback 0"),
+        ((start(), step(1)), "--resume-newest --fallback 1"),
+        ((start(2), step(1, 2)), "--resume-newest --fallback 3"),
+        ((start(2), step(1, 1), step(2, 2)), "--resume-newest --fallback 3"),
+        ((start(2), step(1, 2), start(1)), "--resume-newest --fallback 2 --too-large-fallback 1"),
+        ((start(3), step(1, 3)), "--resume-newest --fallback 3"),  # there is none after it
     ],
 )
 def test_what_is_started_after_a_death_follows_from_how_far_the_process_came(
@@ -112,8 +115,8 @@ def test_death_after_death_takes_smaller_micro_batches_and_after_a_checkpoint_it
     begin = f"train-worker {directory.path}"
     assert python.commands() == [
         f"{begin} --restarts 0",
-        f"{begin} --rung 1 --restarts 1",
-        f"{begin} --resume-newest --rung 2 --restarts 2",
+        f"{begin} --fallback 1 --restarts 1",
+        f"{begin} --resume-newest --fallback 2 --restarts 2",
         f"{begin} --resume-newest --restarts 3",
     ]
     found = [(death.restarted_from_step, death.next_fallback, death.next_micro_batch) for death in deaths_in(directory)]
@@ -156,7 +159,7 @@ def test_ranks_are_started_by_a_launcher_whose_code_tells_of_a_signal(new_run: N
     assert python.commands() == [
         f"train-worker {alone.path} --restarts 0",
         f"launch-worker 2 -- train-worker {shared.path} --restarts 0 --quiet",
-        f"launch-worker 2 -- train-worker {shared.path} --rung 1 --restarts 1 --quiet",
+        f"launch-worker 2 -- train-worker {shared.path} --fallback 1 --restarts 1 --quiet",
     ]
 
 

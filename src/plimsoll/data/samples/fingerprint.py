@@ -38,9 +38,9 @@ def mark_of(dataset: Any, workers: Any) -> int | None:
             fields = {str(number): tensor[ids] for number, tensor in enumerate(dataset.tensors)}
         else:
             return None
-        for name in sorted(fields):
-            values = torch.as_tensor(fields[name]).detach().cpu().contiguous()
-            said = f"{name} {values.dtype} {tuple(values.shape)}"
+        for field in sorted(fields, key=_former):
+            values = torch.as_tensor(fields[field]).detach().cpu().contiguous()
+            said = f"{_former(field)} {values.dtype} {tuple(values.shape)}"
             mark = zlib.crc32(values.flatten().view(torch.uint8).numpy().data, zlib.crc32(said.encode(), mark))
             num_bytes += values.nbytes
         if num_bytes >= _MOST_BYTES:
@@ -54,3 +54,8 @@ def _spread(num_samples: int) -> Iterator[NDArray[np.int64]]:
     numbers = np.concatenate(([0, num_samples - 1], numbers[shuffled(len(numbers), 0)]))
     for begin in range(0, len(numbers), _SAMPLES_AT_ONCE):
         yield numbers[begin : begin + _SAMPLES_AT_ONCE]
+
+
+def _former(field: str) -> str:
+    """The name of a field in the release before, whose checkpoints keep the number."""
+    return {"slots": "lanes"}.get(field, field)

@@ -1,7 +1,7 @@
 """Where the stream slots of a stream of tokens are, and how far back their gradients reach: arithmetic alone, no torch.
 
-A stream is cut into as many stream slots as a batch has samples. Lane b is a region of its own, and is read from its
-begin to its end, one window a step. Neighbours have one token in common, windows of a stream slot as well as stream
+A stream is cut into as many stream slots as a batch has samples. Stream slot b is a region of its own, and is read from
+its begin to its end, one window a step. Neighbours have one token in common, windows of a stream slot as well as stream
 slots: the last of one is only predicted there, and read at the begin of the next. So each token but the first is
 predicted exactly once, and the state after a window is the state before the next. The last window of a stream slot may
 be shorter; fewer tokens than there are stream slots are left over at the end of the stream, and are the same in every

@@ -47,7 +47,15 @@ class StreamDataset(Samples):
     def fingerprint(self) -> str | None:
         """A name that differs where the samples do; ``None`` where the tokens are in no store."""
         folder = getattr(self._store, "folder", None)
-        return None if folder is None else f"{folder.name} {self.slots} {self._resets}"
+        if folder is None:
+            return None
+        slots = self.slots
+        # In the words of the release before: a checkpoint keeps the fingerprint of its data.
+        said = (
+            f"Lanes(begin={slots.begin}, num_tokens={slots.num_tokens}, num_lanes={slots.num_slots}, "
+            f"sequence_length={slots.sequence_length})"
+        )
+        return f"{folder.name} {said} {self._resets}"
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
         """Return ``input_ids`` and ``labels`` (B, T), ``slots`` and ``windows`` (B,).

@@ -67,7 +67,7 @@ def guesses_of(
     Args:
         combinations: at least one.
         surrogates: of each heap.
-        looks: what was traced.
+        evaluations: what was traced.
     """
     numbers = np.repeat(np.arange(len(combinations)), [len(combination.sizes) for combination in combinations])
     starts = np.searchsorted(numbers, np.arange(len(combinations)))

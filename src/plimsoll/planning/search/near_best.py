@@ -35,7 +35,7 @@ def candidates_beside(
     Args:
         chosen: the plan.
         fallbacks: those of the plan. They have to do for a candidate as well: one of them must be able to follow it.
-        looks: what was traced and can be a plan.
+        evaluations: what was traced and can be a plan.
         limit_bytes: what a plan may need.
     """
     near = [

@@ -132,7 +132,7 @@ class Placer:
         most_rows: of a pass.
         num_passes: of the model for the rows of one pass: one, and one more for each new token.
         reading: how fast weights come.
-        look: traces.
+        evaluate: traces.
     """
 
     def __init__(  # noqa: PLR0917 -- called by keyword

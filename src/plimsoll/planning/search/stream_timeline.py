@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StreamTimeline:
-    """The stream slots of a stretch, in seconds from its begin, at which nothing runs."""
+    """The seconds from the begin of a stretch from which on processor, device and link run nothing."""
 
     overlaps: bool
     processor: float = 0.0

@@ -52,7 +52,7 @@ class Replays:
         backend: of the device.
         position: where the training is.
         parameters: iterates over what has gradients.
-        dry-runs: whether the training is a dry run.
+        is_dry_run: whether the training is a dry run.
 
     Attributes:
         num_replays: micro-batches that were replayed.

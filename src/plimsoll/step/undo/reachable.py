@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from plimsoll import errors
 from plimsoll.step.undo import hooks
 
 _LIBRARIES = frozenset(
@@ -46,7 +47,7 @@ _LIBRARIES = frozenset(
      "trl", "tqdm", "rich"}
 ) | sys.stdlib_module_names  # fmt: skip
 FOLDERS_OF_LIBRARIES = (
-    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{Path(errors.__file__).parent}{os.sep}",
     *(f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in {"stdlib", "purelib", "platlib"}),
 )
 _FOLLOWED = (

@@ -31,8 +31,9 @@ def test_a_limit_of_the_user_is_the_capacity(kind, counted):
     code = f"""
 import resource
 resource.setrlimit(resource.{kind}, (1 << 30, -1))
-from plimsoll.device import cpu, process
-device = cpu.CpuBackend().probe()
+from plimsoll.device import process
+from plimsoll.device.cpu.backend import CpuBackend
+device = CpuBackend().probe()
 print(device.to_json())
 print(process.{counted}())
 """

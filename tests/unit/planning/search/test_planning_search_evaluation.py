@@ -58,17 +58,17 @@ def test_of_two_steps_the_one_that_needs_more_counts():
 
 
 @pytest.fixture
-def evaluate():
+def evaluation():
     choices = (micro_batch_choice(4), OFFLOAD)
     peak = Estimate(likely_bytes=100, low_bytes=90, high_bytes=120)
     return Evaluation(choices, 4, peak, True, Duration(likely_seconds=2.0, low_seconds=1.0, high_seconds=3.0), {}, {})
 
 
-def test_a_look_is_safe_in_the_top_of_its_range_and_takes_what_is_likely(evaluation):
+def test_an_evaluation_is_safe_in_the_top_of_its_range_and_takes_what_is_likely(evaluation):
     assert (evaluation.need_bytes, evaluation.seconds) == (120, 2.0)
 
 
-def test_a_look_is_a_rung_and_its_mix_has_no_micro_batch(evaluation):
+def test_an_evaluation_is_a_configuration_and_its_combination_has_no_micro_batch(evaluation):
     assert evaluation.combination == without_micro_batch(evaluation.choices) == (OFFLOAD,)
     assert (
         evaluation.configuration().choices,

@@ -140,7 +140,7 @@ def test_a_plan_that_needs_more_than_was_guessed_is_taken_with_less():
         peak = found.peak + Estimate(likely_bytes=60 * MIB, low_bytes=0, high_bytes=60 * MIB)
         return Evaluation(peak, True, found.steps_seconds, 0.0)
 
-    found = placer(400, evaluation=worse, room_mib=0, most_rows=4)
+    found = placer(400, evaluate=worse, room_mib=0, most_rows=4)
     best = found.best(found.guesses())
     chosen, traced = found.verified(best)
     assert traced.peak.high_bytes <= 400 * MIB

@@ -36,7 +36,7 @@ def test_what_plimsoll_registers_stays():
     layer = nn.Linear(2, 2)
     saved = SavedHooks(containers_of([layer]), [])
     own = functools.partial(doubled)
-    doubled.__module__, before = "plimsoll.run.any", doubled.__module__
+    doubled.__module__, before = "plimsoll.step.any", doubled.__module__
     try:
         layer.register_forward_hook(own)
         saved.restore()

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from small_models import WITH_BLOCKS, Blocks, StackedLstm, fresh, gpt2_with, t5
 from torch import nn
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 from plimsoll.techniques.mechanisms.blocks import blocks_of
+from technique_models import WITH_BLOCKS, Blocks, StackedLstm, fresh, gpt2_with, t5
 from workloads import Cnn, Lstm
 
 NAMES = {

@@ -31,7 +31,9 @@ def adds(number, state, slices):
 @pytest.mark.parametrize("run", [adds_in_place, writes_through_a_view])
 def test_a_change_in_place_is_refused_with_its_line(run):
     line = run.__code__.co_firstlineno + 1
-    with pytest.raises(InputError, match=rf"test_techniques__purity\.py, line {line}: .*# this line") as error:
+    with pytest.raises(
+        InputError, match=rf"test_techniques_mechanisms_purity\.py, line {line}: .*# this line"
+    ) as error:
         run_purely(run, 3, (torch.zeros(2),), (torch.ones(2),))
     assert "segment 3" in str(error.value)
     assert "write `state = state + ...`" in str(error.value)

@@ -163,7 +163,7 @@ def trained(model, choices, optimizer=torch.optim.AdamW, fails=MappingProxyType(
     fallbacks = [[*choices, micro_batch_choice(samples)] for samples in (8, 4, 2)]
     made = optimizer(model.parameters(), lr=1e-2)
     step = TrainStep(model, made, loss, units="samples", clip_norm=1.0, fallbacks=fallbacks)
-    step._commit._piece_bytes = 200
+    step._commit._chunk_bytes = 200
     losses = []
     for number in range(4):
         torch.manual_seed(number)
