@@ -6,6 +6,7 @@ import pytest
 
 import plimsoll.errors
 from plan_records import impossible_plan, tried_plan
+from plimsoll.errors import RecordError
 from plimsoll.records.former import former_arguments
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import DeathLine, GraphLine, OomEvent, StartLine, StepLine, parse_line
@@ -67,7 +68,14 @@ def test_former_arguments_and_attributes_work_and_warn():
         assert take(rungs=3) == 3
     assert take(fallbacks=4) == 4
     plan = tried_plan()
-    with pytest.warns(DeprecationWarning, match=r"plan.rungs is called plan.fallbacks now"):
+    with pytest.warns(DeprecationWarning, match=r"Plan.rungs is called Plan.fallbacks now"):
         assert plan.rungs == plan.fallbacks
     with pytest.warns(DeprecationWarning, match="WornProcessError is called FragmentedHeapError now"):
         assert plimsoll.errors.WornProcessError is plimsoll.errors.FragmentedHeapError
+
+
+def test_a_field_or_an_argument_by_both_of_its_names_is_refused():
+    with pytest.raises(RecordError, match="rungs and fallbacks are the same field"):
+        Plan.from_json(json.dumps({"record": "plan", "schema": 3, "budget": {}, "fallbacks": [], "rungs": []}))
+    with pytest.raises(TypeError, match="rungs and fallbacks are the same argument"):
+        former_arguments(rungs="fallbacks")(lambda *, fallbacks: fallbacks)(rungs=1, fallbacks=2)
