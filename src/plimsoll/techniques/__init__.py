@@ -67,7 +67,9 @@ def _others() -> Iterator[Technique]:
             fault = f"{type(error).__name__}: {error}"
         if fault is not None or found is None:
             package = entry.dist.name if entry.dist is not None else entry.value
-            raise InputError(f"cannot use the technique {entry.value} of {package}: {fault}; remove that package")
+            raise InputError(
+                f"cannot use the technique {entry.value}: {fault}; remove the package that brings it, {package}"
+            )
         taken.add(entry.name)
         yield found()
 

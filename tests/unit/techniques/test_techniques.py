@@ -143,9 +143,13 @@ def test_another_package_brings_one_by_an_entry_point(brought, workload):
         (RESTS, "rest = brought_by_a_test:Rests", "must be a `Technique` whose name is `rest`"),
         (RESTS.replace("rests", "lora"), "lora = brought_by_a_test:Rests", "the only one of that name"),
         ("Rests = 1", "rests = brought_by_a_test:Rests", "must be a `Technique`"),
+        ("raise RuntimeError('no licence')", "rests = brought_by_a_test:Rests", "RuntimeError: no licence"),
+        (RESTS.replace("choices =", "menu ="), "rests = brought_by_a_test:Rests", "it has no choices"),
+        (RESTS.replace("bitwise", "odd"), "rests = brought_by_a_test:Rests", "its numerics are 'odd'"),
+        (RESTS.replace('"model"', '"late"'), "rests = brought_by_a_test:Rests", "its stage is 'late'"),
     ],
 )
 def test_one_that_cannot_be_used_is_refused_with_where_it_is_from(program, entry, fault, brought):
     brought(program, entry)
-    with pytest.raises(InputError, match=f"cannot use the technique .*{fault}.*; remove the package that brings it"):
+    with pytest.raises(InputError, match=f"cannot use .*{fault}.*; remove the package that brings it, brought"):
         technique_of("heap")
