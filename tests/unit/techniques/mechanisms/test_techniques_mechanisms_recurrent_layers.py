@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layer_runs import HIDDEN, INPUTS, LAYERS, TOLERANCES, everything, require_alike, tensors
 from torch import nn
 from torch.nn import functional
 
+from layer_runs import HIDDEN, INPUTS, LAYERS, TOLERANCES, everything, require_alike, tensors
 from plimsoll.techniques.mechanisms.recurrent_layers import Cut, SegmentedLayer, is_plain_layer
 from processor import skip_without_half_lstm
 
