@@ -60,7 +60,7 @@ def allowed(names: Iterable[str]) -> frozenset[str]:
     unknown = [name for name in given if name not in known]
     if unknown or isinstance(names, str):
         shown = repr(names) if isinstance(names, str) else ", ".join(unknown)
-        raise InputError(f"allow: {shown} cannot be allowed: give a list of names, of {', '.join(known)}")
+        raise InputError(f"allow={shown}: give a list of names, of {', '.join(known)}")
     return frozenset(given)
 
 
