@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from plimsoll.files import former_modules
-from plimsoll.records.base import Shown
+from plimsoll.records import Shown
 
 if TYPE_CHECKING:
     from plimsoll.device.base import limited as limited

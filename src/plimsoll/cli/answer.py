@@ -42,7 +42,7 @@ def limit_bytes_of(budget: str | None) -> int | None:
     """Read ``--budget`` in bytes.
 
     Raises:
-        BudgetError: if it is no size, or one without its unit.
+        BudgetError: if the text is not a size, or has no unit.
     """
     from plimsoll.errors import BudgetError, InputError
     from plimsoll.records.units import parse_bytes

@@ -32,7 +32,7 @@ def target_bytes_of(target: str | None) -> int | None:
     """Read ``--target`` in bytes.
 
     Raises:
-        InputError: if it is no size.
+        InputError: if the text is not a size.
     """
     try:
         return None if target is None else parse_bytes(target)

@@ -12,6 +12,7 @@ import mmap
 import pickle
 import pickletools
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from io import BytesIO
@@ -110,7 +111,7 @@ def described(raw: bytes | mmap.mmap, keys: Collection[bytes]) -> Any:
     return _Description(raw, keys).run()
 
 
-class _Machine:
+class _Machine(ABC):
     """The stack and the numbered objects ("memo") of a pickle, as its operations leave them.
 
     An ``IndexError`` says that something an operation needs is not there: a byte, an object, a mark, a container.
@@ -271,14 +272,17 @@ class _Machine:
         self._memo += [None] * (index + 1 - len(self._memo))
         self._memo[index] = top
 
+    @abstractmethod
     def _string(self, length: int, is_text: bool) -> None:
-        raise NotImplementedError
+        """Push a string of so many bytes."""
 
+    @abstractmethod
     def _set_items(self, items: list[Any]) -> None:
-        raise NotImplementedError
+        """Put keys and values, one after the other, into the dictionary on top."""
 
+    @abstractmethod
     def _append(self, items: list[Any]) -> None:
-        raise NotImplementedError
+        """Put items at the end of the list on top."""
 
     def _result(self) -> Any:
         if self._at > len(self._data) or len(self._stack) != 1 or self._marks:

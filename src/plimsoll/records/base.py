@@ -12,13 +12,15 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from plimsoll.errors import OutputError, RecordError
+from plimsoll.records import Shown
+from plimsoll.records.former import renamed, warn_of_former
 
 
 class Frozen(BaseModel):
@@ -27,13 +29,24 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="constants")
 
 
-class Shown:
-    """Something a notebook shows as HTML, where ``to_html`` knows it; else as its text."""
+class FormerNames(Frozen):
+    """A value whose file may have former names of fields; ``former_names`` maps them to today's."""
 
-    to_html: ClassVar[Callable[[Any], str | None] | None] = None
+    former_names: ClassVar[Mapping[str, str]]
 
-    def _repr_html_(self) -> str | None:
-        return None if Shown.to_html is None else Shown.to_html(self)
+    @model_validator(mode="before")
+    @classmethod
+    def _with_names_of_today(cls, fields: Any) -> Any:
+        return renamed(fields, cls.former_names) if isinstance(fields, dict) else fields
+
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            today = type(self).former_names.get(name)
+            if today is None:
+                return super().__getattr__(name)
+            warn_of_former(f"{type(self).__name__}.{name}", f"{type(self).__name__}.{today}")
+            return getattr(self, today)
 
 
 class Record(Frozen, Shown):

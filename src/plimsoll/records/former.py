@@ -8,34 +8,10 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
-
-from pydantic import model_validator
-
-from plimsoll.records.base import Frozen
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class FormerNames(Frozen):
-    """A value whose file may have former names of fields; ``former_names`` maps them to today's."""
-
-    former_names: ClassVar[Mapping[str, str]]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_names_of_today(cls, fields: Any) -> Any:
-        return renamed(fields, cls.former_names) if isinstance(fields, dict) else fields
-
-    if not TYPE_CHECKING:  # which would take every name for one that is there
-
-        def __getattr__(self, name: str) -> Any:
-            today = type(self).former_names.get(name)
-            if today is None:
-                return super().__getattr__(name)
-            warn_of_former(f"{type(self).__name__}.{name}", f"{type(self).__name__}.{today}")
-            return getattr(self, today)
 
 
 def renamed(fields: Mapping[str, Any], former_names: Mapping[str, str]) -> dict[str, Any]:

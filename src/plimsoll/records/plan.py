@@ -11,9 +11,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator
 
 from plimsoll.errors import InputError
-from plimsoll.records.base import Frozen, Record
+from plimsoll.records.base import FormerNames, Frozen, Record
 from plimsoll.records.device import Budget
-from plimsoll.records.former import FormerNames
 from plimsoll.records.prediction import Estimate, Prediction
 
 Numerics = Literal["bitwise", "reordered", "reduced precision", "lossy"]

@@ -13,9 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from plimsoll.errors import RecordError
-from plimsoll.records.base import Frozen, Record
+from plimsoll.records.base import FormerNames, Frozen, Record
 from plimsoll.records.device import Device
-from plimsoll.records.former import FormerNames
 from plimsoll.records.plan import LossCheck, Plan
 from plimsoll.records.units import format_bytes
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from plimsoll.records.base import Frozen, Record
-from plimsoll.records.former import FormerNames
+from plimsoll.records.base import FormerNames, Frozen, Record
 from plimsoll.records.plan import Choice, Duration
 from plimsoll.records.prediction import Estimate
 

@@ -87,8 +87,9 @@ def test_what_is_said_is_what_the_kernel_counts():
         "embedding_dense_backward",
     }  # fmt: skip
     for name, said_bytes, scratch, said_workspace_bytes, workspace in found:
-        # Up to a MiB may come of chunks that the heap has free, and then nothing grows: that depends on the processor.
-        assert abs(scratch - said_bytes) <= 0.1 * said_bytes + MIB, name
+        if said_bytes < MIB:
+            continue  # it may come of chunks that the heap has free, and then nothing grows
+        assert abs(scratch - said_bytes) <= 0.1 * said_bytes + MIB / 2, name
         if said_workspace_bytes:
             assert abs(workspace - said_workspace_bytes) <= 0.02 * said_workspace_bytes + MIB / 2, name
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import evidence_records
-from plimsoll.records.base import Shown
+from plimsoll.records import Shown
 
 
 def test_a_record_is_shown_by_the_reports_and_other_things_by_their_text():
