@@ -254,10 +254,9 @@ def torch_free_parts_stay_so(repository: Repository) -> Iterator[str]:
 
 
 def num_lines(function: Function) -> int:
-    """Lines from ``def`` to the end, without the docstring."""
-    text = ast.get_docstring(function, clean=False)
-    docstring = function.body[0].end_lineno - function.body[0].lineno + 1 if text is not None else 0
-    return function.end_lineno - function.lineno + 1 - docstring
+    """Lines of the body, without the signature and the docstring."""
+    body = function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
+    return function.end_lineno - body[0].lineno + 1 if body else 0
 
 
 def functions_and_files_are_short(repository: Repository) -> Iterator[str]:

@@ -54,7 +54,7 @@ def test_the_repository_keeps_the_rule(rule: Rule, repository: Repository):
 
 
 def function_of(num_lines: int, name: str = "f") -> str:
-    return f"def {name}():" + "\n    x = 1" * (num_lines - 1) + (" x\n" if num_lines == 1 else "\n")
+    return f"def {name}():" + "\n    x = 1" * num_lines + "\n"
 
 
 def raising(message: str, before: str = "") -> str:

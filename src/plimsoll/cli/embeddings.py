@@ -97,9 +97,16 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
         with stages(quiet or as_json) as progress:
             words = wanted.vocabulary_in(cache, progress)
             found = take_subset(
-                vectors, words, missing=missing.value, ignore_case=ignore_case, precision=precision.value,
-                strict=strict, seed=seed, cache=cache, progress=progress,
-            )  # fmt: skip
+                vectors,
+                words,
+                missing=missing.value,
+                ignore_case=ignore_case,
+                precision=precision.value,
+                strict=strict,
+                seed=seed,
+                cache=cache,
+                progress=progress,
+            )
             if output is not None:
                 export(found.table, output)
         _tell(found.facts, output, as_json)

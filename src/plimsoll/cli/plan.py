@@ -97,11 +97,21 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
     with answering("the planning", as_json):
         # Everything that can be refused is refused before the work.
         request = PlanRequest(
-            subject=subject, device=device, limit_bytes=limit_bytes_of(budget), changes=tuple(changes or ()),
-            pins=tuple(pins or ()), forbids=tuple(forbids or ()), compare=compare, calibration=calibration,
-            train=train, inference=inference, task=task, max_length=max_length, max_new_tokens=max_new_tokens,
+            subject=subject,
+            device=device,
+            limit_bytes=limit_bytes_of(budget),
+            changes=tuple(changes or ()),
+            pins=tuple(pins or ()),
+            forbids=tuple(forbids or ()),
+            compare=compare,
+            calibration=calibration,
+            train=train,
+            inference=inference,
+            task=task,
+            max_length=max_length,
+            max_new_tokens=max_new_tokens,
             dtype=dtype,
-        )  # fmt: skip
+        )
         request.check()
         check_output(output, force)
         if export is not None:

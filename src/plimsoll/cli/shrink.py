@@ -94,9 +94,13 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
                 most_samples=samples,
             )
             source = find_source(
-                model, data, tuple(columns) if columns else None, label, False if no_header else None,
+                model,
+                data,
+                tuple(columns) if columns else None,
+                label,
+                False if no_header else None,
                 tuple(changes or ()),
-            )  # fmt: skip
+            )
         with told() as file:
             try:
                 with stages(quiet or as_json) as progress:

@@ -73,11 +73,22 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     is_silent = is_rank() and os.environ["RANK"] != "0"
     with _failures_shown(out) if as_json and not is_silent else nullcontext():
         request = TrainRequest(
-            out=out, job_file=job_file, budget_bytes=limit_bytes_of(budget), changes=tuple(changes or ()),
-            resume=resume, from_step=from_step, given_plan=plan, has_plan=not no_plan, trial=not no_trial,
-            pins=tuple(pins or ()), forbids=tuple(forbids or ()), num_ranks=num_ranks, cache=cache, force=force,
+            out=out,
+            job_file=job_file,
+            budget_bytes=limit_bytes_of(budget),
+            changes=tuple(changes or ()),
+            resume=resume,
+            from_step=from_step,
+            given_plan=plan,
+            has_plan=not no_plan,
+            trial=not no_trial,
+            pins=tuple(pins or ()),
+            forbids=tuple(forbids or ()),
+            num_ranks=num_ranks,
+            cache=cache,
+            force=force,
             quiet=quiet or as_json,
-        )  # fmt: skip
+        )
         if code := start(request):
             sys.exit(code)
     if not is_silent:

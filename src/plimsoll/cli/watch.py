@@ -47,9 +47,13 @@ def watch(  # noqa: PLR0917 -- typer calls it by name
                 begin(record, head)
             with shown_samples(head.subject, as_json, show) as show_sample:
                 seen = follow(
-                    watching, every_seconds=every, num_samples=samples, record=record, show=show_sample,
+                    watching,
+                    every_seconds=every,
+                    num_samples=samples,
+                    record=record,
+                    show=show_sample,
                     keeps_samples=as_json,
-                )  # fmt: skip
+                )
             end = watching.end()
         if record is not None:
             append(record, end)

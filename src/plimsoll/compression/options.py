@@ -7,9 +7,14 @@ from plimsoll.records.units import parse_bytes
 
 
 def require_consistent(  # noqa: PLR0917 -- options of one command
-    target: str | None, methods: list[str] | None, forbids: list[str] | None, recover: int, budget: str | None,
-    tries: int, samples: int | None,
-) -> None:  # fmt: skip
+    target: str | None,
+    methods: list[str] | None,
+    forbids: list[str] | None,
+    recover: int,
+    budget: str | None,
+    tries: int,
+    samples: int | None,
+) -> None:
     """Refuse options that contradict each other, and numbers that leave nothing to do.
 
     Raises:

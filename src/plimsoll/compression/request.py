@@ -172,9 +172,13 @@ def _of_job(path: Path, changes: tuple[str, ...]) -> ShrinkSource:
 
 
 def _of_folder(  # noqa: PLR0917 -- options of one command
-    folder: Path, data: Path, columns: tuple[str, ...] | None, label: str | None, has_header: bool | None,
+    folder: Path,
+    data: Path,
+    columns: tuple[str, ...] | None,
+    label: str | None,
+    has_header: bool | None,
     changes: tuple[str, ...],
-) -> ShrinkSource:  # fmt: skip
+) -> ShrinkSource:
     config = _config(folder)
     task = _task(config, folder)
     if task is None:

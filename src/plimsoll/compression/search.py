@@ -100,16 +100,25 @@ def shrink(
 
 
 def _made_in(  # noqa: PLR0917 -- as `shrink` has them
-    work: Path, source: ShrinkSource, out: Path, options: ShrinkOptions, quiet: bool, progress: Progress,
+    work: Path,
+    source: ShrinkSource,
+    out: Path,
+    options: ShrinkOptions,
+    quiet: bool,
+    progress: Progress,
     say: Callable[[str], None],
-) -> tuple[ShrinkRecord, Path | None]:  # fmt: skip
+) -> tuple[ShrinkRecord, Path | None]:
     """Start the process that makes models, refuse what cannot be, prepare the data, and search."""
     cache = source.cache or work / "data"
     request = ShrinkRequest(
-        folder=str(source.folder.absolute()), cache=str(cache.absolute()), job=source.job,
-        data=None if source.data is None else str(source.data.absolute()), columns=source.columns,
-        has_header=source.has_header, most_samples=options.most_samples,
-    )  # fmt: skip
+        folder=str(source.folder.absolute()),
+        cache=str(cache.absolute()),
+        job=source.job,
+        data=None if source.data is None else str(source.data.absolute()),
+        columns=source.columns,
+        has_header=source.has_header,
+        most_samples=options.most_samples,
+    )
     request.save(work / "request.json")
     with ShrinkProcess(work / "request.json") as process:
         if options.methods:

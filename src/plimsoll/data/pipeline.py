@@ -115,9 +115,15 @@ def reading_of(job: Job) -> Reading:
     """Return what of the files is a text, as a job says it."""
     data = job.data
     return Reading(
-        unit=data.unit, text=data.text, label=data.label, escapes=data.escapes, quotes=data.quotes, header=data.header,
-        on_error=data.on_error, is_tagged=job.task == "token-classification",
-    )  # fmt: skip
+        unit=data.unit,
+        text=data.text,
+        label=data.label,
+        escapes=data.escapes,
+        quotes=data.quotes,
+        header=data.header,
+        on_error=data.on_error,
+        is_tagged=job.task == "token-classification",
+    )
 
 
 def _index(on: Pipeline, sources: Sequence[str]) -> Store[Corpus]:
@@ -197,10 +203,16 @@ def _stream(_: Pipeline, tokens: TokenStore, side: Side | None) -> Store[Tokens]
 def _spans(on: Pipeline, tokens: TokenStore, tokenizer: Tokenizer) -> Store[Spans]:
     job, data, template = on.job, on.job.data, tokenizer.template
     return cut_texts.declare(
-        tokens, job.sequence_length, long_texts=data.long_texts, stride=data.stride, borders=data.borders,
+        tokens,
+        job.sequence_length,
+        long_texts=data.long_texts,
+        stride=data.stride,
+        borders=data.borders,
         with_end=not (job.is_labelled or template.suffix),  # what is behind a text is learnt as its end
-        template=template, keeps_end=tokenizer.keeps_end and data.long_texts == "truncate", progress=on.progress,
-    )  # fmt: skip
+        template=template,
+        keeps_end=tokenizer.keeps_end and data.long_texts == "truncate",
+        progress=on.progress,
+    )
 
 
 def _chosen_spans(_: Pipeline, spans: Spans, side: Side | None) -> Store[Spans] | Spans:

@@ -17,9 +17,14 @@ from plimsoll.records.watch import WatchSample, append
 
 
 def follow(
-    watch: Watch, *, every_seconds: float, num_samples: int | None, record: Path | None,
-    show: Callable[[WatchSample], None], keeps_samples: bool = False,
-) -> Seen:  # fmt: skip
+    watch: Watch,
+    *,
+    every_seconds: float,
+    num_samples: int | None,
+    record: Path | None,
+    show: Callable[[WatchSample], None],
+    keeps_samples: bool = False,
+) -> Seen:
     """Look until what is watched has ended, so many times, or until Ctrl-C or SIGTERM.
 
     Args:

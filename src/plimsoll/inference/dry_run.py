@@ -121,9 +121,14 @@ class Applied:
     def dry_run(self, lowering: Lowering, rows: int, longest_tokens: int, outside: Collection[str]) -> Trace:
         """Trace one pass; see `dry_run_inference`."""
         return dry_run_inference(
-            self.model, self.task.compute, lowering,
-            rows=rows, longest_tokens=longest_tokens, outside=outside, new_tokens=self.new_tokens,
-        )  # fmt: skip
+            self.model,
+            self.task.compute,
+            lowering,
+            rows=rows,
+            longest_tokens=longest_tokens,
+            outside=outside,
+            new_tokens=self.new_tokens,
+        )
 
 
 Batch = dict[str, Tensor]

@@ -144,9 +144,12 @@ class AccelerateStep:
 
     def _new_evaluator(self) -> Evaluator:
         workload = Workload(
-            self._model, self._optimizer.optimizer, self._loss, self._options["units"] or "samples",
+            self._model,
+            self._optimizer.optimizer,
+            self._loss,
+            self._options["units"] or "samples",
             device=self._accelerator.device,
-        )  # fmt: skip
+        )
         made = self.transaction
         told = workload, made.backend, made.position
         options = self._options
@@ -161,9 +164,16 @@ class AccelerateStep:
         budget = self._budget_to_plan
         assert budget is not None
         self.plan = planned(
-            self._model, self._optimizer.optimizer, batch, self._loss, budget=budget, units=self._options["units"],
-            device=self._accelerator.device, offered=techniques_for_loops(), clip_norm=self._clip_norm,
-        )  # fmt: skip
+            self._model,
+            self._optimizer.optimizer,
+            batch,
+            self._loss,
+            budget=budget,
+            units=self._options["units"],
+            device=self._accelerator.device,
+            offered=techniques_for_loops(),
+            clip_norm=self._clip_norm,
+        )
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self.transaction = self._new_transaction(fallbacks=self.plan.fallbacks)

@@ -163,9 +163,11 @@ def _passes_of(plan: Plan) -> tuple[int, int, tuple[str, ...]]:
     micro_batch = next(size for size in range(min(planned, batch), 0, -1) if batch % size == 0)
     if micro_batch == planned:
         return batch, micro_batch, ()
-    return batch, micro_batch, (
-        f"micro_batch={planned}: passes of one size cannot make a batch of {batch} of it; exported as {micro_batch}",
-    )  # fmt: skip
+    return (
+        batch,
+        micro_batch,
+        (f"micro_batch={planned}: passes of one size cannot make a batch of {batch} of it; exported as {micro_batch}",),
+    )
 
 
 def _num_ranks(plan: Plan) -> int:

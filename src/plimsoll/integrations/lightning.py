@@ -235,10 +235,16 @@ class _Optimization:
         module, optimizer = self._module, self._trainer.optimizers[0]
         with _without_trainer(module):
             plan = planned(
-                module, optimizer, batch, partial(_loss_of_step, self._trainer), budget=budget,
-                units=self._options["units"], device=module.device, offered=techniques_for_loops(),
+                module,
+                optimizer,
+                batch,
+                partial(_loss_of_step, self._trainer),
+                budget=budget,
+                units=self._options["units"],
+                device=module.device,
+                offered=techniques_for_loops(),
                 clip_norm=_clip_norm_of(self._trainer),
-            )  # fmt: skip
+            )
         self.transaction = self._new_transaction(fallbacks=plan.fallbacks)
         self._limit.enter_context(self.transaction.backend.limited(parse_bytes(budget)))
         self.has_plan = True

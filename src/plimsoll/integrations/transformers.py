@@ -75,9 +75,14 @@ from plimsoll.step.undo.saved import Stateful
 from plimsoll.techniques import technique_of
 
 _NEEDED = (
-    "training_step", "compute_loss", "prediction_step", "log", "get_train_dataloader", "_get_num_items_in_batch",
+    "training_step",
+    "compute_loss",
+    "prediction_step",
+    "log",
+    "get_train_dataloader",
+    "_get_num_items_in_batch",
     "_clip_grad_norm",
-)  # fmt: skip
+)
 _INSIDE_BACKWARD = ("lomo", "adalomo")
 
 _Step = Callable[[nn.Module, Any, Any], Tensor]
@@ -137,10 +142,18 @@ def fit(
         InputError: if the trainer is of a kind that is not covered.
     """
     with protected(
-        trainer, budget=budget, units=units, batch=batch, fallbacks=fallbacks, recut_batch_norm=recut_batch_norm,
-        recut_loss=recut_loss, never_cut=never_cut, extra_state=extra_state, allow_hidden_state=allow_hidden_state,
+        trainer,
+        budget=budget,
+        units=units,
+        batch=batch,
+        fallbacks=fallbacks,
+        recut_batch_norm=recut_batch_norm,
+        recut_loss=recut_loss,
+        never_cut=never_cut,
+        extra_state=extra_state,
+        allow_hidden_state=allow_hidden_state,
         on_oom=on_oom,
-    ):  # fmt: skip
+    ):
         return trainer.train(*train_arguments, **train_options)
 
 
@@ -148,12 +161,17 @@ def fit(
 def protected(
     trainer: transformers.Trainer,
     *,
-    budget: str | int | None = None, units: Units | None = None, batch: Any = None,
+    budget: str | int | None = None,
+    units: Units | None = None,
+    batch: Any = None,
     fallbacks: Sequence[Configuration | Sequence[Choice]] | None = None,
-    recut_batch_norm: bool = False, recut_loss: bool = False, never_cut: bool = False,
-    extra_state: Sequence[Stateful] = (), allow_hidden_state: bool = False,
+    recut_batch_norm: bool = False,
+    recut_loss: bool = False,
+    never_cut: bool = False,
+    extra_state: Sequence[Stateful] = (),
+    allow_hidden_state: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
-) -> Iterator[Protection]:  # fmt: skip
+) -> Iterator[Protection]:
     """Protect a trainer while the block runs, for what calls ``trainer.train`` itself; arguments are those of `fit`."""
     refuse_both(budget, batch, {"fallbacks": fallbacks})
     _refuse(trainer)
@@ -266,10 +284,13 @@ class _Guard:
     """The wrapped calls of one trainer."""
 
     def __init__(
-        self, trainer: transformers.Trainer, units: Units | None,
-        fallbacks: Sequence[Configuration | Sequence[Choice]] | None, said: dict[str, Any],
+        self,
+        trainer: transformers.Trainer,
+        units: Units | None,
+        fallbacks: Sequence[Configuration | Sequence[Choice]] | None,
+        said: dict[str, Any],
         on_oom: Callable[[OomEvent], None] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.trainer, self.fallbacks = trainer, fallbacks
         self.backend = backend_for(str(trainer.args.device))
         self.protection = Protection()
@@ -278,9 +299,13 @@ class _Guard:
         self._training: _Training | None = None
         evaluated = EvaluatedLoss(trainer, units, self.units_of, said, self.backend)
         self.evaluations = Evaluations(
-            trainer, self.backend, units_of=self.units_of, refuse_unclear=self.refuse_unclear,
-            why_whole=evaluated.why_whole, note=self.note,
-        )  # fmt: skip
+            trainer,
+            self.backend,
+            units_of=self.units_of,
+            refuse_unclear=self.refuse_unclear,
+            why_whole=evaluated.why_whole,
+            note=self.note,
+        )
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -381,11 +406,14 @@ class _Training:
         self.transaction = Transaction(
             trainer.model,
             optimizer.optimizer,
-            units=guard.units_of, fallbacks=guard.fallbacks, **guard.said,
+            units=guard.units_of,
+            fallbacks=guard.fallbacks,
+            **guard.said,
             remember=partial(put_back_of_scaler, trainer.accelerator, optimizer),
-            loss=self._computed_loss, takes_any=True,
+            loss=self._computed_loss,
+            takes_any=True,
             roots=roots_of(trainer),
-        )  # fmt: skip
+        )
         self.is_idle = True
         self._model: nn.Module = trainer.model
         self._compute_loss: Callable[[nn.Module, Any], Any] = trainer.compute_loss

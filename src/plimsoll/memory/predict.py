@@ -224,9 +224,12 @@ class Counted:
 
 
 def count_on_cuda(
-    trace: Trace, spec: DeviceSpec, limit_bytes: int | None = None, rules: AllocatorRules | None = None,
+    trace: Trace,
+    spec: DeviceSpec,
+    limit_bytes: int | None = None,
+    rules: AllocatorRules | None = None,
     beside: Estimate | None = None,
-) -> Counted:  # fmt: skip
+) -> Counted:
     """Simulate torch's caching allocator and add the context.
 
     Args:
@@ -270,9 +273,13 @@ def count_on_cuda(
 
 
 def count_on_cpu(  # noqa: PLR0917 -- the last three are given by name
-    trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: bool = False, is_long: bool = False,
+    trace: Trace,
+    baseline: Estimate,
+    rules: HeapRules,
+    has_limit: bool = False,
+    is_long: bool = False,
     heaps: Heaps | None = None,
-) -> Counted:  # fmt: skip
+) -> Counted:
     """Simulate the C library's heap and add the process.
 
     Args:

@@ -61,9 +61,13 @@ def place_of(recorder: Recorder) -> Place:
     """Say how far a record is."""
     storages, beside = recorder._storages, recorder.beside
     return Place(
-        recorder.op_row + 1, len(storages._events), len(storages._num_bytes), recorder._graphs.num_noted,
-        len(beside.copies), len(beside.waits),
-    )  # fmt: skip
+        recorder.op_row + 1,
+        len(storages._events),
+        len(storages._num_bytes),
+        recorder._graphs.num_noted,
+        len(beside.copies),
+        len(beside.waits),
+    )
 
 
 def row_of(recorder: Recorder, tensor: Tensor) -> int:
@@ -155,14 +159,24 @@ class Stretch:
         storages, ops, rows = recorder._storages, slice(begin.op, end.op), slice(begin.storage, end.storage)
         name, module, line, _, *others = (column[ops] for column in recorder._ops)
         return (
-            name, list(map(renamed, module)), line, others, [column[ops] for column in recorder._work],
-            recorder._phases[ops], storages._num_bytes[rows], storages._shape[rows], storages._on_host[rows],
-            self._category, list(map(renamed, self._name)), [row - begin.op for row in storages._born[rows]],
+            name,
+            list(map(renamed, module)),
+            line,
+            others,
+            [column[ops] for column in recorder._work],
+            recorder._phases[ops],
+            storages._num_bytes[rows],
+            storages._shape[rows],
+            storages._on_host[rows],
+            self._category,
+            list(map(renamed, self._name)),
+            [row - begin.op for row in storages._born[rows]],
             [row - begin.op if row >= 0 else row for row in self._died],
-            self._compared_events(older), [(row - begin.op, *rest) for row, *rest in self._copies],
+            self._compared_events(older),
+            [(row - begin.op, *rest) for row, *rest in self._copies],
             [(row - begin.op, copy - begin.op, rest) for row, copy, rest in self._waits],
             [(made - begin.op, gone - begin.op if gone >= 0 else gone, num) for made, gone, num in self._nodes.nodes],
-        )  # fmt: skip
+        )
 
     def _compared_events(self, older: Mapping[int, Hashable]) -> list[Any]:
         """The events by the op in which they were; what ends together, as casts do, ends in the order of addresses."""

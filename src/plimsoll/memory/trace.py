@@ -79,10 +79,13 @@ class DryRun:
         self.known = KnownValues(self.mode, self._where, keeps_all)
         self._files = FileMappings()
         self.recorder = Recorder(
-            phase=phase, run=lowering.run_with(self.known.run),
-            scratch_bytes=lowering.scratch_bytes, made=lowering.made, on_host=lowering.on_host,
+            phase=phase,
+            run=lowering.run_with(self.known.run),
+            scratch_bytes=lowering.scratch_bytes,
+            made=lowering.made,
+            on_host=lowering.on_host,
             unwritten=lowering.unwritten,
-        )  # fmt: skip
+        )
 
     def fake_model(self, model: nn.Module, outside: Iterable[Tensor] = ()) -> nn.Module:
         """Return a copy of a model whose parameters and buffers are fake; the model itself stays as it is.

@@ -220,9 +220,10 @@ def _mkldnn_flops(args: tuple[Any, ...]) -> int:
 
 
 # torch does not count the one for the CPU, and up to 2.11 none with fewer heads of keys than of queries.
-_ATTENTION = tuple(f"_scaled_dot_product_{kind}" for kind in (
-    "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"
-))  # fmt: skip
+_ATTENTION = tuple(
+    f"_scaled_dot_product_{kind}"
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+)
 _OWN_FLOPS: dict[str, Flops] = {
     "_grouped_mm": lambda args, kwargs, result: grouped_flops(*args[:2]),
     "mkldnn_rnn_layer": lambda args, kwargs, result: _mkldnn_flops(args),

@@ -221,9 +221,17 @@ def loader_of(
     free_bytes = _room_for_workers_bytes(job) if data.workers == "auto" else None
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     return Loader(
-        samples, batches, job.seed, shuffle, rank=rank, world_size=world_size,
-        workers=data.workers, host_budget_bytes=free_bytes, on_event=on_event, oom_kills=oom_kills,
-    )  # fmt: skip
+        samples,
+        batches,
+        job.seed,
+        shuffle,
+        rank=rank,
+        world_size=world_size,
+        workers=data.workers,
+        host_budget_bytes=free_bytes,
+        on_event=on_event,
+        oom_kills=oom_kills,
+    )
 
 
 def _room_for_workers_bytes(job: Job) -> int:

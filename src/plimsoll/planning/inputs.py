@@ -239,10 +239,14 @@ class StepInput:
         self.sequence_length = max((leaf.shape[1] for leaf in tokens), default=None)
         self.lengths_vary = isinstance(self.batch, dict) and "attention_mask" in self.batch
         self.workload = Workload(
-            self.model, self.optimizer, self.loss, self.units or "samples", clip_norm=self.clip_norm,
+            self.model,
+            self.optimizer,
+            self.loss,
+            self.units or "samples",
+            clip_norm=self.clip_norm,
             precision=self._own_precision,
             device=next((one.device for one in self.model.parameters()), torch.device("cpu")),
-        )  # fmt: skip
+        )
         self.workload.try_slices = cache(partial(why_not_in_slices, self.workload, self.batch))
 
     @property
@@ -253,9 +257,17 @@ class StepInput:
         """Trace the training with techniques installed."""
         self.num_traces += 1
         return dry_run_step(
-            self.model, self.optimizer, self.batch, self.loss, lowering, units=self.units, choices=choices,
-            clip_norm=self.clip_norm, precision=self._own_precision, is_short=is_short,
-        )  # fmt: skip
+            self.model,
+            self.optimizer,
+            self.batch,
+            self.loss,
+            lowering,
+            units=self.units,
+            choices=choices,
+            clip_norm=self.clip_norm,
+            precision=self._own_precision,
+            is_short=is_short,
+        )
 
     def loss_check(self) -> LossCheck:
         """Find out whether its batches may be cut, by some samples of the batch."""

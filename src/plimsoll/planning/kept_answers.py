@@ -52,9 +52,13 @@ def prediction_of(
 
 
 def plan_of(
-    job: Job, *, calibration: Calibration | None = None, progress: Progress | None = None,
-    texts: TextSketch | None = None, **asked: Any,
-) -> tuple[Plan, bool]:  # fmt: skip
+    job: Job,
+    *,
+    calibration: Calibration | None = None,
+    progress: Progress | None = None,
+    texts: TextSketch | None = None,
+    **asked: Any,
+) -> tuple[Plan, bool]:
     """Return `plimsoll.planning.plan.plan_job` of the same arguments, and whether that was known before."""
     texts = texts or _sketched(job)
 

@@ -46,9 +46,14 @@ NOT_OF_A_TRACE: dict[str, Any] = {
 
 
 def trace_of(
-    job: Job, texts: TextSketch, lowering: Lowering, choices: Choices, lengths: tuple[int, ...] = (), *,
+    job: Job,
+    texts: TextSketch,
+    lowering: Lowering,
+    choices: Choices,
+    lengths: tuple[int, ...] = (),
+    *,
     is_short: bool = False,
-) -> tuple[Trace, bool]:  # fmt: skip
+) -> tuple[Trace, bool]:
     """Return `plimsoll.planning.dry_run.step.dry_run_job` of the same arguments, and whether that was known before."""
     import torch
 
@@ -66,9 +71,12 @@ def trace_of(
 
 
 def kept_or_made(
-    kind: cached_answers.Kind, record: type[Kept], facts: cached_answers.Facts | None, make: Callable[[], Kept],
+    kind: cached_answers.Kind,
+    record: type[Kept],
+    facts: cached_answers.Facts | None,
+    make: Callable[[], Kept],
     late: Callable[[], dict[str, Any]] = dict,
-) -> tuple[Kept, bool]:  # fmt: skip
+) -> tuple[Kept, bool]:
     """Return the answer kept under these facts, or make it and keep it.
 
     Args:

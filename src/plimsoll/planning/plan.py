@@ -133,10 +133,15 @@ def plan_job(
 
 @contextmanager
 def planner_of(  # noqa: PLR0917 -- called twice
-    job: Job, device: str | None, limit_bytes: int | None, constraints: tuple[Sequence[Pin], Sequence[str]],
-    calibration: Calibration | None, progress: Progress | None, started: Baseline | None = None,
+    job: Job,
+    device: str | None,
+    limit_bytes: int | None,
+    constraints: tuple[Sequence[Pin], Sequence[str]],
+    calibration: Calibration | None,
+    progress: Progress | None,
+    started: Baseline | None = None,
     texts: TextSketch | None = None,
-) -> Iterator[Planner]:  # fmt: skip
+) -> Iterator[Planner]:
     """Be ready to look at combinations of a job; arguments and what is raised are those of `plan_job`."""
     budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
     budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
@@ -227,9 +232,15 @@ class Planner:
     """
 
     def __init__(  # noqa: PLR0917 -- called here only
-        self, planning_input: PlanningInput, device: str, budget: Budget, pins: Sequence[Pin], forbids: Sequence[str],
-        calibration: Calibration | None, progress: Progress,
-    ) -> None:  # fmt: skip
+        self,
+        planning_input: PlanningInput,
+        device: str,
+        budget: Budget,
+        pins: Sequence[Pin],
+        forbids: Sequence[str],
+        calibration: Calibration | None,
+        progress: Progress,
+    ) -> None:
         self._started_seconds = time.perf_counter()
         self.planning_input, self._budget, self._calibration, self._progress = (
             planning_input,
@@ -361,9 +372,11 @@ class Planner:
             return None
         batch_size = self.planning_input.batch_size
         moved_bytes = moved_outside(
-            counted, batch_size=batch_size, micro_batch=micro_batch,
+            counted,
+            batch_size=batch_size,
+            micro_batch=micro_batch,
             dry_run_samples=dry_run_samples(batch_size, micro_batch),
-        )  # fmt: skip
+        )
         is_too_large = kept_bytes > self._target.capacity_bytes - counted.peak.likely_bytes
         rate = self._disk_rate if self._target.spec is None and is_too_large else None
         return OffDevice(kept_bytes=kept_bytes, moved_bytes=moved_bytes, disk_bytes_per_second=rate)

@@ -106,9 +106,15 @@ class _Planner:
     """Looks at placements of one model on one target."""
 
     def __init__(  # noqa: PLR0917 -- called here only
-        self, applied: Applied, longest_tokens: int, most_rows: int, device: str, limit_bytes: int | None,
-        started: Baseline | None, progress: Progress,
-    ) -> None:  # fmt: skip
+        self,
+        applied: Applied,
+        longest_tokens: int,
+        most_rows: int,
+        device: str,
+        limit_bytes: int | None,
+        started: Baseline | None,
+        progress: Progress,
+    ) -> None:
         self._started_seconds = time.perf_counter()
         self._applied, self._longest_tokens, self._progress = applied, longest_tokens, progress
         self._budget_bytes, self._most_rows = limit_bytes, most_rows

@@ -255,9 +255,12 @@ class _Forecast:
         return tuple(found)
 
     def _largest(
-        self, try_size: Callable[[int], Counted], start: int, most: int,
+        self,
+        try_size: Callable[[int], Counted],
+        start: int,
+        most: int,
         suppose: Callable[[int], None] = lambda size: None,
-    ) -> Found[Counted]:  # fmt: skip
+    ) -> Found[Counted]:
         def asked(value: int) -> tuple[int, bool, Counted]:
             counted = try_size(value)
             return counted.peak.likely_bytes - self.target.limit_bytes, self.target.fits(counted), counted

@@ -75,10 +75,16 @@ def predict(
         lambda: own_baseline(model_bytes(model, optimizer)),
     )
     trace = dry_run_step(
-        model, optimizer, batch, loss, target.lowering(),
-        units=units, choices=(micro_batch_choice(micro_batch or num_samples),), clip_norm=clip_norm,
+        model,
+        optimizer,
+        batch,
+        loss,
+        target.lowering(),
+        units=units,
+        choices=(micro_batch_choice(micro_batch or num_samples),),
+        clip_norm=clip_norm,
         precision=precision,
-    )  # fmt: skip
+    )
     tokens = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64]
     lengths = [leaf.shape[1] for leaf in tokens if leaf.dim() == 2]
     return target.predict(

@@ -67,9 +67,16 @@ def rows_by_length(
     def try_rows(length: int, num_rows: int) -> tuple[int, bool, Prediction]:
         repeated = pick_samples(batch, [row % batch_size_of(batch) for row in range(num_rows)])
         prediction = predict(
-            model, optimizer, trimmed(repeated, length), loss, units=units, clip_norm=clip_norm, precision=precision,
-            device=device, budget=budget,
-        )  # fmt: skip
+            model,
+            optimizer,
+            trimmed(repeated, length),
+            loss,
+            units=units,
+            clip_norm=clip_norm,
+            precision=precision,
+            device=device,
+            budget=budget,
+        )
         beyond_bytes = prediction.peak.high_bytes - prediction.limit_bytes
         return beyond_bytes, beyond_bytes <= 0 and prediction.fits, prediction
 

@@ -107,7 +107,7 @@ def try_plan(
 
 def try_before_training(
     step: TrainStep, plan: Plan, loader: Loader, path: Path, *, num_steps: int, quiet: bool
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Try the plan of a run that begins (see `try_plan`), if there is anything to try.
 
     Say what came of it, write the plan to ``path``, and learn from it.
@@ -176,9 +176,13 @@ class _Found:
             configuration.step_time.likely_seconds / self.candidate.time_factor if configuration.step_time else None
         )
         return Tried(
-            choices=configuration.choices, outcome=self.outcome, predicted_seconds=predicted,  # type: ignore[arg-type]
-            measured_seconds=self.measured_seconds, peak_bytes=self.peak_bytes, why=self.why,
-        )  # fmt: skip
+            choices=configuration.choices,
+            outcome=self.outcome,
+            predicted_seconds=predicted,  # type: ignore[arg-type]
+            measured_seconds=self.measured_seconds,
+            peak_bytes=self.peak_bytes,
+            why=self.why,
+        )
 
 
 class _Tries:
@@ -260,9 +264,13 @@ class _Tries:
         self._least_seconds = min(self._least_seconds or taken_seconds, taken_seconds)
         why = self._step.replays.why_none
         found = _Found(
-            candidate, "slower", seconds, noise_seconds, self._step.use().peak_bytes,
+            candidate,
+            "slower",
+            seconds,
+            noise_seconds,
+            self._step.use().peak_bytes,
             why=f"micro-batches were not replayed as a CUDA graph, because {why}" if why else "",
-        )  # fmt: skip
+        )
         return self._held(found)
 
     def _timed_alone(self, configuration: Configuration, num_left: int) -> tuple[float, float] | OomEvent | str:

@@ -416,8 +416,12 @@ def _normalised(fields: dict[str, Any], folder: Path | None) -> dict[str, Any]:
 
 
 PATHS = (
-    ("data", "train"), ("data", "validation"), ("tokenizer", "path"), ("embeddings", "path"), ("distill", "teacher"),
-)  # fmt: skip
+    ("data", "train"),
+    ("data", "validation"),
+    ("tokenizer", "path"),
+    ("embeddings", "path"),
+    ("distill", "teacher"),
+)
 
 
 def _with_arguments(optimizer: dict[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,11 @@ def notebook_html(record: Record) -> str | None:
     if type(record) not in _TOLD:
         return None
     title, sentence, shown = _TOLD[type(record)](record)
-    return environment().get_template("notebook.html").render(
-        title=title, sentence=sentence, sheets=[sheet for sheet in shown if sheet.rows]
-    )  # fmt: skip
+    return (
+        environment()
+        .get_template("notebook.html")
+        .render(title=title, sentence=sentence, sheets=[sheet for sheet in shown if sheet.rows])
+    )
 
 
 def _numbers(numbers: tuple[tuple[str, str], ...]) -> sheets.Sheet:

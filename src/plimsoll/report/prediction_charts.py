@@ -18,9 +18,18 @@ from plimsoll.report.charts import HEADROOM, Chart, empty_figure, limit_line, th
 
 # From the bottom: what is always there, what a training keeps, what comes and goes, what is lost.
 _STACK: tuple[Category, ...] = (
-    "baseline", "context", "parameters", "buffers", "embeddings", "optimizer states", "gradients", "inputs",
-    "activations", "temporaries", "fragmentation",
-)  # fmt: skip
+    "baseline",
+    "context",
+    "parameters",
+    "buffers",
+    "embeddings",
+    "optimizer states",
+    "gradients",
+    "inputs",
+    "activations",
+    "temporaries",
+    "fragmentation",
+)
 _LEAST_SHADED_SHARE, _LEAST_NAMED_SHARE = 0.005, 0.04  # of the width, for a phase
 _MOST_LIMIT_SHARE = 3.0  # of the highest value: a limit far above it would leave the chart flat
 

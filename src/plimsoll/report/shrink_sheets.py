@@ -105,9 +105,13 @@ def _quality_sheet(record: ShrinkRecord) -> Sheet:
     has_recovered = any(model.recovered for model in record.models)
     front = set(record.front)
     columns = columns_of(
-        "Model", "#Weights", "#Of the original", f"#{measure.capitalize()}", *["#Trained again"] * has_recovered,
+        "Model",
+        "#Weights",
+        "#Of the original",
+        f"#{measure.capitalize()}",
+        *["#Trained again"] * has_recovered,
         "Why not" if record.target_bytes is not None else "Best of its size",
-    )  # fmt: skip
+    )
     rows = []
     for number in _order(record):
         model = record.models[number]
@@ -133,11 +137,16 @@ def _inference_sheet(record: ShrinkRecord) -> Sheet:
     for number in known:
         cost = record.models[number].inference
         assert cost is not None
-        rows.append((
-            _name(record, number), format_bytes(cost.peak_bytes), format_bytes(cost.peak_bytes - cost.baseline_bytes),
-            format_bytes(cost.predicted.likely_bytes) if cost.predicted else "unknown",
-            f"{1 / cost.row_seconds:,.0f}", f"x {cost.speed:.2f}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                _name(record, number),
+                format_bytes(cost.peak_bytes),
+                format_bytes(cost.peak_bytes - cost.baseline_bytes),
+                format_bytes(cost.predicted.likely_bytes) if cost.predicted else "unknown",
+                f"{1 / cost.row_seconds:,.0f}",
+                f"x {cost.speed:.2f}",
+            )
+        )
     title = "Applying it, measured in a process of its own"
     if first is not None:
         title += f", up to {first.rows} rows of {first.longest_tokens} tokens"
@@ -150,12 +159,15 @@ def _training_sheet(record: ShrinkRecord) -> Sheet:
     for number in _order(record):
         cost = record.models[number].training
         if cost is not None and (cost.predicted or cost.peak_bytes):
-            rows.append((
-                _name(record, number), format_bytes(cost.predicted.likely_bytes) if cost.predicted else "unknown",
-                format_bytes(cost.peak_bytes) if cost.peak_bytes else _NONE,
-                format_seconds(cost.step_seconds) if cost.step_seconds else _NONE,
-                "its passes too" if cost.has_teacher else "none",
-            ))  # fmt: skip
+            rows.append(
+                (
+                    _name(record, number),
+                    format_bytes(cost.predicted.likely_bytes) if cost.predicted else "unknown",
+                    format_bytes(cost.peak_bytes) if cost.peak_bytes else _NONE,
+                    format_seconds(cost.step_seconds) if cost.step_seconds else _NONE,
+                    "its passes too" if cost.has_teacher else "none",
+                )
+            )
     return Sheet(
         "Training: the original in its own run, others trained again; predicted of a whole batch", columns, tuple(rows)
     )

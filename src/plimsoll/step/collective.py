@@ -37,9 +37,13 @@ def agreed(outcome: T | OomEvent, position: Position, ranks: Ranks) -> T | OomEv
     if rank is None:
         return outcome
     return OomEvent(
-        step=position.step + (position.phase in PHASES_OF_A_STEP), phase=position.phase, family=_PEER,
-        micro_batch=position.micro_batch, rank=rank, raw_text=str(PeerOutOfMemory(rank)),
-    )  # fmt: skip
+        step=position.step + (position.phase in PHASES_OF_A_STEP),
+        phase=position.phase,
+        family=_PEER,
+        micro_batch=position.micro_batch,
+        rank=rank,
+        raw_text=str(PeerOutOfMemory(rank)),
+    )
 
 
 def survived_elsewhere(own: Sequence[OomEvent], ranks: Ranks) -> list[OomEvent]:

@@ -61,9 +61,14 @@ class Evaluator:
     """
 
     def __init__(  # noqa: PLR0917 -- called by the step
-        self, workload: Workload, backend: Backend, position: Position, shape_of: Callable[[Any], Shape],
-        grow_after: int, additivity: Additivity,
-    ) -> None:  # fmt: skip
+        self,
+        workload: Workload,
+        backend: Backend,
+        position: Position,
+        shape_of: Callable[[Any], Shape],
+        grow_after: int,
+        additivity: Additivity,
+    ) -> None:
         self._workload = workload
         self._backend = backend
         self._position = position

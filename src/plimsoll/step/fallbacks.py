@@ -197,9 +197,15 @@ def take_back(fallbacks: InstalledFallbacks, workload: Workload, backend: Backen
 
 
 def fallback_schedule_of(
-    fallbacks: InstalledFallbacks, before: FallbackSchedule | None, num_samples: int, *, first_micro_batch: int | None,
-    grow_after: int, is_whole: bool, learned: dict[str, Any] | None = None,
-) -> FallbackSchedule:  # fmt: skip
+    fallbacks: InstalledFallbacks,
+    before: FallbackSchedule | None,
+    num_samples: int,
+    *,
+    first_micro_batch: int | None,
+    grow_after: int,
+    is_whole: bool,
+    learned: dict[str, Any] | None = None,
+) -> FallbackSchedule:
     """Return the fallback schedule of a batch: that of the fallbacks, or made from the first batch, and anew for a
     larger one.
 

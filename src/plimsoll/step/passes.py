@@ -41,9 +41,15 @@ class Passes:
     """
 
     def __init__(
-        self, workload: Workload, retry: Retry, backend: Backend, position: Position,
-        parameters: Callable[[], Iterable[nn.Parameter]], *, is_dry_run: bool,
-    ) -> None:  # fmt: skip
+        self,
+        workload: Workload,
+        retry: Retry,
+        backend: Backend,
+        position: Position,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        *,
+        is_dry_run: bool,
+    ) -> None:
         self.graphs = GraphWatch(workload, backend)
         self.replays = Replays(workload, retry, backend, position, parameters, is_dry_run=is_dry_run)
         self.folded: Folded | None = None

@@ -247,9 +247,13 @@ class FallbackSchedule:
         self._retried.clear()
 
     def failed(
-        self, fallback: int, num_samples: int, num_elements: int, needs_other_level: bool = False,
+        self,
+        fallback: int,
+        num_samples: int,
+        num_elements: int,
+        needs_other_level: bool = False,
         ran_out: RanOut | None = None,
-    ) -> int | None:  # fmt: skip
+    ) -> int | None:
         """Memory ran out: the fallback to try next, which may be the same once more, or ``None`` if none is left.
 
         Args:

@@ -70,10 +70,16 @@ class Retry:
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], backend: Backend, position: Position, *,
+        self,
+        roots: Mapping[str, Any],
+        backend: Backend,
+        position: Position,
+        *,
         optimizer: torch.optim.Optimizer | None = None,
-        extra_state: Sequence[Stateful] = (), allow_hidden_state: bool = False, observes: bool = True,
-    ) -> None:  # fmt: skip
+        extra_state: Sequence[Stateful] = (),
+        allow_hidden_state: bool = False,
+        observes: bool = True,
+    ) -> None:
         self.extra_state = tuple(extra_state)
         self.undo = Undo(roots, backend, self.extra_state, optimizer, observes)
         self.hidden: str | None = None
@@ -99,9 +105,12 @@ class Retry:
             one.load_state_dict(state)
 
     def remember(
-        self, batch: Any, loss_of: LossOf | None, parameters: Sequence[nn.Parameter] | None,
+        self,
+        batch: Any,
+        loss_of: LossOf | None,
+        parameters: Sequence[nn.Parameter] | None,
         others: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take the state as it is now for the one to go back to, and see once for each kind of batch that it is all.
 
         Args:

@@ -115,17 +115,29 @@ class TrainStep:
 
     @former_arguments(rungs="fallbacks")
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossFunction = model_loss, *,
-        units: Units | None = None, micro_batch: int | None = None,
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: LossFunction = model_loss,
+        *,
+        units: Units | None = None,
+        micro_batch: int | None = None,
         fallbacks: Sequence[Configuration | Sequence[Choice]] | None = None,
-        clip_norm: float | None = None, schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+        clip_norm: float | None = None,
+        schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
         precision: Precision = "fp32",
-        recut_batch_norm: bool = False, recut_loss: bool = False, never_cut: bool = False,
-        extra_state: Sequence[Stateful] = (), allow_hidden_state: bool = False,
-        grow_after: int = 50, full_length: int | None = None,
-        backend: Backend | None = None, position: Position | None = None,
-        files: MappedPool | None = None, ranks: Ranks | None = None,
-    ) -> None:  # fmt: skip
+        recut_batch_norm: bool = False,
+        recut_loss: bool = False,
+        never_cut: bool = False,
+        extra_state: Sequence[Stateful] = (),
+        allow_hidden_state: bool = False,
+        grow_after: int = 50,
+        full_length: int | None = None,
+        backend: Backend | None = None,
+        position: Position | None = None,
+        files: MappedPool | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.ranks = ranks or Ranks()
         device = device_of(model)
         kind = backend.kind if backend else device.type
@@ -151,11 +163,14 @@ class TrainStep:
         self._whole = WholeBatch(self.workload, recut_batch_norm)
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._retry = Retry(
-            {"model": model, "loss": loss, "units": units}, self.backend, self.position,
-            optimizer=optimizer, extra_state=extra_state,
+            {"model": model, "loss": loss, "units": units},
+            self.backend,
+            self.position,
+            optimizer=optimizer,
+            extra_state=extra_state,
             allow_hidden_state=allow_hidden_state,
             observes=backend is None and not self.workload.hooks.sharding.is_sharded,
-        )  # fmt: skip
+        )
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
         self._following = AfterUpdate(optimizer, self.backend, self.position)
         self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
@@ -254,10 +269,15 @@ class TrainStep:
         for event in self._commit.recovered:
             note(event, events, on_oom)
         return StepResult(
-            step=self.num_steps, num_samples=num_samples, num_units=shape.num_units, micro_batch=size,
-            fallback=fallback, step_seconds=time.perf_counter() - started, oom_events=tuple(events),
+            step=self.num_steps,
+            num_samples=num_samples,
+            num_units=shape.num_units,
+            micro_batch=size,
+            fallback=fallback,
+            step_seconds=time.perf_counter() - started,
+            oom_events=tuple(events),
             **outcome._asdict(),
-        )  # fmt: skip
+        )
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
         """Return the mean loss over ``batches`` without gradients; see `plimsoll.step.evaluate`.
@@ -499,9 +519,14 @@ class TrainStep:
         limits are kept.
         """
         self.fallback_schedule = fallback_schedule_of(
-            self._fallbacks, self.fallback_schedule, num_samples, first_micro_batch=self._first_micro_batch,
-            grow_after=self._grow_after, is_whole=self._whole.reason() is not None, learned=self._learned,
-        )  # fmt: skip
+            self._fallbacks,
+            self.fallback_schedule,
+            num_samples,
+            first_micro_batch=self._first_micro_batch,
+            grow_after=self._grow_after,
+            is_whole=self._whole.reason() is not None,
+            learned=self._learned,
+        )
         return self.fallback_schedule
 
     def _allowed(self, batch: Any, fallback_schedule: FallbackSchedule, fallback: int, shape: Shape) -> int:

@@ -75,9 +75,18 @@ def _others() -> Iterator[Technique]:
 
 
 _FAULTS = (  # what loading somebody else's module may raise
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
-    SyntaxError, TypeError, ValueError,
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 
 
 def _fault_of(found: Any, name: str, taken: Collection[str]) -> str | None:

@@ -441,10 +441,15 @@ def _save_shards(training: Training, random_state: Any, progress: dict[str, Any]
         training,
         "checkpoint",
         lambda: sharded_checkpoint.save(
-            training.directory.checkpoints, training.step.num_steps, workload=training.step.workload,
-            ranks=training.ranks, random_state=random_state, progress=progress, keep=training.job.checkpoint.keep,
+            training.directory.checkpoints,
+            training.step.num_steps,
+            workload=training.step.workload,
+            ranks=training.ranks,
+            random_state=random_state,
+            progress=progress,
+            keep=training.job.checkpoint.keep,
         ),
-    )  # fmt: skip
+    )
     if training.ranks.rank == 0:
         training.directory.append(
             CheckpointLine(time_seconds=training.sampler.seconds(), step=saved.step, num_bytes=saved.num_bytes)

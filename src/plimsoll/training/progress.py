@@ -100,10 +100,13 @@ class Follower:
         if device_bytes is not None and plan.budget.device_bytes is not None:
             lines.append(
                 LimitLine(
-                    kind="budget", name="budget of the run", used_bytes=device_bytes,
-                    limit_bytes=plan.budget.device_bytes, expected_bytes=self._predicted_bytes(plan),
+                    kind="budget",
+                    name="budget of the run",
+                    used_bytes=device_bytes,
+                    limit_bytes=plan.budget.device_bytes,
+                    expected_bytes=self._predicted_bytes(plan),
                 )
-            )  # fmt: skip
+            )
         if private_bytes is not None and plan.budget.host_bytes is not None:
             name = "budget of the run on the host"
             lines.append(

@@ -153,10 +153,13 @@ class Session:
         job, directory = self._job, self._directory
         self._plan = plan = Plan.load(directory.plan)
         head = RunHead(
-            job=without_secrets(job.model_dump(mode="json")), device=self._backend.probe(), versions=versions(),
-            fingerprint=self._marks, gradient_reach=_gradient_reach(job, self._data, plan),
+            job=without_secrets(job.model_dump(mode="json")),
+            device=self._backend.probe(),
+            versions=versions(),
+            fingerprint=self._marks,
+            gradient_reach=_gradient_reach(job, self._data, plan),
             preparation_bytes=self._data.peak_bytes,
-        )  # fmt: skip
+        )
         if job.budget.device_bytes is not None and plan.limit_bytes is None:  # a plan knows better what there will be
             require_memory(job, self._data, self._backend.baseline_bytes, job.budget.device_bytes)
         if self._is_first:
@@ -196,9 +199,16 @@ class Session:
         if self._is_first and (said := self._others.sentence(torch.get_num_threads())):
             view.say(said)
         step = step_of(
-            job, parts.model, parts.optimizer, self._plan.fallbacks, loss=loss, schedule=parts.schedule,
-            full_length=data.longest_row, files=parts.files, ranks=self.ranks,
-        )  # fmt: skip
+            job,
+            parts.model,
+            parts.optimizer,
+            self._plan.fallbacks,
+            loss=loss,
+            schedule=parts.schedule,
+            full_length=data.longest_row,
+            files=parts.files,
+            ranks=self.ranks,
+        )
         if device == "cpu":
             heap.set_up_for_steps(self._first)
         if self.trial and self._saved is None and not self.restarts and self.ranks.is_alone:
@@ -212,9 +222,15 @@ class Session:
     def _assembled(self, view: View) -> Assembled:
         is_in_files = self._device == "cpu" and builds_in_files(self._first)
         return assemble(
-            self._job, self._data, self._device, view.say, _oom_kills, in_files=is_in_files,
-            put=lambda model, device: put_where_needed(model, device, self._first), ranks=self.ranks,
-        )  # fmt: skip
+            self._job,
+            self._data,
+            self._device,
+            view.say,
+            _oom_kills,
+            in_files=is_in_files,
+            put=lambda model, device: put_where_needed(model, device, self._first),
+            ranks=self.ranks,
+        )
 
     def restore(self) -> None:
         """Put the training where the checkpoint has left it, or at the beginning."""

@@ -173,9 +173,7 @@ def _train_as_rank(request: TrainRequest) -> int:
             with directory.claimed():
                 return _plan_again(directory, job, Job.from_yaml(directory.job), (), request.quiet)
 
-        code, restarts = prepared_by_first(
-            ranks, out, lambda: _begin_or_resume(request, lambda *_: 0), plan_again
-        )  # fmt: skip
+        code, restarts = prepared_by_first(ranks, out, lambda: _begin_or_resume(request, lambda *_: 0), plan_again)
         if code:
             return code
         goes_on = restarts > 0

@@ -29,9 +29,15 @@ from plimsoll.compression.shares import (
 from plimsoll.records.plan import Choice
 
 _WIDTHS = (
-    "intermediate_size", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_hidden_size",
+    "intermediate_size",
+    "hidden_dim",
+    "ffn_dim",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "d_ff",
+    "ffn_hidden_size",
     "n_inner",
-)  # fmt: skip
+)
 """How configurations call the width of feed-forward layers."""
 
 

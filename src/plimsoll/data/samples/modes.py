@@ -90,19 +90,26 @@ class Texts(NamedTuple):
             # A token that an earlier window predicts has no label in the later one.
             num_predicted = longest + (num_samples - 1) * step if num_samples else 0
             yield Filling(
-                name=f"windows of {longest}" + (f", stride {step}" if step < longest else ""), num_samples=num_samples,
-                batch_samples=self.job.batch_size, padding_share=0.0,
+                name=f"windows of {longest}" + (f", stride {step}" if step < longest else ""),
+                num_samples=num_samples,
+                batch_samples=self.job.batch_size,
+                padding_share=0.0,
                 useful_tokens=self.job.batch_size * num_predicted / max(num_samples, 1),
-                num_dropped_tokens=num_tokens - num_predicted, is_this_job=is_stream and step == steps[-1],
-            )  # fmt: skip
+                num_dropped_tokens=num_tokens - num_predicted,
+                is_this_job=is_stream and step == steps[-1],
+            )
 
     def _slots(self, slots: StreamSlots) -> Filling:
         """Windows of contiguous stream slots; each token but the first is predicted."""
         return Filling(
-            name=f"streams of {slots.sequence_length}", num_samples=slots.num_samples, batch_samples=slots.num_slots,
-            padding_share=0.0, useful_tokens=slots.slot_tokens * slots.num_slots / slots.num_windows,
-            num_dropped_tokens=slots.num_dropped_tokens, is_this_job=True,
-        )  # fmt: skip
+            name=f"streams of {slots.sequence_length}",
+            num_samples=slots.num_samples,
+            batch_samples=slots.num_slots,
+            padding_share=0.0,
+            useful_tokens=slots.slot_tokens * slots.num_slots / slots.num_windows,
+            num_dropped_tokens=slots.num_dropped_tokens,
+            is_this_job=True,
+        )
 
     def _packed(self) -> Filling:
         from plimsoll.data.samples.packing import num_packed_rows  # it imports torch, which little else here needs
@@ -150,10 +157,14 @@ class Texts(NamedTuple):
         longest, size = self.job.sequence_length, self.job.batch_size
         full = int(way.lengths.sum()) / ((num_rows or len(way.lengths)) * longest)
         return Filling(
-            name=name, num_samples=round((num_rows or len(way.lengths)) * self.scale), batch_samples=size,
-            padding_share=1 - full, useful_tokens=size * longest * full, num_long_texts=self.num_long,
+            name=name,
+            num_samples=round((num_rows or len(way.lengths)) * self.scale),
+            batch_samples=size,
+            padding_share=1 - full,
+            useful_tokens=size * longest * full,
+            num_long_texts=self.num_long,
             num_dropped_tokens=way.num_dropped,
-        )  # fmt: skip
+        )
 
     def _planned(self, way: _Way, order: str, batches: int | Buckets) -> Filling:
         """Go over the batches of an epoch and count what of them is padding."""
@@ -164,11 +175,15 @@ class Texts(NamedTuple):
             num_batches += 1
         num_useful = int(way.lengths.sum())
         return Filling(
-            name=f"{way.name}, {order}", num_samples=round(len(way.lengths) * self.scale),
-            batch_samples=len(way.lengths) / num_batches, padding_share=1 - num_useful / num_elements,
-            useful_tokens=num_useful / num_batches, num_long_texts=self.num_long, num_dropped_tokens=way.num_dropped,
+            name=f"{way.name}, {order}",
+            num_samples=round(len(way.lengths) * self.scale),
+            batch_samples=len(way.lengths) / num_batches,
+            padding_share=1 - num_useful / num_elements,
+            useful_tokens=num_useful / num_batches,
+            num_long_texts=self.num_long,
+            num_dropped_tokens=way.num_dropped,
             is_this_job=way.is_this_job and order == self.job.data.order,
-        )  # fmt: skip
+        )
 
     def _shuffle(self, order: str) -> bool | BlockShuffle:
         if order != "blocks":

@@ -156,9 +156,11 @@ _LINKS = {
 
 # Processes with lazily loaded kernels (CUDA from 11.7 on): MiB least and most, and where that was read.
 _HOPPER = (
-    742, 816, "an H200's recording (tests/recordings, torch 2.11): 742 MiB in a new process that has trained, 816 "
+    742,
+    816,
+    "an H200's recording (tests/recordings, torch 2.11): 742 MiB in a new process that has trained, 816 "
     "after 140 trainings of seven models, 612 of them bare",
-)  # fmt: skip
+)
 _CONTEXTS = {
     "RTX 3060": (118, 158, "xMem's records (torch 2.6, cu124): 118 to 140 MiB, and 18 MiB during training"),
     "RTX 3090": (256, 333, "InvokeAI#9413 (torch 2.7.1, cu128): 256 MiB bare; up to 30 % more for kernels"),

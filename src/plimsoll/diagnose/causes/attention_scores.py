@@ -23,11 +23,14 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     length = evidence.sequence_length
     holdings = [one for one in evidence.holdings if length and _is_of_pairs(one, length)]
     return findings_of_part(
-        evidence, "attention_scores", part_of_holdings(holdings, evidence.holdings_known), _LEAST_SHARE,
+        evidence,
+        "attention_scores",
+        part_of_holdings(holdings, evidence.holdings_known),
+        _LEAST_SHARE,
         what=f"attention scores of {length or 0:,} x {length or 0:,} positions",
         instead="use a kernel of attention that does not keep the scores (docs/techniques/attention.md)",
         facts=facts_of_holdings(evidence, holdings),
-    )  # fmt: skip
+    )
 
 
 def _is_of_pairs(holding: Holding, length: int) -> bool:

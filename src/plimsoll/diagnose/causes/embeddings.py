@@ -34,6 +34,11 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     ]
     part = part_of_holdings(holdings, evidence.holdings_known) or part_of_category(evidence, "embeddings")
     return findings_of_part(
-        evidence, "embeddings", part, _LEAST_SHARE, what="tables with a row for every token", instead=_INSTEAD,
+        evidence,
+        "embeddings",
+        part,
+        _LEAST_SHARE,
+        what="tables with a row for every token",
+        instead=_INSTEAD,
         facts=facts_of_holdings(evidence, holdings),
-    )  # fmt: skip
+    )

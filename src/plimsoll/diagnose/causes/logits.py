@@ -20,11 +20,14 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Find what the scores of all tokens take."""
     holdings = [one for one in evidence.holdings if _is_of_vocabulary(one, evidence.vocab_size)]
     return findings_of_part(
-        evidence, "logits", part_of_holdings(holdings, evidence.holdings_known), _LEAST_SHARE,
+        evidence,
+        "logits",
+        part_of_holdings(holdings, evidence.holdings_known),
+        _LEAST_SHARE,
         what=f"the scores of all {evidence.vocab_size or 0:,} tokens of the vocabulary",
         instead="compute the loss some tokens at a time, without all logits at once (docs/techniques/chunked_loss.md)",
         facts=facts_of_holdings(evidence, holdings),
-    )  # fmt: skip
+    )
 
 
 def _is_of_vocabulary(holding: Holding, vocab_size: int | None) -> bool:

@@ -20,6 +20,10 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Find what an update needs beside its states."""
     part = part_of_category(evidence, "temporaries")
     return findings_of_part(
-        evidence, "optimizer_temporaries", part if evidence.phase == "optimizer" else None, _LEAST_SHARE,
-        what="temporaries of the optimizer's update", instead=_INSTEAD,
-    )  # fmt: skip
+        evidence,
+        "optimizer_temporaries",
+        part if evidence.phase == "optimizer" else None,
+        _LEAST_SHARE,
+        what="temporaries of the optimizer's update",
+        instead=_INSTEAD,
+    )

@@ -138,9 +138,13 @@ class EvaluatedLoss:
     """
 
     def __init__(
-        self, trainer: transformers.Trainer, units: Units | None, units_of: Units, cuts: Mapping[str, bool],
+        self,
+        trainer: transformers.Trainer,
+        units: Units | None,
+        units_of: Units,
+        cuts: Mapping[str, bool],
         backend: Backend,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._trainer, self._units, self._units_of = trainer, units, units_of
         self._cuts, self._backend = cuts, backend
         self._known = known_units(trainer.model) if trainer.model is not None and adds_nothing(trainer) else None

@@ -97,10 +97,11 @@ class Evaluations:
         def evaluation_loop(*arguments: Any, **options: Any) -> Any:
             with self._collecting():
                 return fitting(
-                    partial(original, *arguments, **options), self._backend,
+                    partial(original, *arguments, **options),
+                    self._backend,
                     "reading the batches of an evaluation and putting their predictions together",
                     f", a smaller per_device_eval_batch_size{_FEWER}",
-                )  # fmt: skip
+                )
 
         return evaluation_loop
 

@@ -167,10 +167,13 @@ class Transaction:
         updated = (one for group in optimizer.param_groups for one in group["params"])
         self._parameters = [*dict.fromkeys([*model.parameters(), *updated])]
         self._retry = Retry(
-            {"model": model, "loss": self.workload.loss, **(roots or {})}, self.backend, self.position,
-            optimizer=optimizer, extra_state=extra_state,
+            {"model": model, "loss": self.workload.loss, **(roots or {})},
+            self.backend,
+            self.position,
+            optimizer=optimizer,
+            extra_state=extra_state,
             allow_hidden_state=allow_hidden_state,
-        )  # fmt: skip
+        )
         self._unreached = UnreachedWatch(model)
         self._commit = StepCommit(optimizer, self.backend, self.position)
         self.following = AfterUpdate(optimizer, self.backend, self.position)
@@ -459,9 +462,13 @@ class Transaction:
     def _fallback_schedule_for(self, num_samples: int) -> FallbackSchedule:
         """Made from the fallbacks or the first batch, and anew for a larger one; what is known of limits is kept."""
         self._fallback_schedule = fallback_schedule_of(
-            self._fallbacks, self._fallback_schedule, num_samples, first_micro_batch=self._first_micro_batch,
-            grow_after=self._grow_after, is_whole=self._whole.reason() is not None,
-        )  # fmt: skip
+            self._fallbacks,
+            self._fallback_schedule,
+            num_samples,
+            first_micro_batch=self._first_micro_batch,
+            grow_after=self._grow_after,
+            is_whole=self._whole.reason() is not None,
+        )
         return self._fallback_schedule
 
     def _keep_whole(self, fallback_schedule: FallbackSchedule, batch: Any, loss_of: LossOf, shape: Shape) -> bool:

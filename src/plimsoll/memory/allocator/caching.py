@@ -419,9 +419,11 @@ class Replay:
 
 
 def replay(
-    deltas: Iterable[tuple[int, int]], allocator: CachingAllocator, live: dict[int, int] | None = None,
+    deltas: Iterable[tuple[int, int]],
+    allocator: CachingAllocator,
+    live: dict[int, int] | None = None,
     private: Collection[int] = (),
-) -> Replay:  # fmt: skip
+) -> Replay:
     """Run events (storage id, bytes to allocate; a negative number frees the storage) through an allocator, in order.
 
     ``live`` are storages allocated before (`Replay.live` of an earlier call); it is not changed. A storage's id may be

@@ -162,9 +162,16 @@ def dry_run_job(
 
 
 def _train_job(  # noqa: PLR0917 -- one call
-    job: Job, texts: TextSketch, stage: DryRun, position: Position, lowering: Lowering, choices: Choices,
-    batches: list[Any], held_out: Any | None, ranks: Ranks,
-) -> TrainStep:  # fmt: skip
+    job: Job,
+    texts: TextSketch,
+    stage: DryRun,
+    position: Position,
+    lowering: Lowering,
+    choices: Choices,
+    batches: list[Any],
+    held_out: Any | None,
+    ranks: Ranks,
+) -> TrainStep:
     """Do on a stage what a training process does."""
     is_large = builds_in_files(choices) if lowering.kind == "cpu" else streams(choices)
     files = MappedPool() if is_large else None  # on CUDA these stand for the host's memory
@@ -178,9 +185,17 @@ def _train_job(  # noqa: PLR0917 -- one call
     optimizer = build_optimizer(job.optimizer, model.parameters())
     backend = StageBackend(lowering.kind)
     step = step_of(
-        job, model, optimizer, [choices], loss=loss, full_length=texts.longest, backend=backend, position=position,
-        files=files, ranks=ranks,
-    )  # fmt: skip
+        job,
+        model,
+        optimizer,
+        [choices],
+        loss=loss,
+        full_length=texts.longest,
+        backend=backend,
+        position=position,
+        files=files,
+        ranks=ranks,
+    )
     stage.recorder.know_model(step.workload.model)  # a technique may have exchanged it
     with failures_explained("the model of this job", stage):
         _dry_run(stage, step, choices, batches, held_out, has_states=bool(job.evaluate_every))
@@ -264,9 +279,7 @@ def _folding_blocks(trace_with: Callable[[bool, bool], Trace]) -> Callable[[bool
 
 
 @contextmanager
-def _stage(
-    lowering: Lowering, position: Position, keeps_all: bool, folds_blocks: bool = True
-) -> Iterator[DryRun]:  # fmt: skip
+def _stage(lowering: Lowering, position: Position, keeps_all: bool, folds_blocks: bool = True) -> Iterator[DryRun]:
     with dry_run(lowering, lambda: _phase(position), keeps_all) as stage, _fake_tensors_are_plain():
         stage.folds_blocks = folds_blocks
         yield stage
@@ -292,9 +305,7 @@ def _dry_run(  # noqa: PLR0917 -- one call
         raise
 
 
-def _take_steps(
-    stage: DryRun, step: TrainStep, batches: list[Any], held_out: Any | None, has_states: bool
-) -> None:  # fmt: skip
+def _take_steps(stage: DryRun, step: TrainStep, batches: list[Any], held_out: Any | None, has_states: bool) -> None:
     for number, batch in enumerate(batches, start=1):
         stage.recorder.step = number
         step(stage.fake_batch(batch))

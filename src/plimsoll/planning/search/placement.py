@@ -136,9 +136,15 @@ class Placer:
     """
 
     def __init__(  # noqa: PLR0917 -- called by keyword
-        self, parts: Sequence[ModelPart], always: frozenset[str], limit_bytes: int, most_rows: int, num_passes: int,
-        reading: Reading, evaluate: Evaluate,
-    ) -> None:  # fmt: skip
+        self,
+        parts: Sequence[ModelPart],
+        always: frozenset[str],
+        limit_bytes: int,
+        most_rows: int,
+        num_passes: int,
+        reading: Reading,
+        evaluate: Evaluate,
+    ) -> None:
         self._parts, self._limit_bytes, self._num_passes = parts, limit_bytes, num_passes
         self._reading, self._evaluate = reading, evaluate
         self._rows = candidate_rows(most_rows)

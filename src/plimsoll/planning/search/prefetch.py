@@ -43,7 +43,7 @@ def not_traced(choices: Choices) -> Evaluation:
 
 def asked_in_turn(
     go_on: Callable[[], object], guess: Callable[[Choices], None], at_length: Mapping[Choices, Evaluation]
-) -> Iterator[Likely]:  # fmt: skip
+) -> Iterator[Likely]:
     """Yield what a search asks for, each after what was asked for before is taken to be as guessed.
 
     Args:

@@ -56,9 +56,12 @@ _FALLBACK_SHARES = (0.9, 0.75, 0.6)
 
 
 def search(
-    problem: Problem, evaluate: Evaluate, expect: Expect = lambda combinations: None, at_length: Evaluate | None = None,
+    problem: Problem,
+    evaluate: Evaluate,
+    expect: Expect = lambda combinations: None,
+    at_length: Evaluate | None = None,
     suppose: Suppose = lambda combinations: None,
-) -> Found:  # fmt: skip
+) -> Found:
     """Find the fastest combination that fits.
 
     Args:
@@ -77,7 +80,7 @@ def search(
 class _Search:
     def __init__(
         self, problem: Problem, evaluate: Evaluate, expect: Expect, at_length: Evaluate | None, suppose: Suppose
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._problem = problem
         self._available: AvailableChoices = available_choices(problem)
         self._compatibility = Compatibility(problem)

@@ -128,7 +128,7 @@ class Surrogate:
 
     def learn_effect(
         self, choice: Choice, evaluation: Evaluation, without: Evaluation, reaches: frozenset[Category] = frozenset()
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Learn what one choice does, to what its technique reaches, from two traces that differ in it alone."""
         fixed, shares = dict[Phase, float](), dict[Phase, float]()
         phases = [phase for phase in self._alive if phase in evaluation.phases and phase in without.phases]
@@ -239,9 +239,12 @@ class Surrogate:
             shares[phase] = evaluation.phases[phase].growing_bytes / growing_bytes if growing_bytes > 0 else 1.0
         beyond = float(self._beyond_bytes(known, *asked)[0])
         return _Difference(
-            fixed, shares, _share(_beyond(evaluation), beyond), max(_beyond(evaluation) - beyond, 0.0),
+            fixed,
+            shares,
+            _share(_beyond(evaluation), beyond),
+            max(_beyond(evaluation) - beyond, 0.0),
             evaluation.seconds - float(self._seconds(known, *asked)[0]),
-        )  # fmt: skip
+        )
 
     def guess(self, combinations: Sequence[Choices], numbers: Column, micro_batches: Column) -> tuple[Column, Column]:
         """Guess the budget that combinations are safe in, and the seconds of a step.

@@ -160,9 +160,12 @@ def learned_peak(calibration: Calibration, lowered_to: str, techniques: Iterable
 
 
 def learn_time(
-    calibration: Calibration, lowered_to: str, techniques: Iterable[str], predicted_seconds: float,
+    calibration: Calibration,
+    lowered_to: str,
+    techniques: Iterable[str],
+    predicted_seconds: float,
     measured_seconds: float,
-) -> Calibration:  # fmt: skip
+) -> Calibration:
     """Return what is known of step times after one more run.
 
     Args:

@@ -75,9 +75,12 @@ class Folded:
     """
 
     def __init__(
-        self, recorder: Recorder, workload: Workload, parameters: Callable[[], Iterable[nn.Parameter]],
+        self,
+        recorder: Recorder,
+        workload: Workload,
+        parameters: Callable[[], Iterable[nn.Parameter]],
         blocks: FoldedBlocks | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._recorder, self._workload, self._parameters = recorder, workload, parameters
         self._done: list[_Done] = []
         self._blocks = blocks

@@ -115,9 +115,16 @@ class Additivity:
     """
 
     def __init__(
-        self, workload: Workload, backend: Backend, position: Position, recut_loss: bool, never_cut: bool, *,
-        extra_state: Sequence[Stateful] = (), roots: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        workload: Workload,
+        backend: Backend,
+        position: Position,
+        recut_loss: bool,
+        never_cut: bool,
+        *,
+        extra_state: Sequence[Stateful] = (),
+        roots: Mapping[str, Any] | None = None,
+    ) -> None:
         self._workload, self._backend, self._position = workload, backend, position
         self.is_known = known_additive(workload)
         self.found: LossCheck | None = _said(workload, recut_loss, never_cut, self.is_known)
@@ -198,9 +205,13 @@ class Additivity:
         roots = {"model": self._workload.model, "loss": loss, **self._roots}
         is_sharded = self._workload.hooks.sharding.is_sharded
         return left_alone(
-            roots, self._backend, batch, extra_state=self._extra_state, optimizer=self._workload.optimizer,
+            roots,
+            self._backend,
+            batch,
+            extra_state=self._extra_state,
+            optimizer=self._workload.optimizer,
             observes=not is_sharded,
-        )  # fmt: skip
+        )
 
     def _compared(self, rows: Any, loss_of: LossOf) -> _Found | OomEvent | str | None:
         """Compare as many samples as there is room for, with gradients where that can be; or say how it fails."""
@@ -333,9 +344,13 @@ class _Loss(NamedTuple):
 
 
 def _loss(  # noqa: PLR0917 -- bound to all but the last two
-    loss_of: LossOf, parameters: Sequence[Tensor], random_state: dict[str, Any], backend: Backend, piece: Any,
+    loss_of: LossOf,
+    parameters: Sequence[Tensor],
+    random_state: dict[str, Any],
+    backend: Backend,
+    piece: Any,
     share: float,
-) -> _Loss:  # fmt: skip
+) -> _Loss:
     backend.restore_random_state(random_state)
     with torch.set_grad_enabled(bool(parameters)), torch.autograd.set_multithreading_enabled(False):
         loss = loss_of(piece, share)
@@ -367,10 +382,16 @@ def _difference(
         scale = _gradient_scale(whole, parts)
         gradient_difference = float((whole.gradient - sum(sums)).norm()) / scale if scale else 0.0
     return _Found(
-        num_samples, whole.value, total, difference if math.isfinite(difference) else math.inf, gradient_difference,
-        most_difference, any(one.is_random for one in (whole, *parts)), averages_weights,
+        num_samples,
+        whole.value,
+        total,
+        difference if math.isfinite(difference) else math.inf,
+        gradient_difference,
+        most_difference,
+        any(one.is_random for one in (whole, *parts)),
+        averages_weights,
         shows=size > 0 or scale > 0,
-    )  # fmt: skip
+    )
 
 
 def _loss_scale(whole: _Loss, parts: list[_Loss]) -> float:

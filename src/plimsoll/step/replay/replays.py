@@ -60,9 +60,15 @@ class Replays:
     """
 
     def __init__(
-        self, workload: Workload, retry: Retry, backend: Backend, position: Position,
-        parameters: Callable[[], Iterable[nn.Parameter]], *, is_dry_run: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        workload: Workload,
+        retry: Retry,
+        backend: Backend,
+        position: Position,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        *,
+        is_dry_run: bool = False,
+    ) -> None:
         self.num_replays = 0
         self.why_not: str | None = None
         self._workload, self._retry, self._backend, self._position = workload, retry, backend, position

@@ -199,10 +199,20 @@ def _settings() -> tuple[Any, ...]:
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return (
         *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
-        torch.is_autocast_cache_enabled(), torch.is_anomaly_enabled(), torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-        cuda.matmul.allow_tf32, cuda.matmul.allow_bf16_reduced_precision_reduction,
-        cuda.matmul.allow_fp16_reduced_precision_reduction, torch._C._get_flash_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_math_sdp_enabled(),
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32,
-    )  # fmt: skip
+        torch.is_autocast_cache_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        cuda.matmul.allow_tf32,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        cudnn.allow_tf32,
+    )

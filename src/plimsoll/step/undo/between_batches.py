@@ -57,7 +57,7 @@ class Between:
 
     def __init__(
         self, moments: Sequence[tuple[Before, Moment]], extra_state: Sequence[Any], backend: Backend, *, is_end: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.places: set[str] = set()
         self.news: list[tuple[str, Any]] = []
         self.written: set[str] = set()

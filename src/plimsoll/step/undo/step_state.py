@@ -66,9 +66,13 @@ class Undo:
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], backend: Backend, extra_state: Sequence[Stateful] = (),
-        optimizer: torch.optim.Optimizer | None = None, observes: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        roots: Mapping[str, Any],
+        backend: Backend,
+        extra_state: Sequence[Stateful] = (),
+        optimizer: torch.optim.Optimizer | None = None,
+        observes: bool = True,
+    ) -> None:
         self.lost: tuple[str, ...] = ()
         self._moments: list[tuple[Before, Moment]] = []  # after the last passes of an update of several batches
         self._resumed: Any = ()  # how it was before a batch was taken
@@ -477,9 +481,14 @@ class Undo:
 
 @contextmanager
 def left_alone(
-    roots: Mapping[str, Any], backend: Backend, batch: Any = None, *, extra_state: Sequence[Stateful] = (),
-    optimizer: torch.optim.Optimizer | None = None, observes: bool = True,
-) -> Iterator[Undo]:  # fmt: skip
+    roots: Mapping[str, Any],
+    backend: Backend,
+    batch: Any = None,
+    *,
+    extra_state: Sequence[Stateful] = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    observes: bool = True,
+) -> Iterator[Undo]:
     """Put back what a block changes of some roots and a batch, the random numbers included."""
     undo = Undo(roots, backend, extra_state, optimizer, observes)
     undo.remember(batch)

@@ -71,7 +71,7 @@ from plimsoll.step.update.transient_memory import (
     most_at_once,
     prove_room,
     without_states,
-)  # fmt: skip
+)
 from plimsoll.step.update.undo import ChunkCopy, Learned, Memory, WholeCopy
 
 # A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.

@@ -421,9 +421,25 @@ _STAYS_LAZY: dict[Any, Callable[..., Any]] = {
 }
 
 _SHAPE_PROPERTIES = (
-    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_meta", "is_sparse",
-    "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu", "is_leaf", "grad_fn", "itemsize",
-)  # fmt: skip
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "requires_grad",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "is_mkldnn",
+    "is_mps",
+    "is_xpu",
+    "is_leaf",
+    "grad_fn",
+    "itemsize",
+)
 _ASKED_OF_THE_SHAPE = {
     *(getattr(Tensor, name).__get__ for name in _SHAPE_PROPERTIES),
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, torch.numel, Tensor.is_floating_point,

@@ -162,9 +162,12 @@ class ShardedTraining:
         for number, module in enumerate((*modules, self._model), start=1):
             is_block = module is not self._model
             fully_shard(
-                module, mesh=self._mesh, reshard_after_forward=is_block and not sharding.keeps_gathered,
-                mp_policy=sharding.precision(is_block), offload_policy=sharding.place(self._device),
-            )  # fmt: skip
+                module,
+                mesh=self._mesh,
+                reshard_after_forward=is_block and not sharding.keeps_gathered,
+                mp_policy=sharding.precision(is_block),
+                offload_policy=sharding.place(self._device),
+            )
             self._agree_in(module, number)
             if sharding.pool is not None:
                 _move_rows(module, sharding.pool)

@@ -30,9 +30,18 @@ _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _OLD = bytes([0x80, 2, 0x8A, 10]) + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")  # a pickle of the magic number
 
 _FAULTS = (
-    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, RecursionError, RuntimeError,
-    TypeError, ValueError, struct.error,
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 """What torch's reader raises on damaged bytes; it is not one kind of error."""
 
 
