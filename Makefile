@@ -68,7 +68,7 @@ rivals: $(RIVALS) ## install other tools to compare with, in environments of the
 	.rivals/$*/bin/python -m pip install --quiet -r $<
 	@touch $@
 
-bench: install ## run the benchmarks that fit into 30 minutes, file their results and rewrite the tables of README.md
+bench: install ## run the benchmarks that fit into 30 minutes, file their results and rewrite the tables that pages show
 	$(RUN) benchmarks/bench.py $(ARGS)
 
 bench-all: install ## run every benchmark, for hours; real text with ARGS='--news agnews-test.csv --text wikitext2-valid.txt'

@@ -1,6 +1,6 @@
-"""Rewrites what README.md and pages show of results: what stands between `<!-- table NAME -->` and `<!-- /table -->`.
+"""Rewrite the tables of README.md and of pages: what stands between `<!-- table NAME -->` and `<!-- /table -->`.
 
-    python benchmarks/readme.py            # rewrites README.md, and the pages that show some
+    python benchmarks/readme.py            # rewrites README.md, docs/benchmarks.md and the other pages with tables
     python benchmarks/readme.py --check    # says what would change, and ends with 1 if anything would
 
 It is the part for it of the newest result of that name (see `_results.py`), word for word, with what
@@ -19,7 +19,7 @@ from pathlib import Path
 from _results import RESULTS, Result, newest
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "what-is-put-back.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("benchmarks.md", "what-is-put-back.md")))
 MARKED = re.compile(r"(<!-- table ([a-z0-9 -]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 

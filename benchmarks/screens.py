@@ -1,4 +1,4 @@
-"""What `plimsoll predict` and `plimsoll plan` print for the job that README.md shows, on the library's own sources.
+"""What `plimsoll predict` and `plimsoll plan` print for the job that docs/benchmarks.md shows, on the library's own sources.
 
 python benchmarks/screens.py [--out benchmarks/results]
 """
@@ -18,7 +18,7 @@ from _results import add_out, fenced, file_result
 from demo import standard_library
 from plimsoll.data.text.sources import find_files
 
-PAGE = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 COMMANDS = {
     "screen-predict": "predict job.yaml --device rtx3060 --search",
     "screen-plan": "plan job.yaml --budget 450MiB",
@@ -45,10 +45,10 @@ def main() -> None:
 
 
 def write_job(folder: Path) -> None:
-    """Write the job that README.md shows, and a text where it says."""
+    """Write the job that docs/benchmarks.md shows, and a text where it says."""
     found = re.search(r"^```yaml\n(# job\.yaml\n.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     if found is None:
-        raise SystemExit("README.md shows no job.yaml")
+        raise SystemExit("docs/benchmarks.md shows no job.yaml")
     (folder / "job.yaml").write_text(found[1], encoding="utf-8")
     (folder / "corpus").mkdir()
     text = ""

@@ -96,7 +96,7 @@ REMEDY = re.compile(
 
 # What of README.md a script writes, or is no prose: parts of results, comments, code, where links lead.
 WRITTEN_BY_SCRIPTS = re.compile(r"<!-- table .*?<!-- /table -->", re.DOTALL)
-SESSION = re.compile(r"^```\w*\n(?:(?!^```).*\n)*?\$ ", re.MULTILINE)
+SESSION = re.compile(r"^```\w*\n(?:(?!^```).*\n)*?\$ (?=.*\n(?!\$ |```))", re.MULTILINE)  # a command and what it prints
 NO_PROSE = re.compile(r"^```.*?^```|`[^`\n]*`|\]\([^)\n]*\)|<!--.*?-->", re.DOTALL | re.MULTILINE)
 # Names that have a digit in them. All other digits, and these words, are taken for what somebody has measured.
 NAMES_WITH_DIGITS = re.compile(r"\b(?:Python 3\.\d+|GPT-2|FSDP2|Apache-2\.0|int[48]|b?float\d+|word2vec)\b")
