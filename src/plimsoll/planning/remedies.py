@@ -175,7 +175,7 @@ class _Search:
         if sizes:
             yield tuple(map(micro_batch_choice, sizes))
         options = dict(available.options)
-        for technique in filter(_sets_precision, TECHNIQUES.values()):  # which the job's precision may have closed
+        for technique in filter(_sets_precision, TECHNIQUES.values()):  # also where the job says another
             offered = technique.choices(problem.workload, setting)
             options |= {} if isinstance(offered, str) else {technique.name: offered}
         for choices in (*options.values(), *((choice,) for choice in available.closed)):

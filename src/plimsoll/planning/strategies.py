@@ -22,7 +22,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan
 from plimsoll.records.strategies import Strategies, Strategy
 
-# What is compared are these techniques: each has a line of its own, with words of its own.
+# The comparison is of these techniques, each in words of its own.
 from plimsoll.techniques.layer_streaming import LayerStreaming
 from plimsoll.techniques.lora import Lora
 from plimsoll.techniques.parameter_offload import ParameterOffload

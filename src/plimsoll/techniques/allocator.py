@@ -3,7 +3,7 @@
 The allocator asks the driver for segments and cuts them into blocks; where blocks of other sizes follow, holes stay
 that no request fits. ``expandable_segments`` reserves addresses once and maps memory behind them as it is needed, so
 that free memory lies together. Its effect is predicted by simulating the allocator with the settings, on traces that
-are there (`allocator_rules`); a plan takes it where a mix fits only so, or a larger micro-batch does.
+are there (`mechanisms.allocators`); a plan takes it where a mix fits only so, or a larger micro-batch does.
 
 A run that was not planned so has it as its last resort: after an error at which more lay reserved and unused than was
 asked for, the backend lets segments grow from then on (`plimsoll.device.cuda.backend`).

@@ -171,9 +171,8 @@ def _train_job(  # noqa: PLR0917 -- one call
     ranks: Ranks,
 ) -> TrainStep:
     """Do on a stage what a training process does."""
-    files = (
-        MappedPool() if builds_outside(choices, lowering.kind) else None
-    )  # on CUDA these stand for the host's memory
+    # On CUDA these files stand for the host's memory.
+    files = MappedPool() if builds_outside(choices, lowering.kind) else None
     with failures_explained("the model of this job", stage):
         model = build_model(job, *texts.of_model, files=files).train()
         loss = loss_for(job, texts, lowering.device)

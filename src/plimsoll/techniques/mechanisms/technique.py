@@ -196,7 +196,7 @@ class Technique(ABC):
         return None
 
     def gradient_steps(self, choice: Choice, num_steps: int) -> int | None:
-        """Return how far back gradients reach in a sequence of so many steps; ``None``: to its beginning."""
+        """Return how many steps gradients reach back at most in a sequence of so many; ``None``: to its beginning."""
         return None
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
