@@ -126,7 +126,8 @@ class JobInput:
 
     def __init__(self, job: Job, started: Baseline | None = None, texts: TextSketch | None = None) -> None:
         self._job, self._started, self.num_traces = job, started, 0
-        self.tracers, self.ask_rows = Tracers(), None
+        self.tracers = Tracers()
+        self.ask_rows: Callable[[OfRows], str | None] | None = None
         require_vectors(job)
         texts = sketch_texts(job) if texts is None else texts
         self._texts = texts
