@@ -68,7 +68,7 @@ def train(run: dict[str, Any]) -> None:
     from plimsoll.planning.trial import try_plan
     from plimsoll.records.prepared import Prepared
     from plimsoll.step.job_step import step_of
-    from plimsoll.techniques.heap import set_up_as_with
+    from plimsoll.techniques.mechanisms.allocators import set_up_as_with
 
     job, prepared = Job.from_json(run["job"]), Prepared.load(Path(run["prepared"]))
     plan = Plan.from_json(run["plan"]) if "plan" in run else None
@@ -77,7 +77,7 @@ def train(run: dict[str, Any]) -> None:
     backend = backend_for("cpu")
     backend.baseline_bytes()
     with backend.limited(run["budget_bytes"]):
-        set_up_as_with(plan.choices if plan else fallbacks[0])
+        set_up_as_with(plan.choices if plan else fallbacks[0], "cpu")
         parts = assemble(job, prepared, "cpu")
         step = step_of(job, parts.model, parts.optimizer, fallbacks, schedule=parts.schedule)
         if plan is not None:

@@ -84,7 +84,7 @@ def main() -> None:
     from plimsoll.planning.baseline import load_libraries
     from plimsoll.planning.lean_imports import leave_out_unused
     from plimsoll.step.job_step import step_of
-    from plimsoll.techniques.heap import set_up_as_with, set_up_for_steps
+    from plimsoll.techniques.mechanisms.allocators import set_up_as_with, set_up_for_steps
     from plimsoll.training import loop  # noqa: F401
 
     choices = tuple(Choice(**choice) for choice in run["choices"])
@@ -98,7 +98,7 @@ def main() -> None:
             backend.baseline_bytes()
             stack.enter_context(backend.limited(run["budget_bytes"]))
         torch.manual_seed(job.seed)
-        set_up_as_with(choices)
+        set_up_as_with(choices, "cpu")
         model = build_model(job, run["vocab_size"], run["num_labels"], 0).train()
         optimizer = build_optimizer(job.optimizer, model.parameters())
         step = step_of(job, model, optimizer, [choices], ranks=ranks)

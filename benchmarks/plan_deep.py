@@ -134,8 +134,8 @@ def _train_planned(run: dict[str, Any], ids: Any) -> None:
     from plimsoll.planning.lean_imports import leave_out_unused
     from plimsoll.records.plan import Choice
     from plimsoll.step.job_step import step_of
-    from plimsoll.techniques.heap import set_up_as_with, set_up_for_steps
-    from plimsoll.techniques.parameter_offload import builds_in_files
+    from plimsoll.techniques.mechanisms.allocators import set_up_as_with, set_up_for_steps
+    from plimsoll.techniques.mechanisms.building import builds_outside
     from plimsoll.training import loop  # noqa: F401
 
     job = job_of(run["samples"])
@@ -144,8 +144,8 @@ def _train_planned(run: dict[str, Any], ids: Any) -> None:
     _model(job, device="meta")  # imports what it needs
     choices = [Choice(**one) for one in run["choices"]]
     with backend_for("cpu").limited(run["limit_bytes"]):
-        set_up_as_with(choices)
-        files = MappedPool() if builds_in_files(choices) else None
+        set_up_as_with(choices, "cpu")
+        files = MappedPool() if builds_outside(choices, "cpu") else None
         model = _model(job, files=files)
         step = step_of(job, model, build_optimizer(job.optimizer, model.parameters()), [choices], files=files)
         set_up_for_steps(choices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plimsoll.techniques.autocast import lstm_fault
+from plimsoll.device.cpu.lstm_kernels import lstm_fault
 
 # The environment of a process that computes with all that this processor has, without bfloat16 and AMX, and without
 # AVX-512. oneDNN reads it when it is first used.

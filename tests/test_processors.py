@@ -14,6 +14,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 DEPENDING = (
+    "unit/device/cpu/test_device_cpu_lstm_kernels.py",
     "numerics/test_streams.py",
     "unit/memory/lowering/test_lowering_autocast.py",
     "unit/memory/lowering/test_lowering_cpu_scratch.py",
@@ -24,6 +25,7 @@ DEPENDING = (
 )
 
 ON_TWO_THREADS = (
+    "unit/device/cpu/test_device_cpu_lstm_kernels.py",
     "unit/memory/lowering/test_lowering_mkldnn_rnn.py",
     "unit/techniques/test_techniques_autocast.py",
 )

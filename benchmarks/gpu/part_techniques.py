@@ -19,7 +19,7 @@ from benchmarks.gpu.parts import Row, Task
 from plimsoll import TrainStep
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import in_order
-from plimsoll.techniques.layer_streaming import put_where_needed
+from plimsoll.techniques.mechanisms.building import put_where_needed
 
 STEPS, MOST_SECONDS = 4, 8.0  # of each
 CLOSE = 1e-3  # of a loss, in bf16

@@ -94,6 +94,7 @@ def test_it_changes_no_part_of_a_training_that_it_does_not_say(name, training):
         assert changed <= technique.modifies | ({"loss"} & technique.needs)
         assert not moved or "parameters" in technique.moves
         assert all(isinstance(exported, Exported) for exported in exports_of(technique, choice))
+        assert (technique.precision_of(choice) is not None) == ("precision" in technique.modifies)
 
 
 def parts_of(workload: Workload) -> dict[str, object]:

@@ -26,6 +26,10 @@ def test_it_is_planned_run_exported_and_reported(tmp_path):
     assert "rests: do nothing" in exported.stderr
     reported = plimsoll("report", run / "plan.json", **WITH_IT)
     assert "nothing is done" in reported.stdout
+    refused = plimsoll("train", job, "--out", tmp_path / "without", "--plan", run / "plan.json")
+    assert refused.returncode == 2
+    assert "there is no technique `rests`" in refused.stderr
+    assert not (tmp_path / "without").exists()
 
 
 def test_without_the_package_its_name_is_none(tmp_path):

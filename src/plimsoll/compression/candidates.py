@@ -52,7 +52,6 @@ from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.shrink import METHODS, InferenceCost, Quality, check_method
 from plimsoll.step.oom_boundary import fitting
-from plimsoll.techniques.heap import Heap
 from plimsoll.weights.loading import open_checkpoint
 from plimsoll.weights.parts import cast_saved, model_bytes, with_parts
 
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _PASSES_MEASURED = 8
-_TIGHT = Choice(technique=Heap.name, options={"mapped_from": "128KiB"})  # the heap that a peak is measured in
 
 
 @dataclass
@@ -169,7 +167,7 @@ class Workshop:
             )
         except InputError:
             return None
-        return target.count(trace, (_TIGHT,)).peak
+        return target.count(trace, heap=TIGHT_HEAP).peak  # the one that a peak is measured in
 
     def predicted_training(self, source: Source, teacher: str | None) -> Estimate | None:
         """Predict the peak of a training of the whole batch; ``None`` where there is none, or no dry run of it."""

@@ -1,9 +1,10 @@
 """What a prediction or a plan made here depends on beside its job: what is installed, this machine, its environment.
 
-Two answers made in the same surroundings are the same. Covers Plimsoll's own sources by their content, every installed
-distribution by its name, version and the time it was installed, Python, the processor with its memory and the limits on
-it, the kernel, libc, and the environment variables that torch, its libraries and the allocators read. Does NOT notice
-an edit in place of an installed library, or of one that is installed to be edited. Needs no torch.
+Two answers made in the same surroundings are the same. Covers Plimsoll's own sources and those of packages that ship
+techniques by their content, every installed distribution by its name, version and the time it was installed, Python,
+the processor with its memory and the limits on it, the kernel, libc, and the environment variables that torch, its
+libraries and the allocators read. Does NOT notice an edit in place of another installed library, or of one that is
+installed to be edited. Needs no torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import platform
 import sys
 from collections.abc import Iterable
 from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 from plimsoll import errors
@@ -39,6 +42,7 @@ def surroundings() -> dict[str, str | int | None]:
     cpu = backend_for("cpu").probe()
     return {
         "plimsoll": _sources(),
+        "techniques of others": _sources_of_others(tuple(sys.path)),
         "installed": _distributions(tuple(sys.path)),
         "python": sys.version,
         "processor": f"{cpu.name}, {cpu.architecture}, flags {_processor_flags()}",
@@ -60,8 +64,32 @@ def _is_read(name: str) -> bool:
 def _sources() -> str:
     """The content of every file of this package that is read as it runs."""
     root = Path(errors.__file__).parent
-    paths = sorted(path for path in root.rglob("*") if path.is_file() and path.suffix != ".pyc")
-    return _digest(part for path in paths for part in (str(path.relative_to(root)), path.read_bytes()))
+    return _content_of(root, (path for path in root.rglob("*") if path.is_file() and path.suffix != ".pyc"))
+
+
+@cache
+def _sources_of_others(folders: tuple[str, ...]) -> str:
+    """The content of the packages in these folders that ship techniques: all sources, as one may import another."""
+    entries = entry_points(group="plimsoll.techniques")
+    return _digest(map(_content_of_package, sorted({entry.value.partition(":")[0].split(".")[0] for entry in entries})))
+
+
+def _content_of_package(name: str) -> str:
+    try:
+        spec = find_spec(name)  # of a whole package: nothing is imported
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:  # who loads the technique says what is wrong with it
+        return name
+    if spec.submodule_search_locations is None:
+        file = Path(spec.origin or "")
+        return _content_of(file.parent, filter(Path.is_file, [file]))
+    roots = map(Path, spec.submodule_search_locations)
+    return _digest(_content_of(root, root.rglob("*.py")) for root in roots)
+
+
+def _content_of(root: Path, paths: Iterable[Path]) -> str:
+    return _digest(part for path in sorted(paths) for part in (str(path.relative_to(root)), path.read_bytes()))
 
 
 @cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,18 @@ class Unsharded:
         """Do nothing: all ranks have the same gradients."""
 
 
+class EarlyUpdates(NamedTuple):
+    """What an update in backward needs.
+
+    Attributes:
+        copy_outside: copies a tensor to where it takes no memory of the device, for the undo.
+        leave_out: what to type so that parameters are updated when backward has ended.
+    """
+
+    copy_outside: Copier
+    leave_out: str
+
+
 class CapturedPass(Protocol):
     """A pass that can be replayed."""
 
@@ -132,8 +144,7 @@ class StepHooks:
         cut: how a batch is cut into micro-batches.
         evaluation_samples: the most samples of an evaluation pass; ``None``: as many as fit.
         captured: the pass that micro-batches are replayed from, once there is one; ``None``: all run eagerly.
-        update_early: copies a tensor to where it takes no memory of the device, for the undo of parameters that are
-            updated in backward; ``None``: they are updated when backward has ended.
+        update_early: for parameters that are updated in backward; ``None``: when it has ended.
         sharding: how the parameters are shared out over the ranks.
         after_step: what is called after each step that happened.
     """
@@ -141,6 +152,6 @@ class StepHooks:
     cut: Cut = BY_SAMPLES
     evaluation_samples: int | None = None
     captured: list[CapturedPass] | None = None
-    update_early: Copier | None = None
+    update_early: EarlyUpdates | None = None
     sharding: Sharding = UNSHARDED
     after_step: tuple[Callable[[], None], ...] = ()

@@ -42,10 +42,8 @@ class Workload:
     longest sample there will be (``None``: those of each batch), ``files`` what the parameters were made in, where that
     was not memory, and ``ranks`` are the processes that train the same model on other parts of each batch.
 
-    ``hooks`` are what techniques change of the step. ``try_slices`` computes a few rows and says why no part of the
-    model embeds each by itself, if that is so (`plimsoll.step.losses.sliced`); ``None`` where there are no rows to try.
-    ``kept_whole`` is why the loss must not be computed of parts of a batch, where that is known
-    (`plimsoll.step.losses.additive`).
+    ``hooks`` are what techniques change of the step. ``kept_whole`` is why the loss must not be computed of parts of a
+    batch, where that is known (`plimsoll.step.losses.additive`).
     """
 
     model: nn.Module
@@ -60,7 +58,6 @@ class Workload:
     files: MappedPool | None = None
     ranks: Ranks = field(default_factory=Ranks)
     hooks: StepHooks = field(default_factory=StepHooks)
-    try_slices: Callable[[], str | None] | None = None
     kept_whole: Reason | None = None
 
 

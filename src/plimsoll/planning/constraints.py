@@ -75,4 +75,5 @@ def setting_of(planning_input: PlanningInput, device: str) -> Setting:
         lengths_vary=planning_input.lengths_vary,
         sequence_length=planning_input.sequence_length,
         num_ranks=planning_input.num_ranks,
+        ask_rows=planning_input.ask_rows,
     )

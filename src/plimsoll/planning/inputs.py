@@ -6,7 +6,7 @@ look at, what its process takes without it, and the facts a plan of it depends o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -40,10 +40,11 @@ from plimsoll.records.trace import Trace
 from plimsoll.records.units import format_bytes
 from plimsoll.step.job_step import subject_of
 from plimsoll.step.losses.additive import loss_check_of
-from plimsoll.step.losses.sliced import why_not_in_slices
+from plimsoll.step.losses.few_rows import ask_few_rows
 from plimsoll.step.oom_boundary import without_fail
 from plimsoll.step.recovery import samples_of_rank
 from plimsoll.techniques import TECHNIQUES, Choices
+from plimsoll.techniques.mechanisms.technique import OfRows
 
 _MOST_BUILT_BYTES = 1 << 30  # of a model that is built in planning to see what its loss does
 
@@ -69,7 +70,7 @@ class PlanningInput(Protocol):
 
     ``evaluates_between_steps``: a step that comes after an evaluation may need more than one that does not.
     ``tokenizer_bytes``: what training its tokenizer takes at most; ``None``: it has none, or one that is there.
-    ``num_traces``: how many were made, and not known before.
+    ``num_traces``: how many were made, and not known before. ``ask_rows``: see `plimsoll.techniques.Setting`.
     """
 
     batch_size: int
@@ -82,6 +83,7 @@ class PlanningInput(Protocol):
     tokenizer_bytes: int | None
     num_traces: int
     workload: Workload
+    ask_rows: Callable[[OfRows], str | None] | None
 
     @property
     def tracers(self) -> Tracers:
@@ -125,6 +127,7 @@ class JobInput:
     def __init__(self, job: Job, started: Baseline | None = None, texts: TextSketch | None = None) -> None:
         self._job, self._started, self.num_traces = job, started, 0
         self.tracers = Tracers()
+        self.ask_rows: Callable[[OfRows], str | None] | None = None
         require_vectors(job)
         texts = sketch_texts(job) if texts is None else texts
         self._texts = texts
@@ -231,6 +234,7 @@ class StepInput:
     sequence_length: int | None = field(init=False)
     lengths_vary: bool = field(init=False)
     workload: Workload = field(init=False)
+    ask_rows: Callable[[OfRows], str | None] | None = field(init=False)
     tracers: Tracers = field(init=False, default_factory=Tracers)  # a program may have threads, and is not forked
 
     def __post_init__(self) -> None:
@@ -247,7 +251,7 @@ class StepInput:
             precision=self._own_precision,
             device=next((one.device for one in self.model.parameters()), torch.device("cpu")),
         )
-        self.workload.try_slices = cache(partial(why_not_in_slices, self.workload, self.batch))
+        self.ask_rows = cache(partial(ask_few_rows, self.workload, self.batch))
 
     @property
     def _own_precision(self) -> Precision:

@@ -79,7 +79,6 @@ from plimsoll.records.trace import Trace
 from plimsoll.records.units import parse_bytes
 from plimsoll.step.fallbacks import samples_of
 from plimsoll.techniques import TECHNIQUES, Choices, in_order, technique_of
-from plimsoll.techniques.autocast import Autocast
 
 Progress = Callable[[str], None]
 
@@ -505,8 +504,8 @@ class Planner:
 
     def _prediction(self, choices: Choices, counted: Counted) -> Prediction:
         planning_input = self.planning_input
-        named = [str(choice.options["dtype"]) for choice in choices if choice.technique == Autocast.name]
-        precision = named[0] if named else str(planning_input.workload.precision)
+        said = (technique_of(choice.technique).precision_of(choice) for choice in choices)
+        precision = next(filter(None, said), planning_input.workload.precision)
         return self._target.predict(
             counted,
             planning_input.described(precision),

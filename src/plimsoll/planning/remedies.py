@@ -31,8 +31,7 @@ from plimsoll.records.plan import Choice, Plan, micro_batch_choice, without_micr
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.units import format_bytes
 from plimsoll.step.fallbacks import samples_of
-from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, technique_of
-from plimsoll.techniques.autocast import Autocast
+from plimsoll.techniques import TECHNIQUES, Choices, Setting, Technique, conflict_among, in_order, technique_of
 
 _MOST_SECONDS = 180.0  # for techniques one by one; the plan is made in any case
 _MIB = 1 << 20
@@ -175,8 +174,10 @@ class _Search:
         sizes = [size for size in available.sizes if size < self.before.micro_batch]
         if sizes:
             yield tuple(map(micro_batch_choice, sizes))
-        autocast = Autocast().choices(problem.workload, setting)
-        options = dict(available.options) | ({} if isinstance(autocast, str) else {Autocast.name: autocast})
+        options = dict(available.options)
+        for technique in filter(_sets_precision, TECHNIQUES.values()):  # also where the job says another
+            offered = technique.choices(problem.workload, setting)
+            options |= {} if isinstance(offered, str) else {technique.name: offered}
         for choices in (*options.values(), *((choice,) for choice in available.closed)):
             technique = technique_of(choices[0].technique)
             reached_bytes = sum(self.before.parts.get(part, 0) for part in technique.reaches)
@@ -233,7 +234,7 @@ class _Search:
         settings = self._budget()
         if closed:
             settings["allow"] = [*self.job.allow, *closed]
-        if any(choice.technique == Autocast.name for choice in choices) and self.job.precision != "auto":
+        if any(_sets_precision(TECHNIQUES[one.technique]) for one in choices) and self.job.precision != "auto":
             settings["precision"] = "auto"
         names = {choice.technique for choice in choices}
         kept = [text for text in self.job.pin if text.partition("=")[0].partition("(")[0].strip() not in names]
@@ -260,6 +261,10 @@ class _Search:
             known="predicted",
             fits=self._fits(evaluation),
         )
+
+
+def _sets_precision(technique: Technique) -> bool:
+    return "precision" in technique.modifies
 
 
 def _differences(before: Estimate, after: Estimate) -> tuple[int, int, int]:

@@ -21,6 +21,8 @@ from plimsoll.records.comparison import Calibration
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan
 from plimsoll.records.strategies import Strategies, Strategy
+
+# The comparison is of these techniques, each in words of its own.
 from plimsoll.techniques.layer_streaming import LayerStreaming
 from plimsoll.techniques.lora import Lora
 from plimsoll.techniques.parameter_offload import ParameterOffload

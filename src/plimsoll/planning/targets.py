@@ -26,6 +26,7 @@ from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.predict import Counted, count_on_cpu, count_on_cuda
 from plimsoll.models.assemble import choose_device
 from plimsoll.planning.baseline import measured
+from plimsoll.records.allocator import HeapRules
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.device import DeviceSpec
 from plimsoll.records.job import Job
@@ -33,8 +34,7 @@ from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Assumption, Trace
 from plimsoll.records.units import format_bytes
 from plimsoll.techniques import Choices
-from plimsoll.techniques.allocator import allocator_rules
-from plimsoll.techniques.heap import rules_in_force
+from plimsoll.techniques.mechanisms.allocators import allocator_rules, rules_in_force
 
 _WORTH_SAYING = 0.01  # of the peak
 _WHOLE_MACHINE = "all that this process may use of the machine"
@@ -70,19 +70,22 @@ class Target:
         num_sms = {} if self.spec.num_sms is None else {"num_sms": self.spec.num_sms}
         return CudaLowering((int(major), int(minor)), **num_sms)
 
-    def count(self, trace: Trace, choices: Choices = (), is_long: bool = False) -> Counted:
+    def count(
+        self, trace: Trace, choices: Choices = (), is_long: bool = False, heap: HeapRules | None = None
+    ) -> Counted:
         """Count a trace that was lowered to here.
 
         Args:
             trace: the trace.
             choices: what is in force, for what sets up the heap or the allocator and changes no op of the trace.
             is_long: see `count_on_cpu`.
+            heap: the rules of the host's heap; ``None`` for those that the choices set.
         """
-        counted = self._counted(trace, choices, is_long)
+        counted = self._counted(trace, choices, is_long, heap)
         learned = self.calibration.targets.get(trace.lowered_to) if self.calibration else None
         return replace(counted, learned=learned.live_ratio) if learned else counted
 
-    def _counted(self, trace: Trace, choices: Choices, is_long: bool) -> Counted:
+    def _counted(self, trace: Trace, choices: Choices, is_long: bool, heap: HeapRules | None) -> Counted:
         exchanged = kept_by_exchanges(trace, "cpu" if self.spec is None else "cuda")
         if self.spec is not None:
             return count_on_cuda(trace, self.spec, self.limit_bytes, allocator_rules(choices), exchanged)
@@ -91,7 +94,7 @@ class Target:
 
         kept = kept_by_libraries(trace.texts, torch.get_num_threads())
         kept = kept if exchanged is None else kept + exchanged
-        rules = rules_in_force(choices, self.has_budget)
+        rules = heap or rules_in_force(choices, self.has_budget)
         baseline = self.baseline + kept
         return count_on_cpu(trace, baseline, rules, has_limit=self.has_budget, is_long=is_long, heaps=self.heaps)
 

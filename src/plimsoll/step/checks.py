@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from plimsoll.data.batch import IGNORED_LABEL
+from plimsoll.device.cpu.lstm_kernels import lstm_fault
 from plimsoll.device.off_device import is_marked
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.embeddings.host import HostEmbedding
@@ -18,7 +19,6 @@ from plimsoll.errors import DataError, InputError, NonFiniteLossError
 from plimsoll.models.workload import Reason, Workload, model_loss
 from plimsoll.step.micro_batches import Shape
 from plimsoll.step.oom_boundary import Position
-from plimsoll.techniques.autocast import lstm_fault
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 UNITS = ("samples", "tokens", "next-tokens")

@@ -3,7 +3,7 @@
 The allocator asks the driver for segments and cuts them into blocks; where blocks of other sizes follow, holes stay
 that no request fits. ``expandable_segments`` reserves addresses once and maps memory behind them as it is needed, so
 that free memory lies together. Its effect is predicted by simulating the allocator with the settings, on traces that
-are there (`allocator_rules`); a plan takes it where a mix fits only so, or a larger micro-batch does.
+are there (`mechanisms.allocators`); a plan takes it where a mix fits only so, or a larger micro-batch does.
 
 A run that was not planned so has it as its last resort: after an error at which more lay reserved and unused than was
 asked for, the backend lets segments grow from then on (`plimsoll.device.cuda.backend`).
@@ -19,7 +19,7 @@ dry run of full batches does not see.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -27,7 +27,6 @@ from plimsoll.device.cuda import segments
 from plimsoll.errors import InputError
 from plimsoll.memory.allocator.options import rules_from_text
 from plimsoll.models.workload import Workload
-from plimsoll.records.allocator import AllocatorRules
 from plimsoll.records.plan import Choice, Value
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
@@ -92,22 +91,9 @@ class Allocator(Technique):
             if is_real:
                 segments.set_up(",".join(f"{key}:{_BY_DEFAULT[key]}" for key in choice.options))
 
-
-def set_up_as_with(choices: Iterable[Choice]) -> None:
-    """Set the allocator up as it will be with these choices, before a model is on the device: see `Allocator`."""
-    for choice in choices:
-        if choice.technique == Allocator.name:
-            segments.set_up(_text(choice))
-
-
-def allocator_rules(choices: Iterable[Choice]) -> AllocatorRules:
-    """The rules of the allocator with these choices, beside what the environment says.
-
-    Raises:
-        InputError: if the environment says what torch does not know.
-    """
-    chosen = [_text(choice) for choice in choices if choice.technique == Allocator.name]
-    return rules_from_text(",".join(filter(None, [segments.text_of(os.environ), *chosen])))
+    def allocator_settings(self, choice: Choice) -> str:
+        """All of its options."""
+        return _text(choice)
 
 
 def _text(choice: Choice) -> str:

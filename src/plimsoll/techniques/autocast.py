@@ -4,29 +4,23 @@ The step runs the forward pass in ``torch.autocast`` and, with fp16, makes the `
 precision is torch's list. Only as the job's ``precision`` says: ``auto`` leaves it to the plan, a named one is not
 changed.
 
-An LSTM goes to oneDNN, which has half-precision kernels of it for some processors only (on x86-64: for those with
-AVX-512). On the others plain autocast fails in the first forward pass; here it is refused before.
+An LSTM that this processor has no such kernels of is refused (`plimsoll.device.cpu.lstm_kernels`).
 
 Does NOT cover models whose weights are in half precision, and fp16 on a CPU.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from plimsoll.models.workload import Workload
+from plimsoll.device.cpu.lstm_kernels import Half, lstm_fault
+from plimsoll.models.workload import Precision, Workload
 from plimsoll.records.plan import Choice
 from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique
-
-Half = Literal["bf16", "fp16"]
 
 
 class Autocast(Technique):
@@ -87,38 +81,9 @@ class Autocast(Technique):
         finally:
             workload.precision = before
 
-
-def lstm_fault(model: nn.Module, dtype: Half) -> str | None:
-    """Say why autocast cannot run a model's LSTM on this processor; ``None`` where it can, or there is none."""
-    num_layers = sum(isinstance(module, nn.LSTM) and module.proj_size == 0 for module in model.modules())
-    if not num_layers or _runs_lstm(torch.bfloat16 if dtype == "bf16" else torch.float16):
-        return None
-    return (
-        f"oneDNN has no {dtype} kernels of nn.LSTM ({num_layers} in this model) for this processor, and torch's "
-        "autocast fails"
-    )
-
-
-@functools.cache
-def _runs_lstm(dtype: torch.dtype) -> bool:
-    """Whether an LSTM of a CPU runs in autocast, found out by one."""
-    if not _get_current_dispatch_mode_stack():
-        return _ran_lstm(dtype)
-    with ThreadPoolExecutor(1) as beside:  # in a dry run: a thread has real tensors, and is no part of the trace
-        return beside.submit(_ran_lstm, dtype).result()
-
-
-def _ran_lstm(dtype: torch.dtype) -> bool:
-    with torch.random.fork_rng(devices=[]):
-        module = nn.LSTM(1, 1)
-    try:
-        with torch.autocast("cpu", dtype):
-            module.forward(torch.zeros(1, 1, 1))  # without the hooks of all modules
-    except RuntimeError as error:
-        if "could not create a primitive" not in str(error):
-            raise
-        return False
-    return True
+    def precision_of(self, choice: Choice) -> Precision | None:
+        """Its dtype."""
+        return _dtype(choice)
 
 
 def _dtype(choice: Choice) -> Half:

@@ -59,6 +59,7 @@ class ByLength(Technique):
     reaches = frozenset({"activations", "temporaries", "inputs"})
     needs = frozenset({"step"})
     works_on_shards = True
+    cuts_by_length = True
     not_captured = "micro-batches of alike length have all kinds of shapes"
     leaves_out_work = True
     by_hand = "sort samples by length in the loader (group_by_length in the Trainer)"

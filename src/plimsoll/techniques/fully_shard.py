@@ -156,6 +156,10 @@ class FullyShard(Technique):
                 stack.enter_context(OptimizerOffload().install(workload, states))
             yield
 
+    def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
+        """One whose shards are in files: each rank builds all of it, and keeps its rows."""
+        return device == "cpu" and choice.options.get("offload") == "disk"
+
 
 def _gather(workload: Workload, sharded: Any) -> None:
     """Make the model whole; where memory runs out it stays shared out, and can be saved so."""

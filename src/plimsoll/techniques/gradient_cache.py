@@ -69,8 +69,8 @@ class GradientCache(Technique):
         if setting.batch_size == 1:
             return "a batch of one sample has no slices"
         reason = _why_not(workload, FOUND)
-        if reason is None and workload.try_slices is not None:
-            reason = workload.try_slices()
+        if reason is None and setting.ask_rows is not None:
+            reason = setting.ask_rows(refusal_of)
         if reason is not None:
             return reason
         sizes, size = list[int](), setting.batch_size

@@ -3,23 +3,23 @@
 Freed blocks between live ones stay the process's; a mapping goes back at once and is cleared anew each time it is made
 (`plimsoll.device.cpu.heap` has the measured table). Inside a budget blocks are mapped from 4 MiB on, without this
 technique. Where there is room, ``never`` is the fastest: what is freed is kept, and nothing is cleared twice. The
-effect is predicted by simulating the heap with its rules (`heap_rules`).
+effect is predicted by simulating the heap with its rules (`mechanisms.allocators`).
 
 Does NOT cover other C libraries than glibc, where nothing is done, and memory that no block of the heap is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import ClassVar
 
-from plimsoll.device.cpu import data_limit, heap
+from plimsoll.device.cpu import heap
 from plimsoll.models.workload import Workload, hooked
-from plimsoll.records.allocator import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
+from plimsoll.records.allocator import FAST_HEAP, KEPT_HEAP, HeapRules
 from plimsoll.records.plan import Choice
-from plimsoll.techniques import technique_of
+from plimsoll.techniques.mechanisms.allocators import blocks_mapped_from
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 MAPPED_FROM_BYTES = {
@@ -75,69 +75,16 @@ class Heap(Technique):
         with hooked(workload, hooks), blocks_mapped_from(_threshold_bytes(choice)):
             yield
 
-
-@contextmanager
-def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
-    """Set the threshold of this process, ``None`` for no mappings; the exit sets what is in force without a plan."""
-    data_limit.set_up_heap(num_bytes)
-    try:
-        yield
-    finally:
-        has_budget = data_limit.budget_in_force_bytes() is not None
-        data_limit.set_up_heap(heap.FAST_BYTES if has_budget else heap.USUAL_BYTES)
-
-
-def set_up_as_with(choices: Choices) -> None:
-    """Set the heap of this process up as it will be with these choices, before a model is built.
-
-    What is built in another heap leaves holes where it moves: 11 MiB of a T5 of 376 whose parameters go to a file. So a
-    model that is going to be shared out is built of mappings inside a budget; call `set_up_for_steps` when it is.
-    """
-    if is_built_apart(choices) and data_limit.budget_in_force_bytes() is not None:
-        data_limit.set_up_heap(heap.TIGHT_BYTES)
-        return
-    rules = heap_rules(choices)
-    if rules is not None:
-        data_limit.set_up_heap(None if rules == KEPT_HEAP else rules.mmap_threshold_bytes)
-
-
-def set_up_for_steps(choices: Choices) -> None:
-    """Set the heap up for the steps with these choices, where `set_up_as_with` has done otherwise for the model."""
-    if is_built_apart(choices) and data_limit.budget_in_force_bytes() is not None:
-        rules = heap_rules(choices) or FAST_HEAP
-        data_limit.set_up_heap(None if rules == KEPT_HEAP else rules.mmap_threshold_bytes)
-
-
-def is_built_apart(choices: Choices) -> bool:
-    """Whether the parameters that a model is built with go before the first step, for smaller ones."""
-    techniques = [technique_of(choice.technique) for choice in choices]
-    return any(one.is_for_the_run and "parameters" in one.moves for one in techniques)
-
-
-def rules_in_force(choices: Choices, has_budget: bool) -> HeapRules:
-    """Return the rules of the heap of a training with these choices, inside a budget or without one."""
-    rules = heap_rules(choices) or (FAST_HEAP if has_budget else DEFAULT_HEAP)
-    if has_budget and is_built_apart(choices):
-        return rules.model_copy(update={"build_threshold_bytes": heap.TIGHT_BYTES})
-    return rules
-
-
-def heap_rules(choices: Iterable[Choice]) -> HeapRules | None:
-    """The rules of the heap with these choices; ``None`` where none of them sets it up."""
-    for choice in choices:
-        if technique_of(choice.technique).sets_up_heap:
-            return TIGHT_HEAP
-        if choice.technique == Heap.name:
-            threshold_bytes = _threshold_bytes(choice)
-            if threshold_bytes is None:
-                return KEPT_HEAP
-            top_bytes = heap.top_bytes(threshold_bytes)
-            changed = {
-                "mmap_threshold_bytes": threshold_bytes, "trim_threshold_bytes": top_bytes,
-                "trims_after_steps": _trims(choice),
-            }  # fmt: skip
-            return FAST_HEAP.model_copy(update=changed)
-    return None
+    def heap_rules(self, choice: Choice) -> HeapRules | None:
+        """Those of the threshold."""
+        threshold_bytes = _threshold_bytes(choice)
+        if threshold_bytes is None:
+            return KEPT_HEAP
+        changed = {
+            "mmap_threshold_bytes": threshold_bytes, "trim_threshold_bytes": heap.top_bytes(threshold_bytes),
+            "trims_after_steps": _trims(choice),
+        }  # fmt: skip
+        return FAST_HEAP.model_copy(update=changed)
 
 
 def _choice(mapped_from: str) -> Choice:

@@ -8,7 +8,7 @@ come to the device block by block, the next one while the current one computes
 (`plimsoll.techniques.mechanisms.streamed_layers`). What is not of a block (embeddings, the output layer) stays on the
 device.
 
-A model that is larger than the card never has to be on it: `put_where_needed` leaves the streamed blocks on the host.
+A model that is larger than the card never has to be on it: streamed blocks stay on the host (`mechanisms.building`).
 If memory runs out in the exit, the parameters that are not back yet stay on the host, where they can be saved.
 
 Numerics: bitwise in forward and backward; the update runs on the processor, whose kernels may round otherwise than the
@@ -18,13 +18,12 @@ parameters that are quantized or shared with something else, which stay on the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.device.off_device import is_marked, mark_outside, unmark
 from plimsoll.errors import InputError
@@ -88,40 +87,13 @@ class LayerStreaming(Technique):
             stack.enter_context(streamed(workload.model, names, device=device))
             yield
 
+    def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
+        """On the host."""
+        return device == "cuda"
 
-def put_where_needed(model: nn.Module, device: str, choices: Iterable[Choice]) -> None:
-    """Move a model to a device, but for the parameters that one of the choices streams to it."""
-    for choice in choices:
-        if choice.technique == LayerStreaming.name:
-            _move_others(model, device, streamable_parameters(model, _names(model, choice)))
-            return
-    model.to(device)
-
-
-def streams(choices: Iterable[Choice]) -> bool:
-    """Whether one of the choices streams blocks to the device."""
-    return any(choice.technique == LayerStreaming.name for choice in choices)
-
-
-def _move_others(model: nn.Module, device: str, stay: set[nn.Parameter]) -> None:
-    places = [
-        (part._parameters, key, parameter)
-        for part in model.modules()
-        for key, parameter in part._parameters.items()
-        if parameter in stay
-    ]
-    try:
-        for parameters, key, _ in places:
-            parameters[key] = None
-        model.to(device)
-    finally:
-        for parameters, key, parameter in places:
-            parameters[key] = parameter
-    pool, target = PinnedPool(), torch.device(device)
-    for parameter in stay:
-        if target.type == "cuda" and not isinstance(parameter, FakeTensor):
-            parameter.data = pool.copy_of(parameter, target)
-        mark_outside(parameter)
+    def kept_on_host(self, choice: Choice, model: nn.Module) -> Set[nn.Parameter]:
+        """What is streamed."""
+        return streamable_parameters(model, _names(model, choice))
 
 
 def _is_on(parameter: nn.Parameter, device: torch.device) -> bool:

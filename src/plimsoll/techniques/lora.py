@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -83,6 +83,10 @@ class Lora(Technique):
                 to_codes([model.get_submodule(name) for name in names], model, kept, base)
             stack.enter_context(_only_trainable(model, workload.optimizer))
             yield
+
+    def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
+        """A frozen model in codes: they are made of the files, tensor by tensor, and the rest of it stays there."""
+        return device == "cpu" and choice.options.get("base") in CODECS
 
 
 def adapted_layers(model: nn.Module) -> list[str]:

@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 
 from plimsoll.device.mapped_memory import MappedPool
+from plimsoll.models.hooks import EarlyUpdates
 from plimsoll.models.optimizers import is_separable
 from plimsoll.models.workload import Workload, hooked
 from plimsoll.records.plan import MICRO_BATCH, Choice
@@ -54,7 +55,9 @@ class OptimizerInBackward(Technique):
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
         """Say to the step where to keep what undoes an update."""
         pool = PinnedPool() if workload.device.type == "cuda" else MappedPool()
-        with hooked(workload, replace(workload.hooks, update_early=pool.copy_of)):
+        with hooked(
+            workload, replace(workload.hooks, update_early=EarlyUpdates(pool.copy_of, f"--forbid {self.name}"))
+        ):
             yield
 
 

@@ -19,9 +19,9 @@ buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,8 @@ from plimsoll.device.cpu import heap
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice
-from plimsoll.techniques.heap import Heap, blocks_mapped_from
-from plimsoll.techniques.mechanisms.codes import CODECS
+from plimsoll.techniques.heap import Heap
+from plimsoll.techniques.mechanisms.allocators import blocks_mapped_from
 from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique, by_deepspeed
 from plimsoll.techniques.optimizer_offload import DEEPSPEED_PLACES, PLACES
 
@@ -89,19 +89,9 @@ class ParameterOffload(Technique):
             _exchange(here, pool.copy_of)
             yield
 
-
-def builds_in_files(choices: Iterable[Choice]) -> bool:
-    """Whether a training on the CPU with these choices is to build its model in files: memory may not hold it.
-
-    A frozen model in codes is: its codes are made of the files, tensor by tensor, and the rest of it stays there. So is
-    one whose shards are off the device: each rank builds all of it, and keeps its rows.
-    """
-    return any(
-        choice.technique == ParameterOffload.name
-        or choice.options.get("base") in CODECS
-        or choice.options.get("offload") == "disk"
-        for choice in choices
-    )
+    def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
+        """In files."""
+        return device == "cpu"
 
 
 class _Mover:

@@ -57,6 +57,7 @@ class TimeSegments(Technique):
     reaches = frozenset({"activations", "temporaries"})
     is_for_trainers = True
     not_captured = "Python goes on from segment to segment"
+    cuts_time = True
     may_be_faster = True
     unoffered: ClassVar = {"kept": 0}
     stage = "time"

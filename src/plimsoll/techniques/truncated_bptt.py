@@ -48,6 +48,7 @@ class TruncatedBptt(Technique):
     is_for_the_run = True
     excludes: ClassVar = {TimeSegments.name: "time_segments cuts the same sequences"}
     not_captured = "Python carries the state from segment to segment"
+    cuts_time = True
     may_be_faster = True
     by_hand = "cut the sequences and detach the state in the loader and the model"
     stage = "time"
@@ -89,6 +90,11 @@ class TruncatedBptt(Technique):
             )
         with replaced_forward(workload.model, _Truncated(workload.model, Cut(int(choice.options["steps"])))):
             yield
+
+    def gradient_steps(self, choice: Choice, num_steps: int) -> int | None:
+        """To the beginning of the segment."""
+        _, segment_steps = Cut(int(choice.options["steps"])).spans(num_steps)[0]
+        return segment_steps
 
 
 class _Truncated:

@@ -43,11 +43,9 @@ from plimsoll.report.progress import spinner, stages
 from plimsoll.step.failpoints import arm_from_environment
 from plimsoll.step.job_step import step_of
 from plimsoll.step.oom_boundary import fitting
-from plimsoll.techniques import Choices, allocator, heap
-from plimsoll.techniques.layer_streaming import put_where_needed
-from plimsoll.techniques.mechanisms.recurrent_layers import Cut
-from plimsoll.techniques.parameter_offload import builds_in_files
-from plimsoll.techniques.truncated_bptt import TruncatedBptt
+from plimsoll.techniques import Choices, technique_of
+from plimsoll.techniques.mechanisms.allocators import set_up_as_with, set_up_for_steps
+from plimsoll.techniques.mechanisms.building import builds_outside, put_where_needed
 from plimsoll.training import checkpoint, loop
 from plimsoll.training.monitor import MemorySampler, View
 from plimsoll.training.ranks import chosen, device_of_rank, outside_of_steps, require_same, seed_rank
@@ -178,7 +176,7 @@ class Session:
         for backend, limit_bytes in ((self._backend, job.budget.device_bytes), (self._host, job.budget.host_bytes)):
             if backend is not None and limit_bytes is not None:
                 self._stack.enter_context(backend.limited(limit_bytes))
-        (heap if self._device == "cpu" else allocator).set_up_as_with(self._first)
+        set_up_as_with(self._first, self._device)
 
     def build(self) -> None:
         """Build model, optimizer, loader and step, and try the plan on them where that is worth it."""
@@ -210,7 +208,7 @@ class Session:
             ranks=self.ranks,
         )
         if device == "cpu":
-            heap.set_up_for_steps(self._first)
+            set_up_for_steps(self._first)
         if self.trial and self._saved is None and not self.restarts and self.ranks.is_alone:
             self._plan = try_before_training(
                 step, self._plan, parts.loader, self._directory.plan, num_steps=job.steps, quiet=self.quiet
@@ -220,7 +218,7 @@ class Session:
         self._training = loop.Training(job, parts, step, self._directory, self._marks, sampler, view, self._host)
 
     def _assembled(self, view: View) -> Assembled:
-        is_in_files = self._device == "cpu" and builds_in_files(self._first)
+        is_in_files = self._device == "cpu" and builds_outside(self._first, "cpu")
         return assemble(
             self._job,
             self._data,
@@ -263,8 +261,8 @@ def _gradient_reach(job: Job, prepared: Prepared, plan: Plan) -> GradientReach |
     """How far back gradients reach, where that is less than the sample: in streams, and in truncated segments."""
     num_read = job.sequence_length - 1
     for choice in plan.fallbacks[0].choices:
-        if choice.technique == TruncatedBptt.name:
-            _, segment_steps = Cut(int(choice.options["steps"])).spans(num_read)[0]
+        segment_steps = technique_of(choice.technique).gradient_steps(choice, num_read)
+        if segment_steps is not None:
             if prepared.gradient_reach is not None:
                 return reach_of(job, prepared.train, prepared.validation, segment_steps)
             return truncated_reach(num_read, segment_steps)

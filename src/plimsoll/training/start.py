@@ -18,6 +18,7 @@ from pathlib import Path
 
 from plimsoll.device.cuda import nvml
 from plimsoll.errors import InputError, JobError, OutputError, RecordError
+from plimsoll.models.names import require_technique
 from plimsoll.processes.children import is_rank
 from plimsoll.records.base import write_atomically
 from plimsoll.records.job import Job
@@ -138,7 +139,20 @@ def _check_plan(request: TrainRequest) -> None:
     if is_settled and len(given) > 1:
         raise InputError(f"{given[0]} leaves nothing to plan: leave it out, or {', '.join(given[1:])}")
     if request.given_plan is not None:
-        Plan.load(request.given_plan)
+        _require_techniques(Plan.load(request.given_plan), request.given_plan)
+
+
+def _require_techniques(plan: Plan, source: Path) -> None:
+    """Refuse a plan with a technique that is not installed."""
+    configurations = (*plan.fallbacks, *(candidate.configuration for candidate in plan.candidates))
+    for name in dict.fromkeys(choice.technique for one in configurations for choice in one.choices):
+        try:
+            require_technique(name)
+        except InputError as error:
+            raise InputError(
+                f"the plan {source} cannot be used here: {error}; install the package that brings it, or make the plan "
+                "again with `plimsoll plan`"
+            ) from None
 
 
 def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:

@@ -59,6 +59,30 @@ def test_every_source_of_plimsoll_counts(monkeypatch, tmp_path):
     assert len(found) == 3
 
 
+@pytest.mark.parametrize("edited", ["package/technique.py", "package/helpers/arithmetic.py", "alone.py"])
+def test_every_source_of_a_package_that_ships_techniques_counts(monkeypatch, tmp_path, edited):
+    infos = tmp_path / "shipped-1.0.dist-info"
+    for name in (
+        "package/__init__.py",
+        "package/technique.py",
+        "package/helpers/arithmetic.py",
+        "alone.py",
+        "other.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("raise AssertionError('loaded')")
+    infos.mkdir()
+    entries = "one = package.technique:One\ntwo = alone:Two\nthree = not_there:Three"
+    (infos / "entry_points.txt").write_text(f"[plimsoll.techniques]\n{entries}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = surroundings()
+    for name, noticed in (("other.py", set()), (edited, {"techniques of others"})):
+        (tmp_path / name).write_text("raise AssertionError('edited')")
+        module._sources_of_others.cache_clear()
+        assert changed(before) == noticed
+    module._sources_of_others.cache_clear()
+
+
 def test_a_driver_is_told_without_torch(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_DRIVERS", (str(tmp_path / "none"),))
     assert not may_have_gpu()

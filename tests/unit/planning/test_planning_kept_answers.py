@@ -13,6 +13,7 @@ import torch
 
 from plan_records import fitting_plan
 from plimsoll.data.quick_facts import TextSketch
+from plimsoll.device.surroundings import _sources_of_others
 from plimsoll.planning import kept_traces as module
 from plimsoll.planning import plan, predict_job
 from plimsoll.planning.kept_answers import plan_of, prediction_of
@@ -157,6 +158,20 @@ def test_the_surroundings_count(made, monkeypatch):
     assert not is_known(job())
     monkeypatch.setattr(module, "surroundings", lambda: {"kernel": "another"})
     assert not is_known(job())
+
+
+def test_a_technique_of_another_package_counts_by_its_source(made, monkeypatch, tmp_path):
+    package = shutil.copytree(Path(__file__).parents[2] / "another_package", tmp_path / "another_package")
+    monkeypatch.syspath_prepend(package)
+    source = package / "plimsoll_rests.py"
+    known = []
+    for text in (source.read_text(), None, source.read_text() + "# another\n", None):
+        if text is not None:
+            source.write_text(text)
+        _sources_of_others.cache_clear()  # as another command has it
+        known.append(is_known(job()))
+    _sources_of_others.cache_clear()
+    assert known == [False, True, False, True]
 
 
 def test_texts_that_are_prepared_count_by_what_is_known_of_them(made):

@@ -281,14 +281,15 @@ def test_where_a_batch_cannot_be_cut_a_sequence_is_without_being_asked_for():
 
 
 @pytest.mark.slow
-def test_a_training_too_long_for_cudnn_is_planned_where_segments_are_pinned():
+@pytest.mark.parametrize("technique", ["time_segments", "truncated_bptt"])
+def test_a_training_too_long_for_cudnn_is_planned_where_segments_are_pinned(technique):
     model = {"architecture": "lstm", "embedding_size": 16, "hidden_size": 16}
-    changes = {"model": model, "sequence_length": 66_000, "batch_size": 2}
+    changes = {"model": model, "sequence_length": 66_000, "batch_size": 2, "allow": ["truncated_bptt"]}
     with pytest.raises(InputError, match=r"66,000 steps: .*--pin time_segments=1024"):
         planned(AMPLE_MIB, **changes)
-    plan = planned(AMPLE_MIB, pins=["time_segments=33000"], **changes)
+    plan = planned(AMPLE_MIB, pins=[f"{technique}=33000"], **changes)
     assert plan.fits
-    assert "time_segments" in names(plan.choices)
+    assert technique in names(plan.choices)
 
 
 # 13 million parameters of four blocks, of which four ranks need 910 MiB each as they are and up to 1,196 for what is

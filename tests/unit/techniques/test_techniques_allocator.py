@@ -7,10 +7,11 @@ from torch import nn
 from plimsoll.device.cuda import segments
 from plimsoll.memory.allocator.caching import CachingAllocator, replay
 from plimsoll.models.workload import Workload, model_loss
-from plimsoll.records.allocator import MIB, AllocatorRules
+from plimsoll.records.allocator import MIB
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, installed
-from plimsoll.techniques.allocator import Allocator, allocator_rules, set_up_as_with
+from plimsoll.techniques.allocator import Allocator
+from plimsoll.techniques.mechanisms.allocators import allocator_rules
 
 CUDA, CPU = (Setting(device=device, batch_size=4) for device in ("cuda", "cpu"))
 
@@ -66,14 +67,6 @@ def test_what_cannot_be_is_refused(asked, setting, reason):
     assert found == reason or reason in found
 
 
-def test_the_rules_are_those_of_the_environment_and_the_choice(monkeypatch):
-    assert allocator_rules(()) == AllocatorRules()
-    assert allocator_rules((GROWS,)) == AllocatorRules(expandable_segments=True)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.5")
-    assert allocator_rules((GROWS,)) == AllocatorRules(expandable_segments=True, garbage_collection_threshold=0.5)
-    assert allocator_rules((choice(max_split_size_mb=64),)).max_split_bytes == 64 * MIB
-
-
 def test_what_is_simulated_with_them_reserves_less():
     """Of 20 MiB two blocks of 7 fill 14: twelve take six segments, or 84 MiB of pages of 20."""
     deltas = [(number, 7 * MIB) for number in range(12)]
@@ -91,8 +84,6 @@ def test_it_is_set_and_unset_where_the_training_is_on_cuda_only(monkeypatch):
     with installed(workload("cuda"), [choice(expandable_segments=True, roundup_power2_divisions=8)]):
         assert given == ["expandable_segments:True,roundup_power2_divisions:8"]
     assert given[1:] == ["expandable_segments:False,roundup_power2_divisions:1"]
-    set_up_as_with((Choice(technique="cache", options={"line_bytes": 0}), GROWS))
-    assert given[2:] == ["expandable_segments:True"]
 
 
 def test_torch_takes_what_it_is_given():

@@ -13,12 +13,13 @@ from plimsoll.device.cpu import heap
 from plimsoll.memory.predict import count_on_cpu
 from plimsoll.models.hooks import StepHooks
 from plimsoll.models.workload import Workload, model_loss
-from plimsoll.records.allocator import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, TIGHT_HEAP
+from plimsoll.records.allocator import FAST_HEAP, KEPT_HEAP, TIGHT_HEAP
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, conflict_among, installed
-from plimsoll.techniques.heap import Heap, heap_rules, rules_in_force
+from plimsoll.techniques.heap import Heap
+from plimsoll.techniques.mechanisms.allocators import heap_rules
 
 pytestmark = pytest.mark.cold  # a heap as a process begins with
 
@@ -71,45 +72,6 @@ def test_the_predictor_counts_with_what_is_set():
     large = {"mmap_threshold_bytes": 32 << 20, "trim_threshold_bytes": 64 << 20}
     assert heap_rules([choice(mapped_from="32MiB")]) == FAST_HEAP.model_copy(update=large)
     assert heap_rules([choice(trim=True)]) == FAST_HEAP.model_copy(update={"trims_after_steps": True})
-
-
-SHARDED = Choice(technique="fully_shard", options={"gathered": "once"})
-
-
-def test_a_model_that_is_shared_out_is_built_of_mappings_inside_a_budget():
-    built = {"build_threshold_bytes": heap.TIGHT_BYTES}
-    assert rules_in_force((SHARDED,), has_budget=True) == FAST_HEAP.model_copy(update=built)
-    assert rules_in_force((choice(mapped_from="never"), SHARDED), has_budget=True) == KEPT_HEAP.model_copy(update=built)
-    assert rules_in_force((SHARDED,), has_budget=False) == DEFAULT_HEAP
-    assert rules_in_force((), has_budget=True) == FAST_HEAP
-
-
-BUILT = """
-import torch
-from plimsoll.device import process
-from plimsoll.device.base import backend_for
-from plimsoll.records.plan import Choice
-from plimsoll.techniques.heap import set_up_as_with, set_up_for_steps
-
-choices = [Choice(technique="fully_shard", options={"gathered": "once"})]
-with backend_for("cpu").limited(8 << 30):
-    left = []
-    for set_up in (set_up_as_with, set_up_for_steps):
-        set_up(choices)
-        before = process.private_bytes()
-        model = [torch.ones(1 << 18) for _ in range(33)]
-        del model[:-1]  # what stays lies above the holes of the others
-        left.append((process.private_bytes() - before) >> 20)
-        del model
-    print(*left)
-"""
-
-
-def test_built_so_it_leaves_no_holes_and_the_steps_have_the_heap_as_before():
-    done = subprocess.run([sys.executable, "-c", BUILT], capture_output=True, text=True, check=True)
-    built_mib, stepped_mib = map(int, done.stdout.split())
-    assert built_mib <= 2
-    assert stepped_mib >= 30
 
 
 def test_parameters_in_a_file_have_the_tightest_heap_and_leave_no_choice():

@@ -19,7 +19,7 @@ from plimsoll.step import failpoints
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
 from plimsoll.techniques.checkpointing import checkpointing_choice
-from plimsoll.techniques.layer_streaming import put_where_needed, streams
+from plimsoll.techniques.mechanisms.building import put_where_needed
 from technique_trainings import TRAININGS, gpt2, setup_for
 from workloads import weights_of
 
@@ -89,22 +89,6 @@ def test_gradients_and_states_are_where_the_parameters_are_and_come_back():
         optimizer.step()
     assert not is_marked(block)
     assert not is_marked(block.grad)
-
-
-def test_a_model_is_put_on_the_device_but_for_what_is_streamed():
-    model = gpt2()
-    put_where_needed(model, "cpu", [micro_batch_choice(1), ALL])
-    marked = {name for name, one in model.named_parameters() if is_marked(one)}
-    assert marked == {name for name, _ in model.named_parameters() if name.startswith("transformer.h.")}
-    other = gpt2()
-    put_where_needed(other, "meta", [ALL])
-    assert {str(one.device) for one in other.parameters()} == {"cpu", "meta"}
-    assert other.transformer.h[0].ln_1.weight.device.type == "cpu"
-    assert other.transformer.h[0].attn.bias.is_meta if hasattr(other.transformer.h[0].attn, "bias") else True
-    put_where_needed(other, "meta", [micro_batch_choice(1)])
-    assert {str(one.device) for one in other.parameters()} == {"meta"}
-    assert streams([ALL])
-    assert not streams([micro_batch_choice(1)])
 
 
 def test_what_was_built_on_the_host_stays_there_after_the_exit():

@@ -24,8 +24,8 @@ from plimsoll.step.oom_boundary import Position
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, installed
 from plimsoll.techniques.lora import Lora, adapted_layers
+from plimsoll.techniques.mechanisms.building import builds_outside
 from plimsoll.techniques.mechanisms.frozen_base import CodedLinear
-from plimsoll.techniques.parameter_offload import builds_in_files
 from plimsoll.training import checkpoint
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
@@ -309,5 +309,5 @@ def test_what_was_built_in_files_stays_there_and_only_codes_are_in_memory(choice
         model_loss(model, {name: torch.ones(2, 8, dtype=torch.long) for name in ("input_ids", "labels")}).backward()
     assert [one.data_ptr() for one in dense] == places
     assert all(map(torch.equal, dense, values))
-    assert builds_in_files([micro_batch_choice(1), choice])
-    assert not builds_in_files([micro_batch_choice(1), RANK_2])
+    assert builds_outside([micro_batch_choice(1), choice], "cpu")
+    assert not builds_outside([micro_batch_choice(1), RANK_2], "cpu")

@@ -12,7 +12,7 @@ from plimsoll.step import failpoints
 from plimsoll.step.failpoints import exhaust_memory
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
-from plimsoll.techniques.parameter_offload import builds_in_files
+from plimsoll.techniques.mechanisms.building import builds_outside
 from processes import run_program
 from workloads import CASES, largest_relative_difference, plain_loop, weights_of
 
@@ -135,8 +135,8 @@ def test_a_model_that_was_built_in_files_is_taken_over_and_stays_there():
         model(torch.ones(2, 256)).sum().backward()
     assert [is_mapped(parameter) for parameter in model.parameters()] == [True, False, False]
     assert model[0].weight.data_ptr() == places[0]
-    assert builds_in_files([micro_batch_choice(1), ALONE])
-    assert not builds_in_files([micro_batch_choice(1)])
+    assert builds_outside([micro_batch_choice(1), ALONE], "cpu")
+    assert not builds_outside([micro_batch_choice(1)], "cpu")
 
 
 MEASURED = """

@@ -183,6 +183,10 @@ def test_one_that_does_not_say_so_is_refused_in_its_first_step():
         model(torch.ones(2, 20, 3))
 
 
+def test_gradients_reach_back_to_the_beginning_of_a_segment():
+    assert [TruncatedBptt().gradient_steps(choice_of(steps), 12) for steps in (5, 20)] == [5, 12]
+
+
 def test_the_menu_is_that_of_segments():
     menu = TruncatedBptt().choices(workload_of(build_recurrent(FIELDS)), ALLOWED)
     assert [choice.options["steps"] for choice in menu] == [128, 32]

@@ -11,7 +11,7 @@ import pytest
 from plimsoll.errors import CheckpointError, InputError, JobError
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Plan
+from plimsoll.records.plan import Candidate, Choice, Configuration, Plan, micro_batch_choice, micro_batch_plan
 from plimsoll.training import start as starting
 from plimsoll.training.run_directory import RunDirectory
 from plimsoll.training.start import TrainRequest, start
@@ -83,6 +83,20 @@ def test_a_plan_that_is_given_is_read_before_the_data_are_prepared(
     Plan(budget=Budget(), fallbacks=()).save(tmp_path / "plan.json")
     assert start(TrainRequest(job_file=job_file, out=tmp_path / "a", given_plan=tmp_path / "plan.json")) == 2
     assert asked == [("make_plan", ("--given", str(tmp_path / "plan.json")), False)]
+
+
+@pytest.mark.parametrize("place", ["fallbacks", "candidates"])
+def test_a_plan_with_a_technique_that_is_not_installed_is_refused_before_anything_is_made(
+    job_file: Path, tmp_path: Path, started: Started, place: str
+) -> None:
+    asked, plan = started(), micro_batch_plan(Budget(), [4, 2])
+    strange = Configuration(choices=(micro_batch_choice(2), Choice(technique="rests")))
+    added = (*plan.fallbacks, strange) if place == "fallbacks" else (Candidate(configuration=strange),)
+    plan.model_copy(update={place: added}).save(tmp_path / "plan.json")
+    with pytest.raises(InputError, match=r"plan\.json cannot be used here: there is no technique `rests`.*install the"):
+        start(TrainRequest(job_file=job_file, out=tmp_path / "a", given_plan=tmp_path / "plan.json"))
+    assert asked == []
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(

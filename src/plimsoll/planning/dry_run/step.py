@@ -51,10 +51,8 @@ from plimsoll.step.recovery import samples_of_rank
 from plimsoll.step.train_step import TrainStep
 from plimsoll.step.update.scratch import ADDRESS_OF
 from plimsoll.techniques import Choices, technique_of
-from plimsoll.techniques.by_length import ByLength
-from plimsoll.techniques.layer_streaming import put_where_needed, streams
+from plimsoll.techniques.mechanisms.building import builds_outside, put_where_needed
 from plimsoll.techniques.mechanisms.lengths import groups_by_length, lengths_of
-from plimsoll.techniques.parameter_offload import builds_in_files
 
 _MOST_PIECES = 2
 _FEW, _SHORT = 8, 64  # samples and tokens that are made up to compute with
@@ -173,8 +171,8 @@ def _train_job(  # noqa: PLR0917 -- one call
     ranks: Ranks,
 ) -> TrainStep:
     """Do on a stage what a training process does."""
-    is_large = builds_in_files(choices) if lowering.kind == "cpu" else streams(choices)
-    files = MappedPool() if is_large else None  # on CUDA these stand for the host's memory
+    # On CUDA these files stand for the host's memory.
+    files = MappedPool() if builds_outside(choices, lowering.kind) else None
     with failures_explained("the model of this job", stage):
         model = build_model(job, *texts.of_model, files=files).train()
         loss = loss_for(job, texts, lowering.device)
@@ -341,7 +339,7 @@ def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Ch
     """
     num_samples = batch_size_of(batch)
     first = split_batch(batch, dry_run_samples(num_samples, micro_batch))[0]
-    is_by_length = any(choice.technique == ByLength.name for choice in choices)
+    is_by_length = any(technique_of(choice.technique).cuts_by_length for choice in choices)
     if not is_by_length and not any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return first
     lengths, groups = lengths_of(batch), groups_by_length(batch, micro_batch)

@@ -13,8 +13,13 @@ from plimsoll.models.workload import Workload
 from plimsoll.planning.search.block_subset import choose_blocks
 from plimsoll.records.plan import Choice
 from plimsoll.records.trace import Trace
-from plimsoll.techniques.checkpointing import blocks_as_text, checkpointing_choice, saved_per_block
+
+# The search is over the options of this technique alone.
+from plimsoll.techniques.checkpointing import Checkpointing, blocks_as_text, checkpointing_choice, saved_per_block
 from plimsoll.techniques.mechanisms.blocks import blocks_of
+
+BY_BLOCKS = Checkpointing.name
+"""The technique whose blocks are chosen here."""
 
 _SHARES = tuple(eighths / 8 for eighths in range(1, 8))  # of what checkpointing every block saves
 _BYTES_A_FLOP = 0.1  # how many bytes move while one operation is done, so that both can be added up

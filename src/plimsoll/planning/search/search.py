@@ -22,6 +22,7 @@ from math import isqrt
 import numpy as np
 
 from plimsoll.memory.lowering.cudnn_rnn import MOST_STEPS
+from plimsoll.planning.search.block_options import BY_BLOCKS
 from plimsoll.planning.search.choices import (
     AvailableChoices,
     Compatibility,
@@ -39,8 +40,6 @@ from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.trace import Phase
 from plimsoll.techniques import Choices, in_order, technique_of
-from plimsoll.techniques.checkpointing import Checkpointing
-from plimsoll.techniques.time_segments import TimeSegments
 
 _MOST_EVALUATIONS = 8  # at combinations, for the plan
 _MOST_LEANEST_EVALUATIONS = 2  # for what needs least, after a descent
@@ -118,7 +117,7 @@ class _Search:
         setting = self._problem.setting
         if setting.device != "cuda" or (setting.sequence_length or 0) <= MOST_STEPS:
             return ()
-        return tuple(choice for choice in self._available.base if choice.technique == TimeSegments.name)
+        return tuple(choice for choice in self._available.base if technique_of(choice.technique).cuts_time)
 
     def _fastest(self, limit_bytes: int) -> Evaluation | None:
         fits_plainly, may_gain = self._judge_plain(limit_bytes)
@@ -208,7 +207,7 @@ class _Search:
             technique, options = technique_of(name), self._available.options[name]
             *others, strongest = options
             learned = [strongest] if strongest in useful else []
-            if name == Checkpointing.name:
+            if name == BY_BLOCKS:
                 learned += self._known.blocks(self._problem, strongest) if learned else []
             elif not learned:
                 learned += filter(self._learn, others[:1])

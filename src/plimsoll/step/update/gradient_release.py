@@ -41,6 +41,7 @@ class GradientRelease:
         copy_outside: copies a tensor to where it takes no memory of the device.
         kind: the kind of the device.
         chunk_bytes: gradients that may wait, in bytes; ``None`` for what suits the device.
+        leave_out: see `plimsoll.models.hooks.EarlyUpdates`.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class GradientRelease:
         copy_outside: Callable[[Tensor], Tensor],
         kind: str,
         chunk_bytes: int | None = None,
+        leave_out: str = "update when backward has ended",
     ) -> None:
         self._optimizer = optimizer
         self._copy_outside = copy_outside
+        self._leave_out = leave_out
         self._chunk_bytes = chunk_bytes or _CHUNK_BYTES[kind]
         self._group_of = {
             parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
@@ -92,8 +95,7 @@ class GradientRelease:
         if parameter in self._before or any(parameter is one for one in self._waiting):
             raise InputError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} came in more than one part, so it "
-                "cannot be updated in backward: use checkpoint(..., use_reentrant=False), or --forbid "
-                "optimizer_in_backward"
+                f"cannot be updated in backward: use checkpoint(..., use_reentrant=False), or {self._leave_out}"
             )
         self._waiting.append(parameter)
         if sum(one.nbytes for one in self._waiting) >= self._chunk_bytes:
@@ -119,10 +121,10 @@ def gradient_release(workload: Workload, micro_batch: int, num_samples: int) -> 
     """Make what updates in the backward of a step, or ``None`` where it is not asked for or not possible."""
     needs_all = workload.clip_norm is not None or workload.precision == "fp16" or not is_separable(workload.optimizer)
     is_cut = micro_batch < num_samples or workload.hooks.cut.depends_on_values or not workload.ranks.is_alone
-    copy_outside = workload.hooks.update_early
-    if copy_outside is None or is_cut or needs_all:
+    early = workload.hooks.update_early
+    if early is None or is_cut or needs_all:
         return None
-    return GradientRelease(workload.optimizer, copy_outside, workload.device.type)
+    return GradientRelease(workload.optimizer, early.copy_outside, workload.device.type, leave_out=early.leave_out)
 
 
 class _Before:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from plimsoll.models.workload import Workload
+from torch import nn
+
+from plimsoll.models.workload import Precision, Workload
+from plimsoll.records.allocator import TIGHT_HEAP, HeapRules
 from plimsoll.records.plan import Choice, Numerics, Value
 from plimsoll.records.trace import Category, Phase, Trace
 
 Choices = tuple[Choice, ...]
+
+OfRows = Callable[[Workload, Any], str | None]
+"""Computes something with a few real samples; returns why it cannot be, or ``None``."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,8 @@ class Setting:
     ``trace`` is of the training without techniques but those that are pinned. ``allow`` names the lossy techniques that
     the user allows; ``precision`` is as the job has it (``auto`` leaves it to the plan). ``lengths_vary`` says that
     samples of one batch are of different lengths, and ``sequence_length`` how many tokens the longest has, if known.
-    ``batch_size`` is what one of ``num_ranks`` that train together has of a batch.
+    ``batch_size`` is what one of ``num_ranks`` that train together has of a batch. ``ask_rows`` asks a function with a
+    few real samples, and undoes what that computes; ``None`` where there are none.
     """
 
     device: Literal["cpu", "cuda"]
@@ -33,6 +40,7 @@ class Setting:
     lengths_vary: bool = False
     sequence_length: int | None = None
     num_ranks: int = 1
+    ask_rows: Callable[[OfRows], str | None] | None = None
 
 
 Part = Literal["model", "loss", "optimizer", "precision", "batch cut"]
@@ -101,6 +109,8 @@ class Technique(ABC):
     technique. ``works_on_shards`` says that it can be used where each rank has some rows of the parameters, and
     ``is_for_trainers`` that a plan for Hugging Face's Trainer may have it. ``sets_up_heap`` says that it sets up the
     host's heap, as tightly as there is. ``not_captured`` is why a CUDA graph of a pass cannot have it, if so.
+    ``cuts_time`` says that recurrent layers never read a sequence in one call, and ``cuts_by_length`` that samples of
+    alike length share a micro-batch.
 
     How a plan is searched:
 
@@ -142,6 +152,8 @@ class Technique(ABC):
     works_on_shards: ClassVar[bool] = False
     is_for_trainers: ClassVar[bool] = False
     sets_up_heap: ClassVar[bool] = False
+    cuts_time: ClassVar[bool] = False
+    cuts_by_length: ClassVar[bool] = False
     not_captured: ClassVar[str] = ""
 
     may_be_faster: ClassVar[bool] = False
@@ -178,6 +190,33 @@ class Technique(ABC):
     def excluded(self, others: Choices) -> str | None:
         """Return why the first of other choices that it excludes cannot go with it, or ``None``."""
         return next((self.excludes[one.technique] for one in others if one.technique in self.excludes), None)
+
+    def precision_of(self, choice: Choice) -> Precision | None:
+        """Return what autocast computes in with a choice, or ``None`` where that is as the job says."""
+        return None
+
+    def gradient_steps(self, choice: Choice, num_steps: int) -> int | None:
+        """Return how many steps gradients reach back at most in a sequence of so many; ``None``: to its beginning."""
+        return None
+
+    def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
+        """Whether a model is to be built outside of the memory of its device, which may not hold it.
+
+        On a CPU that is in files, on CUDA on the host.
+        """
+        return False
+
+    def kept_on_host(self, choice: Choice, model: nn.Module) -> Set[nn.Parameter]:
+        """Return the parameters that stay on the host when a model is put on its device."""
+        return frozenset()
+
+    def heap_rules(self, choice: Choice) -> HeapRules | None:
+        """Return the rules of the host's heap with a choice, or ``None`` where it does not set the heap up."""
+        return TIGHT_HEAP if self.sets_up_heap else None
+
+    def allocator_settings(self, choice: Choice) -> str:
+        """Return what is set of torch's CUDA allocator, as ``PYTORCH_CUDA_ALLOC_CONF`` has it; "" for nothing."""
+        return ""
 
     def exported(self, choice: Choice, tool: Tool, device: Literal["cpu", "cuda"]) -> Exported | None:
         """Return what does the same in another tool, or ``None`` where nothing does."""

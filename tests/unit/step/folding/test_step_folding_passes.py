@@ -66,7 +66,9 @@ def test_the_trace_of_a_job_is_that_of_all_its_passes(architecture, target, fold
     In half precision four: the scaler of the loss makes its scale in the first.
     """
     precision = "fp16" if architecture in ("gpt2", "lstm") else "fp32"
-    monkeypatch.setattr("plimsoll.techniques.autocast._runs_lstm", lambda dtype: True)  # as a processor with kernels
+    monkeypatch.setattr(
+        "plimsoll.device.cpu.lstm_kernels._runs_lstm", lambda dtype: True
+    )  # as a processor with kernels
     one = job(
         model={"architecture": architecture, **ARCHITECTURES[architecture]}, precision=precision,
         data={"train": "nowhere.txt", "validation": 0.1}, evaluate_every=2,

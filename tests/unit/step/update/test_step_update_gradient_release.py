@@ -8,12 +8,12 @@ from torch import nn
 
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import InputError
-from plimsoll.models.hooks import StepHooks
+from plimsoll.models.hooks import EarlyUpdates, StepHooks
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.step.update.gradient_release import GradientRelease, gradient_release
 from plimsoll.techniques.mechanisms.lengths import CutByLength
 
-HOOKS = StepHooks(update_early=torch.clone)
+HOOKS = StepHooks(update_early=EarlyUpdates(torch.clone, "--forbid it"))
 
 
 def net():

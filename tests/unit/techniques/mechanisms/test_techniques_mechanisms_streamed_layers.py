@@ -18,9 +18,9 @@ from plimsoll.memory.trace import dry_run
 from plimsoll.planning.search.time_model import step_duration
 from plimsoll.records.plan import Choice
 from plimsoll.records.speed import Point, Speed
-from plimsoll.techniques.layer_streaming import put_where_needed
 from plimsoll.techniques.mechanisms import streamed_layers
 from plimsoll.techniques.mechanisms.blocks import blocks_of
+from plimsoll.techniques.mechanisms.building import put_where_needed
 from plimsoll.techniques.mechanisms.streamed_layers import streamable_parameters, streamed
 from technique_trainings import TRAININGS
 

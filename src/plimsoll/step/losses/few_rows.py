@@ -1,6 +1,6 @@
-"""Whether a loss can be computed of embeddings made in slices: tried with a few real samples, before a plan says so.
+"""A question about a training, asked with a few real samples before a plan says what the training can have.
 
-What is computed is undone: random numbers and buffers are as before, and no gradient is made. Does NOT decide for a
+What is computed is undone: random numbers and buffers are as before, and no gradient is made. Does NOT answer for a
 model without memory, nor where the loss itself fails with fewer samples: the first step sees it then.
 """
 
@@ -15,18 +15,19 @@ from plimsoll.device.base import backend_for
 from plimsoll.models.workload import Workload
 from plimsoll.step.micro_batches import autocast
 from plimsoll.step.undo.step_state import Undo
-from plimsoll.techniques.gradient_cache import refusal_of
+from plimsoll.techniques.mechanisms.technique import OfRows
 
 _NUM_SAMPLES = 8
 _OF_FEWER_SAMPLES = (RuntimeError, ValueError, IndexError, TypeError)
 
 
-def why_not_in_slices(workload: Workload, batch: Any) -> str | None:
-    """Say why `gradient_cache` cannot be used in a training, or ``None`` where it can, or where nothing can be told.
+def ask_few_rows(workload: Workload, batch: Any, question: OfRows) -> str | None:
+    """Ask why something cannot be; returns ``None`` where it can, or where nothing can be told.
 
     Args:
         workload: the training; it is as before afterwards.
         batch: one of its batches.
+        question: is asked of some of its samples.
     """
     parameters = list(workload.model.parameters())
     if not parameters or any(one.is_meta or isinstance(one, FakeTensor) for one in parameters):
@@ -39,7 +40,7 @@ def why_not_in_slices(workload: Workload, batch: Any) -> str | None:
     undo.remember()
     try:
         with autocast(workload):
-            return refusal_of(workload, move_batch(rows, device))
+            return question(workload, move_batch(rows, device))
     except _OF_FEWER_SAMPLES:
         return None
     finally:

@@ -1,4 +1,4 @@
-"""Whether a loss can be of embeddings made in slices, tried with a few samples; the training is then as before."""
+"""What is asked with a few samples, of a loss whose embeddings are made in slices; the training is then as before."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from embedders import CASES, NUM_SAMPLES, Encoder, batches, fresh, tied
+from embedders import CASES, Encoder, batches, fresh, tied
 from plimsoll.models.workload import Workload
+from plimsoll.planning.constraints import setting_of
 from plimsoll.planning.inputs import StepInput
-from plimsoll.step.losses.sliced import why_not_in_slices
-from plimsoll.techniques import Setting, technique_of
-from plimsoll.techniques.gradient_cache import gradient_cache_choice
+from plimsoll.step.losses.few_rows import ask_few_rows
+from plimsoll.techniques import technique_of
+from plimsoll.techniques.gradient_cache import gradient_cache_choice, refusal_of
 
 
 class Centered(Encoder):
@@ -24,6 +25,10 @@ class Centered(Encoder):
 
 def workload_of(model, loss=tied):
     return Workload(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, "samples")
+
+
+def why_not_in_slices(workload, batch):
+    return ask_few_rows(workload, batch, refusal_of)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,5 +73,5 @@ def test_techniques_are_told(build, reason):
     subject = StepInput(
         model, torch.optim.SGD(model.parameters()), batches(1)[0], tied, "samples", None, "fp32", frozenset()
     )
-    menu = technique_of("gradient_cache").choices(subject.workload, Setting("cpu", NUM_SAMPLES))
+    menu = technique_of("gradient_cache").choices(subject.workload, setting_of(subject, "cpu"))
     assert menu == (gradient_cache_choice(3), gradient_cache_choice(1)) if reason is None else reason in menu

@@ -1,0 +1,21 @@
+"""Whether this processor has an LSTM of half precision, as autocast runs it; what models are told, `autocast` tests."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from plimsoll.device.cpu import lstm_kernels
+
+
+@pytest.mark.parametrize("stage", [nullcontext, FakeTensorMode])
+def test_whether_an_lstm_runs_is_asked_of_real_tensors(stage, monkeypatch):
+    """On fake ones every processor has every kernel."""
+    made = []
+    real = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **given: made.append(real(*size, **given)) or made[-1])
+    with stage():
+        answer = lstm_kernels._runs_lstm.__wrapped__(torch.bfloat16)
+    assert answer == lstm_kernels._ran_lstm(torch.bfloat16)
+    assert {type(tensor) for tensor in made} == {torch.Tensor}
