@@ -3,16 +3,10 @@
     speed = measured_speed()              # measured once, then read from a file
     speed = speed_of(find_gpu("rtx3060"))
 
-Measured are products with sides of several sizes, ops that move bytes (in the caches and beyond), the call of an op,
-memory that was never touched, and the way to files (a processor) or to the host (a GPU): each a few times, of which the
-best counts, because other programs only ever make it slower. A processor is measured on one thread, by the time that
-thread ran; what more threads add, by the times that all ran at once: threads that wait for one another tell how busy
-the machine is. A measurement holds for a processor, a number of threads
-and a torch; it is kept in ``PLIMSOLL_CACHE``, or ``plimsoll`` in the user's cache folder.
-
-Of a GPU in the table peaks are known and not what a training reaches of them: shares and calls are those of the one
-card that was recorded, and the host that a call runs on matters more than the card, so that the range is wide. It does
-NOT know clocks that fall when a device gets hot, nor what other programs do meanwhile.
+A measurement holds for a processor, a number of threads and a torch; it is kept in ``PLIMSOLL_CACHE``, or ``plimsoll``
+in the user's cache folder. Of a GPU in the table peaks are known and not what a training reaches of them: shares and
+calls are those of the one card that was recorded, and the host that a call runs on matters more than the card, so that
+the range is wide. It does NOT know clocks that fall when a device gets hot, nor what other programs do meanwhile.
 """
 
 from __future__ import annotations
@@ -200,7 +194,7 @@ class _Probe:
                 run()
             self._wait()
             found.append((self._now() - started) / num_queued)
-        return min(found)
+        return min(found)  # other programs only ever make it slower
 
     def _now(self) -> float:
         return time.thread_time() if self.is_cpu else time.perf_counter()
@@ -219,8 +213,8 @@ class _Probe:
             ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as threads,
         ):
             alone = self._seconds_of_products()
-            together = list(threads.map(lambda _: self._seconds_of_products(), range(num_threads)))
-        return sum(min(alone / seconds, 1.0) for seconds in together)
+            at_once = list(threads.map(lambda _: self._seconds_of_products(), range(num_threads)))
+        return sum(min(alone / seconds, 1.0) for seconds in at_once)
 
     def _seconds_of_products(self, most_seconds: float = 0.1) -> float:
         left, right = self._random(256, 256), self._random(256, 256)

@@ -1,7 +1,5 @@
 """Runs a training for real and records it as a prediction does, beside what the device itself counts.
 
-    measured = measure_training(train_three_steps)
-
     with measuring("cuda") as run:
         train_three_steps()
     run.trace(), run.counters

@@ -100,7 +100,7 @@ class CpuBackend:
             yield
 
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None]:
-        """Allocate blocks of so many bytes together, and free them; the context raises the limit by as much.
+        """Allocate blocks of these sizes at once, and free them; the context raises the limit by as much.
 
         Pages that are not touched take no memory, but they count against the limit. Storages are no tensors, and not in
         a trace.
@@ -112,7 +112,7 @@ class CpuBackend:
         return data_limit.raised(sum(sizes))
 
     def without_holes(self) -> AbstractContextManager[None]:
-        """Inside a limit, make blocks mappings of their own where no free part of the heap has room for them."""
+        """Inside a limit, map blocks apart that fit no free part of the heap."""
         return data_limit.blocks_apart()
 
     def release(self, last_resort: bool = False) -> None:
@@ -156,8 +156,8 @@ class CpuBackend:
 
 def _free_bytes(available_bytes: int) -> int:
     """Return the least that the machine, its control groups and the resource limits still have."""
-    rooms = [available_bytes, cgroup.free_bytes(), *(limit.bytes - used for limit, used in _resource_limits())]
-    return max(0, min(room for room in rooms if room is not None))
+    free_bytes = [available_bytes, cgroup.free_bytes(), *(limit.bytes - used for limit, used in _resource_limits())]
+    return max(0, min(free for free in free_bytes if free is not None))
 
 
 def _resource_limits() -> list[tuple[Limit, int]]:

@@ -1,16 +1,8 @@
 """One tensor of a file of weights: read straight into the memory it is to stay in, or mapped from the file.
 
-Reading holds nothing but the tensor itself; where the type or the device changes, a block of `_BLOCK_BYTES` besides.
-A mapped tensor is memory of the file, whose pages the kernel drops when it needs the room, in one of two ways:
-
-- copy on write: what is written gets pages of its own, which are private memory from then on, and the file stays as it
-  is. ``RLIMIT_DATA`` counts such a mapping whole; a limit of ours counts of it what was written
-  (`plimsoll.device.cpu.data_limit`).
-- read-only: writing into it ends the process with SIGSEGV, and no limit counts it. For weights that nobody but this
-  package has in hands.
-
-Its address is as the file has it, so a kernel may round a sum otherwise than on memory that torch allocated (torch
-aligns to 64 bytes).
+Reading takes no memory but the tensor itself; where the type or the device changes, a block of `_BLOCK_BYTES` besides.
+A mapped tensor is memory of the file, whose pages the kernel drops when memory is short. Its address is as the file has
+it, so a kernel may round a sum otherwise than on memory that torch allocated (torch aligns to 64 bytes).
 
 It does NOT cover files of another byte order, and says nothing of a file that changes while it is read or mapped.
 """
@@ -64,7 +56,7 @@ class WeightFile:
         """Return the file as memory; it stays mapped as long as something refers to it.
 
         Raises:
-            WeightsError: if the file cannot be opened, or a limit on this process has no room for the mapping.
+            WeightsError: if the file cannot be opened, or a limit on this process refuses the mapping.
         """
         known = self._maps.get(is_read_only)
         if known is None:
@@ -184,7 +176,15 @@ class Entry:
                 self._read_in_blocks(target.detach().flatten(), report)
 
     def mapped(self, is_read_only: bool = False) -> Tensor:
-        """Return the tensor as memory of the file, by default copy on write; see the module.
+        """Return the tensor as memory of the file.
+
+        By default copy on write: what is written gets pages of its own, which are private memory from then on, and the
+        file stays as it is. ``RLIMIT_DATA`` counts such a mapping whole; a limit of ours counts of it what was written
+        (`plimsoll.device.cpu.data_limit`).
+
+        Args:
+            is_read_only: writing into it ends the process with SIGSEGV, and no limit counts it. For weights that nobody
+                but this package has in hands.
 
         Raises:
             WeightsError: if its first byte is where its type cannot begin, or the file cannot be mapped.
