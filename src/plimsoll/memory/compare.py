@@ -1,4 +1,4 @@
-"""A predicted trace against a measured one, op by op, and what a target's runs teach.
+"""A predicted trace against a measured one, op by op, and what a target's runs show.
 
     comparison = compare(predicted, measured)
     calibrate(Calibration(), comparison).save(path)
@@ -65,7 +65,7 @@ def compare(predicted: Trace, measured: Trace, counters: Counters | None = None)
 
 
 def calibrate(calibration: Calibration, comparison: Comparison) -> Calibration:
-    """Return what is known with one more run; a run that measured nothing teaches nothing."""
+    """Return what is known with one more run; a run that measured nothing changes nothing."""
     live, predicted = comparison.measured.peak_bytes, comparison.predicted.peak_bytes
     if not live or not predicted:
         return calibration
@@ -168,7 +168,7 @@ Pair = tuple[int | None, int | None]
 """Rows of two traces that are the same op; ``None`` where only one has it."""
 
 _NUM_IN_A_ROW = 3  # ops alike before two places are taken for the same
-_MOST_SKIPPED = 500  # ops of both together
+_MOST_SKIPPED = 500  # ops, of both traces in all
 
 
 def align(one: Trace, other: Trace) -> Iterator[Pair]:

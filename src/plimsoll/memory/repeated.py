@@ -178,7 +178,7 @@ class Stretch:
         )
 
     def _compared_events(self, older: Mapping[int, Hashable]) -> list[Any]:
-        """The events by the op in which they were; what ends together, as casts do, ends in the order of addresses."""
+        """The events by the op in which they were; what ends in one op, as casts do, ends in the order of addresses."""
         storages, begin = self._recorder._storages, self._begin
         events = slice(begin.event, self.end.event)
         found: list[tuple[int, bool, str]] = []

@@ -5,8 +5,8 @@
 
 A pass is the task's own, dry-run on fake tensors (`plimsoll.inference.dry_run`); the target's allocators count
 it, the model of time takes its ops, and `plimsoll.planning.search.placement` searches. How fast weights come from the
-disk is measured when the plan is made, on the files of the checkpoint themselves; beside a GPU that is here, what the
-host's memory has room for is looked at too.
+disk is measured when the plan is made, on the files of the checkpoint themselves; beside a GPU that is here, the free
+memory of the host is read, too.
 
 Does NOT plan quantized weights, several devices, and texts of different lengths: every row is as long as it may be.
 """
@@ -103,7 +103,7 @@ def _here(device: str | None) -> str:
 
 
 class _Planner:
-    """Looks at placements of one model on one target."""
+    """Evaluates placements of one model on one target."""
 
     def __init__(  # noqa: PLR0917 -- called here only
         self,

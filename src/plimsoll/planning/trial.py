@@ -264,7 +264,7 @@ class _Tries:
             self._step.use().peak_bytes,
             why=f"micro-batches were not replayed as a CUDA graph, because {why}" if why else "",
         )
-        return self._held(found)
+        return self._struck_if_near(found)
 
     def _timed_alone(self, configuration: Configuration, num_left: int) -> tuple[float, float] | OomEvent | str:
         """Put a candidate to work, time it and put everything back; or say why that cannot be."""
@@ -286,7 +286,7 @@ class _Tries:
         except PlimsollError as error:
             return str(error)
 
-    def _held(self, found: _Found) -> _Found:
+    def _struck_if_near(self, found: _Found) -> _Found:
         """Strike what may need more than there is, by what was predicted, and was not measured to need clearly less."""
         limit_bytes, peak = self._plan.limit_bytes, found.candidate.configuration.peak
         if limit_bytes is None or peak is None or peak.high_bytes <= limit_bytes:
@@ -497,7 +497,7 @@ def _of_all_chunks(num_micro_batches: int, most: int, seconds: float, one_second
 
 
 def _fastest(found: Sequence[_Found]) -> _Found | None:
-    """The first of those that held, unless another was faster by more than repeated passes differ."""
+    """The first of those that fit, unless another was faster by more than repeated passes differ."""
     best: tuple[_Found, float] | None = None
     for one in found:
         seconds = one.measured_seconds

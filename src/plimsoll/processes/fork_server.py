@@ -37,7 +37,7 @@ _NOT_FORKED, _GO = b"0", b"go"
 _CUDA_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
 _SOCKET = "PLIMSOLL_SOCKET"
 _MOST_FILES = 4  # with a request: by which it is told to go on, and the three streams
-ROOM_FOR_ARGUMENTS = "-" * 4096
+ARGUMENT_SPACE = "-" * 4096
 """The last argument of a server's command line, over which those of its forks are written."""
 
 
@@ -68,7 +68,7 @@ class ForkServer:
     """
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._command = [*command, ROOM_FOR_ARGUMENTS]
+        self._command = [*command, ARGUMENT_SPACE]
 
     def __enter__(self) -> Self:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

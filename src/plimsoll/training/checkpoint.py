@@ -53,11 +53,11 @@ class Checkpoint:
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, look: Callable[[], object] = lambda: None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, read_use: Callable[[], object] = lambda: None
     ) -> Any:
         """Put the tensors into the model and the optimizer; returns the random state for the backend.
 
-        ``look`` is called while most of the files are mapped, for who counts the process's memory.
+        ``read_use`` is called while most of the files are mapped, for who counts the process's memory.
 
         Raises:
             CheckpointError: if its states are of another optimizer.
@@ -67,13 +67,13 @@ class Checkpoint:
         with _as_shared_file():
             weights = torch.load(self.folder / "model.pt", map_location="cpu", mmap=True, weights_only=True)
         model.load_state_dict(weights)
-        look()
+        read_use()
         del weights
         with _as_shared_file() if keeps_states_outside(optimizer) else contextlib.nullcontext(False) as is_mapped:
             states = torch.load(self.folder / "optimizer.pt", map_location="cpu", mmap=is_mapped, weights_only=True)
             self._require_made_by(optimizer, states)
             optimizer.load_state_dict(states)
-            look()
+            read_use()
             del states
         return torch.load(self.folder / "random.pt", map_location="cpu", weights_only=True)
 

@@ -113,15 +113,15 @@ class _Retries:
         """A process wrote a checkpoint, in which its fallback is kept, too."""
         self.num_fruitless, self.fallback = -1, None
 
-    def note_death(self, cause: _Cause, in_force: int, has_held: bool) -> int:
+    def note_death(self, cause: _Cause, in_force: int, has_fit: bool) -> int:
         """Count a death; returns the fallback that is in force next."""
         self.num_deaths += 1
         self.num_fruitless += 1
         if not cause.may_be_memory:
             return in_force if self.fallback is None else self.fallback
         self.deaths_at[in_force] += 1
-        # As in a step: what held before may have died of what another program took, and gets one more try later on.
-        if not has_held or self.deaths_at[in_force] > 1:
+        # As in a step: what fit before may have died of what another program took, and gets one more try later on.
+        if not has_fit or self.deaths_at[in_force] > 1:
             self.too_large_fallback = max(in_force, self.too_large_fallback or 0)
         following = min(in_force + 1, self.num_fallbacks - 1)
         if following > max(in_force, self.fallback or 0):
@@ -177,8 +177,8 @@ def supervise(
                 retries.note_saved()
         in_force = directory.fallback_in_force() or 0
         # A process that died while it was loading says nothing against a fallback.
-        has_held = not has_begun or _has_held(directory, in_force)
-        following = retries.note_death(death.cause, in_force, has_held)
+        has_fit = not has_begun or _has_fit(directory, in_force)
+        following = retries.note_death(death.cause, in_force, has_fit)
         saved_step = directory.last_saved_step()
         gives_up = death.cause is _Cause.CRASH or retries.num_fruitless >= _MOST_DEATHS_WITHOUT_PROGRESS
         _note(directory, death, None if gives_up else saved_step, following, fallbacks[following])
@@ -427,5 +427,5 @@ def _has_saved(directory: RunDirectory) -> bool:
     return False
 
 
-def _has_held(directory: RunDirectory, fallback: int) -> bool:
+def _has_fit(directory: RunDirectory, fallback: int) -> bool:
     return any(isinstance(line, StepLine) and line.fallback <= fallback for line in directory.each_line())

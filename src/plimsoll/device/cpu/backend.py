@@ -128,7 +128,7 @@ class CpuBackend:
             data_limit.tighten_heap()
 
     def oom_family(self, error: BaseException) -> str | None:
-        """Name the kind of out-of-memory error this is (see `texts`), or return ``None``.
+        """Name the kind of out-of-memory error this is (see `oom_errors`), or return ``None``.
 
         Call it before the memory is released: a disguise counts only while the limit is nearly reached.
         """

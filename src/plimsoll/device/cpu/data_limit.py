@@ -27,8 +27,8 @@ from plimsoll.records.units import format_bytes
 MARGIN_BYTES = 16 << 20
 """Kept back for pages counted as untouched that are touched before the next `follow`."""
 
-_LOOK_AGAIN_BYTES = 1 << 20
-"""Change of the untouched bytes at which `follow` looks for new code: reading the maps takes half a millisecond."""
+_READ_AGAIN_BYTES = 1 << 20
+"""Change of the untouched bytes at which `follow` counts new code: reading the maps takes half a millisecond."""
 
 WORKER_ALLOWANCE_BYTES = 512 << 20
 """What a forked child, such as a DataLoader worker, may allocate on top of what it inherits."""
@@ -40,7 +40,7 @@ class _Limit:
     untouched_bytes: int
     previous_soft_bytes: int
     code_at_first_bytes: int
-    untouched_when_looked_bytes: int
+    untouched_when_read_bytes: int
     new_code_bytes: int = 0
     raised_bytes: int = 0
     is_tight: bool = False
@@ -64,7 +64,7 @@ def limited(budget_bytes: int) -> Iterator[None]:
             f"{format_bytes(memory.private_bytes)} of private memory already, and {format_bytes(MARGIN_BYTES)} are "
             f"kept back; give more than {format_bytes(least_bytes)}"
         )
-    _make_room_in_children()
+    _raise_limit_in_children()
     tightest_bytes = min([budget_bytes, *(limit.budget_bytes for limit in _IN_FORCE)])
     all_untouched_bytes = memory.data_bytes - memory.private_bytes
     untouched_bytes = all_untouched_bytes - heap.free_bytes()  # the heap's free blocks will be touched
@@ -124,7 +124,7 @@ def count_untouched(num_bytes: int) -> None:
     """Count so many of the untouched bytes from now on: they are about to be written.
 
     Raises:
-        MemoryError: if the limit has no room for them; they stay uncounted.
+        MemoryError: if the limit does not allow them; they stay uncounted.
     """
     if not _IN_FORCE:
         return
@@ -182,8 +182,8 @@ def follow(memory: process.PrivateMemory) -> None:
         return
     limit = _IN_FORCE[-1]
     untouched_bytes = memory.data_bytes - memory.private_bytes
-    if abs(untouched_bytes - limit.untouched_when_looked_bytes) >= _LOOK_AGAIN_BYTES:
-        limit.untouched_when_looked_bytes = untouched_bytes
+    if abs(untouched_bytes - limit.untouched_when_read_bytes) >= _READ_AGAIN_BYTES:
+        limit.untouched_when_read_bytes = untouched_bytes
         # oneDNN compiles kernels for each new shape, which take a hundred times the addresses that they fill: 3 MiB for
         # each length of text in bfloat16, and a budget that is nearly used would hold three lengths. Code that goes and
         # addresses that are filled in its place between two calls are seen at the second.
@@ -235,7 +235,7 @@ def _set_soft(soft_bytes: int) -> None:
 
 
 @functools.cache
-def _make_room_in_children() -> None:
+def _raise_limit_in_children() -> None:
     os.register_at_fork(after_in_child=_leave_in_child)
 
 

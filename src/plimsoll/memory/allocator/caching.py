@@ -268,14 +268,14 @@ class CachingAllocator:
     def _new_block(self, pool: _Pool, size_bytes: int) -> _Block | None:
         """Reserve a segment, or more of the expandable one (`alloc_block`)."""
         segment_bytes = self.segment_bytes(size_bytes)
-        if not self._has_room(segment_bytes):
+        if not self._fits(segment_bytes):
             return None
         if self.rules.expandable_segments:
             return self._grow(pool, size_bytes)
         self._reserve(segment_bytes)
         return _Block(pool, self._new_address(segment_bytes), segment_bytes)
 
-    def _has_room(self, num_bytes: int) -> bool:
+    def _fits(self, num_bytes: int) -> bool:
         return self.limit_bytes is None or self.reserved_bytes + num_bytes <= self.limit_bytes
 
     def _reserve(self, num_bytes: int) -> None:
@@ -349,7 +349,7 @@ class CachingAllocator:
         """Put whole pages behind the start of a range and merge it with free neighbours (`map_block`)."""
         pool = block.pool
         mapped_bytes = _round_up(num_bytes, pool.page_bytes)
-        if not self._has_room(mapped_bytes):
+        if not self._fits(mapped_bytes):
             return False
         pool.remove(block)
         if mapped_bytes < block.num_bytes:

@@ -415,9 +415,9 @@ class _Heap:
         self._count()
 
     def _shrink(self, pad_bytes: int) -> None:
-        spare_bytes = self._end - self._top - _LEAST_CHUNK_BYTES - 1 - pad_bytes
-        if spare_bytes >= self._page_bytes:
-            self._end -= spare_bytes // self._page_bytes * self._page_bytes
+        free_bytes = self._end - self._top - _LEAST_CHUNK_BYTES - 1 - pad_bytes
+        if free_bytes >= self._page_bytes:
+            self._end -= free_bytes // self._page_bytes * self._page_bytes
             self._touched_end = min(self._touched_end, self._end)
             self._given_back.remove(_round_up(self._touched_end, self._page_bytes), None)
             self._count()

@@ -261,7 +261,7 @@ def efficient_tile(width: int, value_width: int, dtype: torch.dtype, dropout_p: 
     """The first kernel of `dispatch_cutlassB` that takes these."""
     number, half, most = capability[0] * 10 + capability[1], dtype in HALF, max(width, value_width)
     architecture = 80 if number >= 80 else 75 if number >= 75 else 70 if number >= 70 else 50
-    roomy = number in (70, 80) or 90 <= number < 120
+    has_large_shared_memory = number in (70, 80) or 90 <= number < 120
 
     def tile(rows: int, columns: int, most_width: int) -> Tile:
         return Tile(rows, columns, most_width, half, architecture)
@@ -271,7 +271,7 @@ def efficient_tile(width: int, value_width: int, dtype: torch.dtype, dropout_p: 
     if number in (86, 89) and half and most <= 96 and not dropout_p > 0:
         return tile(128, 64, 96)
     most_width = 128 if most <= 128 else 65536
-    if not roomy or architecture == 50 or (architecture == 70 and not half):
+    if not has_large_shared_memory or architecture == 50 or (architecture == 70 and not half):
         return tile(64, 64, most_width)
     return tile(128, 128 if half and architecture == 80 and most <= 128 else 64, most_width)
 

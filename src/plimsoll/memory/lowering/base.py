@@ -114,7 +114,7 @@ def kernels_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None
 def foreach_as_on(device_types: tuple[str, ...]) -> Iterator[None]:
     """Let optimizers default to `foreach` as they do on some devices, also for fake tensors; undone on exit.
 
-    What decides it looks at the exact class of a parameter and at the type of its device; both lists are private.
+    It depends on the exact class of a parameter and on the type of its device; both lists are private.
 
     Args:
         device_types: the devices on which it is the default.

@@ -219,7 +219,7 @@ class Entry:
 
 
 def _map(descriptor: int, path: Path, is_read_only: bool) -> mmap.mmap:
-    """Map a whole file; MAP_SHARED and PROT_READ together are what RLIMIT_DATA does not count."""
+    """Map a whole file; RLIMIT_DATA does not count what is both MAP_SHARED and PROT_READ."""
     if is_read_only:
         return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     try:
