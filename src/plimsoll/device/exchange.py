@@ -8,7 +8,6 @@ Does NOT know several machines and their network, nor what other programs do mea
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from plimsoll.device.speed import name_of
-from plimsoll.errors import OutputError, RecordError
-from plimsoll.records.base import cache_folder
+from plimsoll.device.speed import measured_once, name_of
 from plimsoll.records.device import DeviceSpec
 from plimsoll.records.speed import ExchangeKind, ExchangeSpeed, Point
 
@@ -58,21 +55,15 @@ def measured_exchange(num_ranks: int, progress: Callable[[str], object] = lambda
         progress: told when it is measured.
     """
     name = name_of("cpu")
-    path = cache_folder() / f"exchange-{num_ranks}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
-    try:
-        speed = ExchangeSpeed.load(path)
-        if (speed.device, speed.num_ranks) == (name, num_ranks):
-            return speed
-    except RecordError:
-        pass  # there is none yet, or a torn one: measured again
-    progress(f"measuring exchanges of {num_ranks} ranks, once")
-    speed = measure_exchange(num_ranks)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        speed.save(path)
-    except (OSError, OutputError):
-        pass  # it is measured again next time
-    return speed
+
+    def measure() -> ExchangeSpeed:
+        progress(f"measuring exchanges of {num_ranks} ranks, once")
+        return measure_exchange(num_ranks)
+
+    def is_this(speed: ExchangeSpeed) -> bool:
+        return (speed.device, speed.num_ranks) == (name, num_ranks)
+
+    return measured_once(f"exchange-{num_ranks}", ExchangeSpeed, name, is_this, measure)
 
 
 def measure_exchange(num_ranks: int) -> ExchangeSpeed:

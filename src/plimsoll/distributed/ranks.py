@@ -188,28 +188,20 @@ class Ranks:
             name: what tells this work from any other that is done so.
             work: what is to be done; where rank 0 fails in it and ends, the others are lost.
         """
-        if self._store is None:
+        store = self._store
+        if store is None:
             return work()
         if self.rank > 0:
-            self._wait_for(name)
+            while not self.exchange(lambda: store.check([name])):
+                time.sleep(_POLL_SECONDS)
             return None
         done = work()
-        self.exchange(lambda: self._tell(name))
+        self.exchange(lambda: store.set(name, "done"))
         return done
 
     def leave(self) -> None:
         """Let go of the connections: what still holds this object must not keep them until the interpreter ends."""
         self._group = self._store = None
-
-    def _tell(self, name: str) -> None:
-        assert self._store is not None
-        self._store.set(name, "done")
-
-    def _wait_for(self, name: str) -> None:
-        store = self._store
-        assert store is not None
-        while not self.exchange(lambda: store.check([name])):
-            time.sleep(_POLL_SECONDS)
 
     def exchange(self, work: Callable[[], T]) -> T:
         """Do something that waits for the other ranks; where it fails, one of them is lost."""

@@ -72,7 +72,9 @@ class Reduction:
             numbers[place] = parameter.grad is not None
         total: float
         total, *have = self._ranks.add_up(numbers).tolist()
-        self._lacking = [one for one, number in zip(self._parameters, have, strict=True) if self._is_partial(number)]
+        self._lacking = [
+            one for one, number in zip(self._parameters, have, strict=True) if 0 < number < self._ranks.world_size
+        ]
         return total
 
     @property
@@ -137,9 +139,6 @@ class Reduction:
             num_elements = min(BUCKET_BYTES // parameter.element_size(), alike)
             self._buckets[key] = torch.empty(num_elements, dtype=key[0], device=key[1])
         return key, self._buckets[key]
-
-    def _is_partial(self, number: float) -> bool:
-        return 0 < number < self._ranks.world_size
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

@@ -13,14 +13,15 @@ process's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from plimsoll.errors import InputError
 from plimsoll.inference.model import require_head
@@ -212,14 +213,6 @@ def _batch(model: nn.Module, rows: int, longest_tokens: int) -> Batch:
     config: Any = getattr(model, "config", None)
     vocab_size = int(getattr(config, "vocab_size", 2)) if config is not None else 2
     generator = torch.Generator().manual_seed(0)  # its own: the caller's random numbers stay as they are
-    with _real_tensors():
+    with _disable_current_modes():
         input_ids = torch.randint(vocab_size, (rows, longest_tokens), generator=generator)
         return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-
-
-@contextmanager
-def _real_tensors() -> Iterator[None]:
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes():
-        yield

@@ -70,14 +70,10 @@ def calibrate(calibration: Calibration, comparison: Comparison) -> Calibration:
     if not live or not predicted:
         return calibration
     old, counters = calibration.targets.get(comparison.lowered_to, Target()), comparison.counters
-    baseline = beyond = None
+    learned = {"live_ratio": with_run(old.live_ratio, live / predicted)}
     if counters is not None:
-        baseline, beyond = float(counters.baseline_bytes), (counters.peak_bytes - counters.baseline_bytes) / live
-    learned = {
-        "live_ratio": _with_run(old.live_ratio, live / predicted),
-        "baseline_bytes": _with_run(old.baseline_bytes, baseline),
-        "beyond_ratio": _with_run(old.beyond_ratio, beyond),
-    }
+        learned["baseline_bytes"] = with_run(old.baseline_bytes, float(counters.baseline_bytes))
+        learned["beyond_ratio"] = with_run(old.beyond_ratio, (counters.peak_bytes - counters.baseline_bytes) / live)
     target = old.model_copy(update=learned)
     return Calibration(targets={**calibration.targets, comparison.lowered_to: target})
 
@@ -89,9 +85,8 @@ def _without_scratch(trace: Trace) -> Trace:
     return trace.model_copy(update=columns)
 
 
-def _with_run(old: Learned | None, value: float | None) -> Learned | None:
-    if value is None:
-        return old
+def with_run(old: Learned | None, value: float) -> Learned:
+    """Return what is known of a number after one more run."""
     return Learned(num_runs=1, mean=value, low=value, high=value) if old is None else old.with_run(value)
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -58,7 +58,7 @@ from plimsoll.planning.search.time_model import (
     update_seconds,
     with_disk,
 )
-from plimsoll.planning.targets import Target, find_target
+from plimsoll.planning.targets import Target, device_here, find_target
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
@@ -159,7 +159,7 @@ def planner_of(  # noqa: PLR0917 -- called twice
 
 def device_of_job(job: Job, device: str | None) -> str:
     """Return the name of the device that a job is planned for; see `plan_job`."""
-    return choose_device(job) if device is None else _here(device)
+    return choose_device(job) if device is None else device_here(device)
 
 
 def plan_step(
@@ -216,13 +216,9 @@ def plan_step(
     )
     pinned = [parse_pin(pin) for pin in pins]
     limit = Budget(device_bytes=parse_bytes(budget))
-    return Planner(planning_input, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()
-
-
-def _here(device: str) -> str:
-    """A device as it is called here, and what ``local`` stands for."""
-    name = device.lower()
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "local" else name
+    return Planner(
+        planning_input, device_here(device), limit, pinned, tuple(forbids), calibration, lambda text: None
+    ).plan()
 
 
 class Planner:
@@ -305,7 +301,9 @@ class Planner:
         limit_bytes = int(self._target.limit_bytes * (1 - _SHORT_DRY_RUN_OFF_SHARE))
         for _ in range(_MOST_ROUNDS):
             problem = self.problem(limit_bytes)
-            found = search(problem, self._evaluate_briefly, self._expect, self.evaluate_at_length, self._suppose)
+            found = search(
+                problem, partial(self.evaluate, is_short=True), self._expect, self.evaluate_at_length, self._suppose
+            )
             chosen = self.evaluate_at_length(found.chosen.choices)
             over_bytes = chosen.need_bytes - self._target.limit_bytes
             if not found.fits or over_bytes <= 0:
@@ -331,9 +329,6 @@ class Planner:
         finally:
             self._target = target
         return need_bytes
-
-    def _evaluate_briefly(self, choices: Choices) -> Evaluation:
-        return self.evaluate(choices, is_short=True)
 
     def evaluate_at_length(self, choices: Choices) -> Evaluation:
         """Evaluate a combination in as many steps as show all that the training does."""
@@ -418,9 +413,6 @@ class Planner:
             self._progress("searching")
         return self._traced[seen, is_short]
 
-    def _at_length(self, choices: Choices) -> Counted:
-        return self._count(choices, self._is_short, is_long=True)
-
     def _count(self, choices: Choices, is_short: bool, is_long: bool) -> Counted:
         lowering, names = self._target.lowering(), [choice.technique for choice in choices]
         counted = self._target.count(self._trace(lowering, choices, is_short), choices, is_long)
@@ -493,7 +485,7 @@ class Planner:
 
     def prediction(self, choices: Choices) -> Prediction:
         """Make the record of what a combination needs."""
-        return self._prediction(choices, self._at_length(choices))
+        return self._prediction(choices, self._count(choices, self._is_short, is_long=True))
 
     def _prediction(self, choices: Choices, counted: Counted) -> Prediction:
         planning_input = self.planning_input

@@ -31,7 +31,7 @@ from plimsoll.planning.baseline import StartedBaseline
 from plimsoll.planning.kept_baseline import Baseline
 from plimsoll.planning.search.placement import Evaluation, Guess, Placer, Reading, rejected_of
 from plimsoll.planning.search.time_model import step_duration
-from plimsoll.planning.targets import CUDA_HOST_BYTES, Target, find_target
+from plimsoll.planning.targets import CUDA_HOST_BYTES, Target, device_here, find_target
 from plimsoll.records.placement import InferencePlan, Part, Place
 from plimsoll.records.plan import Duration
 from plimsoll.records.prediction import Estimate
@@ -84,7 +84,7 @@ def plan_inference(
     applied = Applied.open(Path(folder), task, dtype, new_tokens)
     applied.require_length(longest_tokens)
     with ExitStack() as stack:
-        name = _here(device)
+        name = device_here(device or "local")
         started = stack.enter_context(StartedBaseline.of_inference(Path(folder), task)) if name == "cpu" else None
         return _Planner(applied, longest_tokens, most_rows, name, limit_bytes, started, tell).plan()
 
@@ -95,11 +95,6 @@ def _check_numbers(longest_tokens: int, new_tokens: int, most_rows: int) -> None
             f"cannot plan rows of {longest_tokens} tokens with {new_tokens} new ones, at most {most_rows} at once: "
             "give 1 token and 1 row or more, and 0 new tokens or more"
         )
-
-
-def _here(device: str | None) -> str:
-    name = (device or "local").lower()
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "local" else name
 
 
 class _Planner:

@@ -94,17 +94,7 @@ def loss_for(job: Job, texts: Texts, device: str) -> LossFunction:
         return loss_of(job.task)[0]
     if job.distill.cache:
         return _distillation(job, None, texts)
-    return _distillation(job, _loaded(job, texts, device), texts)
-
-
-def teacher_of(job: Job, texts: Texts, device: str) -> nn.Module:
-    """Load the teacher of a job.
-
-    Raises:
-        JobError: see `loss_for`.
-        OutputError: see `loss_for`.
-    """
-    return _loaded(job, texts, device)
+    return _distillation(job, teacher_of(job, texts, device), texts)
 
 
 def sketched_loss(job: Job, texts: Texts, model: nn.Module) -> LossFunction:
@@ -211,7 +201,13 @@ def _distillation(job: Job, teacher: nn.Module | None, texts: Texts) -> Distilla
     return Distillation(teacher, job.task, weights, hidden=job.distill.hidden, num_words=num_words)
 
 
-def _loaded(job: Job, texts: Texts, device: str) -> nn.Module:
+def teacher_of(job: Job, texts: Texts, device: str) -> nn.Module:
+    """Load the teacher of a job.
+
+    Raises:
+        JobError: see `loss_for`.
+        OutputError: see `loss_for`.
+    """
     assert job.distill is not None
     form, folder, shape = form_of(job, device), Path(job.distill.teacher), _shape(job, texts)
     if form == "memory":

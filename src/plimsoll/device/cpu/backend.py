@@ -12,7 +12,7 @@ import os
 import platform
 import resource
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -44,7 +44,7 @@ class CpuBackend:
         memory = psutil.virtual_memory()
         limits = (*cgroup.limits(), *(limit for limit, _ in _resource_limits()))
         return Device(
-            name=_processor_name(),
+            name=processor_name(),
             kind="cpu",
             capacity_bytes=min([memory.total, *(limit.bytes for limit in limits)]),
             free_bytes=_free_bytes(memory.available),
@@ -171,10 +171,12 @@ def _resource_limits() -> list[tuple[Limit, int]]:
     return found
 
 
-def _processor_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
+def processor_name() -> str:
+    """Return what the kernel calls the processor, or else its architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()  # ARM writes no model name
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plimsoll.memory.lowering.attention_choice import HALF, Capability, choose_backend
+from plimsoll.memory.lowering.attention_choice import HALF, Call, Capability, choose_backend
 from plimsoll.memory.lowering.autocast import cast_to_lower_precision
 
 aten = torch.ops.aten
@@ -62,7 +62,7 @@ def scaled_dot_product_attention(  # noqa: PLR0917 -- the signature of torch's
     query, key, value, mask = cast_to_lower_precision(query, key, value, attn_mask)  # type: ignore[assignment]
     with _below_autocast():
         trains = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-        backend = choose_backend(
+        call = Call(
             query.shape,
             key.shape,
             value.shape,
@@ -77,6 +77,7 @@ def scaled_dot_product_attention(  # noqa: PLR0917 -- the signature of torch's
             mask_shape=None if mask is None else mask.shape,
             last_strides_are_one=all(one is None or one.stride(-1) == 1 for one in (query, key, value, mask)),
         )
+        backend = choose_backend(call)
         own_scale = query.shape[-1] ** -0.5 if scale is None else scale
         how = How(trains, dropout_p, is_causal, own_scale, enable_gqa, capability)
         if backend == "math":

@@ -12,7 +12,6 @@ The tables are the process's: nothing else may autocast on the CPU meanwhile, an
 from __future__ import annotations
 
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,6 +23,7 @@ import torch
 from torch.library import Library, fallthrough_kernel
 
 from plimsoll.errors import DeviceError
+from plimsoll.memory.lowering.base import kernels_replaced
 
 Policy = Literal["lower_precision", "fp32", "fp32_set_opt_dtype", "fp32_append_dtype", "promote", "banned", "recurrent"]
 
@@ -65,14 +65,7 @@ def cuda_autocast_lists() -> Iterator[None]:
     if _casts.active:
         yield
         return
-    # IMPL: kernels for ops that exist. The warning says that a kernel was replaced, which is the purpose.
-    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    with ExitStack() as undo:
-        undo.callback(library._destroy)  # the one way to take kernels back; torch's own tests use it
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r"\s*Warning only once for all operators", category=UserWarning)
-            for name, kernel in _kernels():
-                library.impl(name, kernel, _KEY)  # type: ignore[no-untyped-call]
+    with kernels_replaced(dict(_kernels()), [_KEY]), ExitStack() as undo:
         undo.callback(_casts.end)
         _casts.active = True
         _answer_for_cuda(undo)

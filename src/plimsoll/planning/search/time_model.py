@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from plimsoll.device.launches import VIEW_SHARE
 from plimsoll.memory.annotations import captured_rows
+from plimsoll.memory.compare import with_run
 from plimsoll.memory.predict import Counted
 from plimsoll.planning.search.stream_timeline import StreamTimeline
 from plimsoll.records.comparison import Calibration, Learned, Target
@@ -184,8 +185,7 @@ def learn_peak(
 
 
 def _with_run(ratios: dict[str, Learned], name: str, ratio: float) -> dict[str, Learned]:
-    old = ratios.get(name)
-    return {**ratios, name: old.with_run(ratio) if old else Learned(num_runs=1, mean=ratio, low=ratio, high=ratio)}
+    return {**ratios, name: with_run(ratios.get(name), ratio)}
 
 
 def _with_target(calibration: Calibration, lowered_to: str, target: Target) -> Calibration:

@@ -13,7 +13,8 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -244,20 +245,14 @@ def _block(count: int, dtype: torch.dtype, is_pinned: bool) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype)
 
 
-class _opened:
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     """A descriptor of a file, for reading."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> int:
-        try:
-            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise WeightsError(
-                f"cannot open {self._path}: {error.strerror}; give a folder whose files can be read"
-            ) from error
-        return self._descriptor
-
-    def __exit__(self, *unused: object) -> None:
-        os.close(self._descriptor)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightsError(f"cannot open {path}: {error.strerror}; give a folder whose files can be read") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
