@@ -84,7 +84,7 @@ def plan_inference(
     applied = Applied.open(Path(folder), task, dtype, new_tokens)
     applied.require_length(longest_tokens)
     with ExitStack() as stack:
-        name = device_here(device or "local")
+        name = device_here(device)
         started = stack.enter_context(StartedBaseline.of_inference(Path(folder), task)) if name == "cpu" else None
         return _Planner(applied, longest_tokens, most_rows, name, limit_bytes, started, tell).plan()
 

@@ -159,11 +159,11 @@ def find_target(device: str, budget_bytes: int | None, baseline: Callable[[], Es
     return gpu_target(spec_of(backend_for(name).probe()) if is_here else find_gpu(device), budget_bytes)
 
 
-def device_here(device: str) -> str:
-    """Return a device as it is called here, ``local`` by what it stands for."""
+def device_here(device: str | None) -> str:
+    """Return a device as it is called here; ``local`` and ``None`` are the GPU that is here, or else the processor."""
     import torch
 
-    name = device.lower()
+    name = (device or "local").lower()
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "local" else name
 
 
