@@ -170,8 +170,8 @@ class _Heap:
 
     def _memalign(self, block: int, chunk_bytes: int) -> None:
         """Find more than is asked for, cut the aligned chunk out of that, and free what is left on both sides."""
-        # Some 100 bytes more: a free chunk fits no new block of its own size unless it was joined with a neighbour,
-        # which is one reason for the holes of a heap.
+        # Some 100 bytes more, as torch asks for blocks aligned to 64: a free chunk fits no new block of its own size
+        # unless it was joined with a neighbour, which is one reason for the holes of a heap.
         wanted_bytes = chunk_bytes + (self._alignment_bytes + _LEAST_CHUNK_BYTES + _CHUNK_ALIGNMENT_BYTES)
         start, end = self._find(wanted_bytes)
         if start == _NOWHERE:
