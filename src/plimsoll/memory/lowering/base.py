@@ -110,7 +110,8 @@ def kernels_replaced(
                     library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
         yield
     finally:
-        library._destroy()  # the one way to take kernels back; torch's own tests use it  # type: ignore[no-untyped-call]
+        # The one way to take kernels back; torch's own tests use it.
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
