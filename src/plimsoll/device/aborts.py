@@ -168,10 +168,10 @@ _WATCHERS: list[subprocess.Popen[bytes]] = []
 @contextmanager
 def _explained(stderr: IO[str], limit_bytes: int | None) -> Iterator[IO[Any]]:
     """A file whose content is printed with its explanation, once this process has ended."""
-    # As process 1 of a container it would be the last to end: all others end with that.
+    # Where this is process 1 of a container, all others end with it, and nothing could be explained.
     watcher = _started(limit_bytes, stderr) if os.name == "posix" and os.getpid() != 1 else None
     if watcher is None or watcher.stdin is None:
-        yield stderr
+        yield stderr  # without the explanation
         return
     _leave_in_children()
     _WATCHERS.append(watcher)

@@ -196,7 +196,7 @@ def _fork_for(parent: int, go: int) -> bytes | None:
     It ends where nobody knows of it, as the server or who asked has been killed.
     """
     # Forked twice, and the one in between ends: so it is a child of the process that asked (prctl(2),
-    # PR_SET_CHILD_SUBREAPER), which waits for it, kills it and tells it of its own death as any other.
+    # PR_SET_CHILD_SUBREAPER), which can wait for it and kill it as any other, and of whose death it is told.
     told, tell = os.pipe()
     between = os.fork()
     if between == 0:
