@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from plimsoll.processes.fork_server import ROOM_FOR_ARGUMENTS, ask, make_light, next_fork, show_arguments
+from plimsoll.processes.fork_server import ARGUMENT_SPACE, ask, make_light, next_fork, show_arguments
 
 # Variables that are read when they are needed. Any other may be read once, while a library is loaded, or in /proc,
 # which shows those of the server (TORCHELASTIC_RUN_ID).
@@ -91,7 +91,7 @@ class _Server:
         self.asking = os.getpid()
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, __file__, str(theirs.fileno()), ROOM_FOR_ARGUMENTS]
+        command = [sys.executable, __file__, str(theirs.fileno()), ARGUMENT_SPACE]
         with theirs, cold():
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], **_NOTHING)
         self._socket.settimeout(_LONGEST_SECONDS)

@@ -13,7 +13,7 @@
     |   |-- OutputError                        an output that exists or cannot be written
     |   `-- CheckpointError                    a checkpoint that is torn, or of another job
     |-- NonFiniteLossError (ArithmeticError)  2   the loss became NaN or infinite; nothing was updated
-    |-- OutOfMemoryError (MemoryError)     3   no fallback held; the step was undone
+    |-- OutOfMemoryError (MemoryError)     3   no fallback fit; the step was undone
     |   |-- FragmentedHeapError           76   an OOM with every fallback, under a supervisor that starts a new process
     |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3 without one)
     |       `-- AfterUpdateError               an OOM in what follows the update, which is done: do not repeat the step
@@ -71,7 +71,7 @@ class BudgetError(InputError):
 
 
 class TokenizerMemoryError(BudgetError):
-    """There is no room to train the tokenizer beside what is loaded, in the budget or, with ``None``, in a limit."""
+    """Training the tokenizer does not fit beside what is loaded, in the budget or, with ``None``, in a limit."""
 
     def __init__(self, message: str, budget_bytes: int | None) -> None:
         super().__init__(message)
@@ -99,7 +99,7 @@ class NonFiniteLossError(PlimsollError, ArithmeticError):
 
 
 class OutOfMemoryError(PlimsollError, MemoryError):
-    """Memory ran out and no fallback held; the step was undone."""
+    """Memory ran out and no fallback fit; the step was undone."""
 
     exit_code = 3
 
@@ -121,7 +121,7 @@ class FragmentedHeapError(OutOfMemoryError):
 
 
 class RankLostError(PlimsollError):
-    """Another of the processes that train together ended, or does not answer; the checkpoints are intact."""
+    """Another rank ended, or does not answer; the checkpoints are intact."""
 
     exit_code = 77  # to the supervisor, which starts all of them again
 

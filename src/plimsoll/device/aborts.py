@@ -1,17 +1,13 @@
 """Where native code ends the process because it is refused memory: said in words, with the Python line that called it.
 
 Rust's standard library (and so ``tokenizers``, ``safetensors`` and ``polars``) prints "memory allocation of N bytes
-failed" and aborts; so do some C and C++ libraries. No exception comes of it, no handler written in Python runs any
-more, and nothing can be undone: a limit cannot be made safe for such code, only larger. What can be had is the place:
-`faulthandler` writes it from inside the signal handler, without allocating. While `told_where` is in force it writes
-into a pipe, at whose other end a shell waits: it prints what came, and has this module, run as a program, say what it
-means. The shell takes a millisecond to start (10 beside other work) and 1 MiB, and ends with the block.
+failed" and aborts; so do some C and C++ libraries. No exception comes of it, and nothing can be undone: a limit cannot
+be made safe for such code, only larger. What can be had is the place, which `faulthandler` writes from inside the
+signal handler, without allocating.
 
-Without a shell, in a forked child, and as process 1 of a container (all others end with it at once), `faulthandler`
-writes to standard error as it always does, without the explanation. A fault handler
-that is enabled already, by the user, ``python -X faulthandler`` or pytest, stays as it is, and nothing is explained.
-Under ``plimsoll train`` the supervisor reads what the training process wrote (`tell_supervisor`). What the native code
-itself printed is not read: that it was memory is likely inside a limit, and not certain. Needs no torch.
+A fault handler that is enabled already, by the user, ``python -X faulthandler`` or pytest, stays as it is, and nothing
+is explained. What the native code itself printed is not read: that it was memory is likely inside a limit, and not
+certain. Needs no torch.
 """
 
 from __future__ import annotations
@@ -39,6 +35,8 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .{0,80}\(most recent
 _FRAME = re.compile(r'^  File "([^"]{1,4096})", line (\d+) in (.*)')
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](\w+)")
+# Run by a shell at the other end of the pipe that `faulthandler` writes into: it prints what came, and has this module,
+# run as a program, say what it means. The shell takes a millisecond to start (10 beside other work) and 1 MiB.
 _WAIT = """
 while IFS= read -r line; do dump="$dump$line
 "; done
@@ -170,9 +168,10 @@ _WATCHERS: list[subprocess.Popen[bytes]] = []
 @contextmanager
 def _explained(stderr: IO[str], limit_bytes: int | None) -> Iterator[IO[Any]]:
     """A file whose content is printed with its explanation, once this process has ended."""
+    # Where this is process 1 of a container, all others end with it, and nothing could be explained.
     watcher = _started(limit_bytes, stderr) if os.name == "posix" and os.getpid() != 1 else None
     if watcher is None or watcher.stdin is None:
-        yield stderr
+        yield stderr  # without the explanation
         return
     _leave_in_children()
     _WATCHERS.append(watcher)

@@ -40,7 +40,7 @@ class Backend(Protocol):
         """
 
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None] | None:
-        """Allocate blocks of so many bytes together, free them, and keep the room for what is done in the context.
+        """Allocate blocks of these sizes at once, free them, and keep them free for the work in the context.
 
         Raises the allocator's own error if it is not there. Returns ``None`` where it cannot be kept.
         """
@@ -91,7 +91,7 @@ def limited(budget: str | int, device: str = "cpu") -> AbstractContextManager[No
     """Make allocations past ``budget`` raise on ``device`` while the block runs, instead of the process being killed.
 
     Code in Rust, such as that of ``tokenizers``, ends the process where it is refused memory: nothing can be raised
-    there. It is printed where that was, why, and what to do; prepare texts before the block, or give it room.
+    there. It is printed where that was, why, and what to do; prepare texts before the block, or give it a larger limit.
 
     Args:
         budget: bytes, or a size such as ``"2GiB"``.

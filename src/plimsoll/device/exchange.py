@@ -3,20 +3,11 @@
     exchange = measured_exchange(num_ranks=2)                 # once, then read from a file
     exchange = exchange_of(find_gpu("rtx3060"), num_ranks=4)
 
-On a processor as many gloo groups as there are ranks meet in this process, each in a thread, over the loopback device
-as those of `plimsoll train --nproc` do: no other process is needed. Each exchange is done a few times, of which the
-best counts. Beyond 4 ranks, which share one machine's memory, the time grows with the bytes that all of them move.
-
-Of GPUs nothing is measured. A ring of N ranks moves (N - 1) / N of a tensor through each card's link to gather or to
-scatter it, and twice that to add it up (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md); links are
-NVLink where the card has it (NVIDIA's data sheets), else the host's, of which a share is assumed.
-
 Does NOT know several machines and their network, nor what other programs do meanwhile.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from plimsoll.device.speed import name_of
-from plimsoll.errors import OutputError, RecordError
-from plimsoll.records.base import cache_folder
+from plimsoll.device.speed import measured_once, name_of
 from plimsoll.records.device import DeviceSpec
 from plimsoll.records.speed import ExchangeKind, ExchangeSpeed, Point
 
@@ -66,31 +55,27 @@ def measured_exchange(num_ranks: int, progress: Callable[[str], object] = lambda
         progress: told when it is measured.
     """
     name = name_of("cpu")
-    path = cache_folder() / f"exchange-{num_ranks}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
-    try:
-        speed = ExchangeSpeed.load(path)
-        if (speed.device, speed.num_ranks) == (name, num_ranks):
-            return speed
-    except RecordError:
-        pass  # there is none yet, or a torn one: measured again
-    progress(f"measuring exchanges of {num_ranks} ranks, once")
-    speed = measure_exchange(num_ranks)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        speed.save(path)
-    except (OSError, OutputError):
-        pass  # it is measured again next time
-    return speed
+
+    def measure() -> ExchangeSpeed:
+        progress(f"measuring exchanges of {num_ranks} ranks, once")
+        return measure_exchange(num_ranks)
+
+    def is_this(speed: ExchangeSpeed) -> bool:
+        return (speed.device, speed.num_ranks) == (name, num_ranks)
+
+    return measured_once(f"exchange-{num_ranks}", ExchangeSpeed, name, is_this, measure)
 
 
 def measure_exchange(num_ranks: int) -> ExchangeSpeed:
     """Measure exchanges of ranks on this processor, in a second or two."""
+    # Each rank is a thread with a gloo group of its own, over the loopback device as `plimsoll train --nproc` has it.
     num_here = min(num_ranks, _MOST_MEASURED_RANKS)
     store = HashStore()
     with ThreadPoolExecutor(num_here) as ranks:
         found = list(ranks.map(lambda rank: _Rank(store, rank, num_here).measure(), range(num_here)))
     # A step waits for the slowest rank.
     seconds = {key: max(one[key] for one in found) for key in found[0]}
+    # All share one machine's memory: the time grows with the bytes that all of them move.
     times = (num_ranks - 1) / (num_here - 1)
     call_seconds = seconds.pop(("all_reduce", 0)) * times
     rates: dict[ExchangeKind, list[Point]] = {}
@@ -116,6 +101,8 @@ def exchange_of(spec: DeviceSpec, num_ranks: int) -> ExchangeSpeed:
     nvlink = next((rate for name, rate in _NVLINK_BYTES_PER_SECOND.items() if spec.name.startswith(name)), None)
     host_link = spec.host_link_bytes_per_second or _UNKNOWN_LINK_BYTES_PER_SECOND
     link = _NVLINK_SHARE * nvlink if nvlink is not None else _HOST_LINK_SHARE * host_link
+    # A ring moves (N - 1) / N of a tensor through each card's link to gather or to scatter it, and twice that to add it
+    # up (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
     rate = link * num_ranks / (num_ranks - 1)
     return ExchangeSpeed(
         device=spec.name,

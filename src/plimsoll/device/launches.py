@@ -4,10 +4,7 @@
     found.module_op_seconds, found.backward_op_seconds
 
 A tiny GPT-2 of transformers goes forward under autocast and backward a few times. Its modules, autograd and the casts
-are those of large models, and take as long as there: what a bare call in a loop takes tells a third of it. Seconds are
-shared out over ops as `plimsoll.planning.search.time_model` counts them: a forward's over the ops that Python calls, a
-backward's over those that autograd calls, and a view is a part of an op. Which ops there are is counted in one pass on
-the processor, since a backward on a GPU has a thread of its own, which nothing here would see.
+are those of large models, and take as long as there: what a bare call in a loop takes tells a third of it.
 
 Does NOT know how busy the processor will be: the same training was seen to take 0.7 to 1.5 times as long per call on
 one machine within minutes (docs/LOG.md).
@@ -47,13 +44,15 @@ def measure_launches(device: str) -> Launches:
         device: ``"cpu"``, or a CUDA device of this machine.
     """
     with torch.random.fork_rng([] if device == "cpu" else [torch.device(device)]), torch.enable_grad():
+        # On the processor: a backward on a GPU has a thread of its own, whose ops a dispatch mode does not see.
         called, cast, by_autograd = _count_ops(_tiny_model("cpu"))
         model = _tiny_model(device)
         passes = [_pass_seconds(model, device) for _ in range(_NUM_WARM + _NUM_PASSES)][_NUM_WARM:]
     forward_seconds, backward_seconds = (min(times) for times in zip(*passes, strict=True))
+    # As `plimsoll.planning.search.time_model` counts them.
     backward_op_seconds = backward_seconds / by_autograd
     module_op_seconds = (forward_seconds - cast * backward_op_seconds) / called
-    # Beside so many casts a forward may look like nothing on a processor that was interrupted in the backwards.
+    # Beside so many casts a forward may seem to take nothing on a processor that was interrupted in the backwards.
     return Launches(max(module_op_seconds, backward_op_seconds), backward_op_seconds)
 
 

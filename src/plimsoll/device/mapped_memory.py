@@ -1,18 +1,13 @@
-"""Tensors whose memory is a file: the kernel keeps their pages while there is room and writes them out where not.
+"""Tensors whose memory is a file: the kernel keeps their pages in memory while it can, and writes them out otherwise.
 
-    pool = MappedPool()
-    state = pool.copy_of(state)
-
+    state = MappedPool().copy_of(state)
     table = create(path, (num_rows, 300), torch.float32, fill)
 
 A limit on private memory (``RLIMIT_DATA``, ``RssAnon``) does not count the pages of a file mapped as shared, so this
-is where a training on the CPU puts what its budget cannot hold. The files of a pool have no names: they are gone as
-soon as the last tensor in them and the pool are, however the process ends. A named file holds a matrix and nothing
-else, row after row, as ``numpy.memmap`` reads it.
+is where a training on the CPU puts what its budget cannot hold. In a dry run, on fake tensors, a pool makes fake
+tensors that a trace counts outside the device.
 
-Disk blocks are reserved before they are mapped: a full disk is an `OutputError` and not a SIGBUS in the middle of a
-kernel. In a dry run, on fake tensors, a pool makes fake tensors that a trace counts outside the device. Does NOT cover
-other systems than Linux, sparse tensors, and two processes that make the same file.
+Does NOT cover other systems than Linux, sparse tensors, and two processes that make the same file.
 """
 
 from __future__ import annotations
@@ -44,6 +39,8 @@ _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 class MappedPool:
     """Tensors in unnamed files, which grow as needed.
 
+    They are gone as soon as the last tensor in them and the pool are, however the process ends.
+
     Args:
         folder: where the files are; ``None`` for `scratch_folder`.
     """
@@ -64,7 +61,7 @@ class MappedPool:
         return sum(file.used_bytes for file in self._files)
 
     def reserve(self, num_bytes: int) -> None:
-        """Make sure that tensors of so many bytes together can be made.
+        """Make sure that tensors of so many bytes in all can be made.
 
         Raises:
             OutputError: if there is no such place on the disk.
@@ -79,7 +76,7 @@ class MappedPool:
         A tensor that overlaps itself or has gaps gives one that is contiguous.
 
         Raises:
-            OutputError: if the disk has no room.
+            OutputError: if the disk is full.
         """
         with torch.no_grad(), outside_the_device():
             if isinstance(tensor, FakeTensor) or tensor.numel() == 0:
@@ -94,7 +91,7 @@ class MappedPool:
         """Make a tensor like another, with its values.
 
         Raises:
-            OutputError: if the disk has no room.
+            OutputError: if the disk is full.
         """
         with torch.no_grad():
             return self.empty_like(tensor).copy_(tensor.detach())
@@ -223,6 +220,7 @@ def _unnamed(folder: Path, num_bytes: int) -> mmap.mmap:
 
 
 def _mapped(file: IO[bytes], num_bytes: int) -> mmap.mmap:
+    # Before it is mapped: a full disk is an error here, and not a SIGBUS in the middle of a kernel.
     os.posix_fallocate(file.fileno(), 0, num_bytes)  # also of a file that was copied with holes
     return mmap.mmap(file.fileno(), num_bytes, mmap.MAP_SHARED)
 
@@ -264,8 +262,10 @@ Shape = tuple[int, int]
 def create(path: Path, shape: Shape, dtype: torch.dtype, fill: Callable[[Tensor], object]) -> Tensor:
     """Make a file with a matrix in it, which ``fill`` writes to; under its name only once that has ended.
 
+    The file holds nothing else, row after row, as ``numpy.memmap`` reads it.
+
     Raises:
-        OutputError: if it exists, or the disk has no room.
+        OutputError: if it exists, or the disk is full.
     """
     if path.exists():
         raise OutputError(f"cannot make the table {path}: it exists; remove it, or give another path")
@@ -300,7 +300,7 @@ def unnamed(folder: Path, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Make a matrix of zeros in a file that is gone with it, however the process ends.
 
     Raises:
-        OutputError: if the folder cannot be written to, or the disk has no room.
+        OutputError: if the folder cannot be written to, or the disk is full.
     """
     return _matrix(lambda num_bytes: _unnamed(folder, num_bytes), shape, dtype, folder)
 

@@ -99,7 +99,7 @@ def is_marked(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def states_outside(optimizer: torch.optim.Optimizer, copy_of: Copier, lender: Lender | None = None) -> Iterator[None]:
-    """Say that an optimizer's states leave the device as soon as they are made, so that no room is needed for all.
+    """Say that an optimizer's states leave the device as soon as they are made, so that it never has to hold all.
 
     ``copy_of`` copies a tensor to where they are, which is where large copies for an undo belong as well; ``lender`` is
     for states that an update cannot change where they are.

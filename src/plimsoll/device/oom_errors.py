@@ -49,19 +49,19 @@ _DISGUISES = {
     "xpu": r"UR_RESULT_ERROR_OUT_OF_RESOURCES",
     "onednn": r"could not (?:create a primitive|create a memory object|execute a primitive)",
     "os": r"can't start new thread|ThreadPoolBuildError",
-    # CPython from 3.11 on, where a call has no room for its frame; also a fault of an extension's.
+    # CPython from 3.11 on, where a call has no memory for its frame; also a fault of an extension's.
     "memory-error": r"error return without exception set|returned NULL without setting an exception",
     "worker-killed": r"DataLoader worker \(pid \d+\) is killed by signal: Aborted",
 }
 # Errors that a retry with less memory cannot mend, though they may stand beside a text above.
-_LOOK_ALIKES = re.compile(
+_OTHER_FAULTS = re.compile(
     r"illegal memory access|device-side assert triggered|static TLS block|no kernel image|invalid device ordinal"
     r"|Too many open files|killed by signal: Segmentation fault"
 )
 _FAMILY_PATTERNS = {family: re.compile(pattern) for family, pattern in _FAMILIES.items()}
 _DISGUISE_PATTERNS = {family: re.compile(pattern) for family, pattern in _DISGUISES.items()}
 
-_TYPES_WITH_TEXTS = (RuntimeError, OSError, ImportError, SystemError)  # the last two of libraries that have no room
+_TYPES_WITH_TEXTS = (RuntimeError, OSError, ImportError, SystemError)  # the last two of libraries that cannot be mapped
 
 _SIZE = r"(\d+(?:\.\d+)?) ?([KMGTPE]i?B|[Bb]ytes)"
 _REQUESTS = re.compile(
@@ -93,8 +93,8 @@ def oom_family_on(error: BaseException, is_nearly_full: Callable[[], bool]) -> s
 
 
 def family_of_text(text: str) -> str | None:
-    """Name the family of the out-of-memory error that a message or a piece of a log tells of, or return ``None``."""
-    return None if _LOOK_ALIKES.search(text) else _first_match(_FAMILY_PATTERNS, text)
+    """Name the family of the out-of-memory error that a message or a part of a log tells of, or return ``None``."""
+    return None if _OTHER_FAULTS.search(text) else _first_match(_FAMILY_PATTERNS, text)
 
 
 def requested_bytes(text: str) -> int | None:
@@ -120,7 +120,7 @@ def _first_in_chain(error: BaseException, family_of: Callable[[BaseException], s
     while cause is not None and cause not in chain:
         chain += [cause, *(cause.exceptions if isinstance(cause, BaseExceptionGroup) else ())]
         cause = cause.__cause__
-    if any(_LOOK_ALIKES.search(str(one)) for one in chain):
+    if any(_OTHER_FAULTS.search(str(one)) for one in chain):
         return None
     return next(filter(None, map(family_of, chain)), None)
 

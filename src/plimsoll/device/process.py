@@ -48,9 +48,9 @@ def data_bytes(pid: int | str = "self") -> int:
     return private_memory(pid).data_bytes
 
 
-def address_space_bytes(pid: int | str = "self") -> int:
-    """Return what ``RLIMIT_AS`` counts of a process in bytes: every mapping (VmSize)."""
-    return _statm(pid)[0] * _PAGE_BYTES
+def address_space_bytes() -> int:
+    """Return what ``RLIMIT_AS`` counts of this process in bytes: every mapping (VmSize)."""
+    return _statm("self")[0] * _PAGE_BYTES
 
 
 def code_bytes() -> int:

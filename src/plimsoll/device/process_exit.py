@@ -3,7 +3,7 @@
 Source: pidfd_open(2), proc_pid_stat(5), and the kernel's ``include/uapi/linux/pidfd.h``: ``PIDFD_GET_INFO`` tells the
 exit status of a process that is gone since Linux 6.15. Before, it is read from /proc as long as the parent has not
 asked for it (a zombie), and otherwise ``None``: unknown. A number that the kernel has given to another process since is
-not taken for the process (but between the look for its number and `Watched`). Covers Linux from 5.3 on; on older ones,
+not taken for the process (but between finding its number and `Watched`). Covers Linux from 5.3 on; on older ones,
 and where a sandbox refuses a pidfd, the time at which the process was started tells it from others.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 _GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, struct pidfd_info), of 64 bytes
 _INFO = struct.Struct("QQ11Ii")  # mask, cgroup, pid ... fsgid, exit_code
 _HAS_EXIT_CODE = 1 << 3
-_LOOK_AGAIN_SECONDS = 0.1
+_READ_AGAIN_SECONDS = 0.1
 _STATE, _START_TICKS, _EXIT_STATUS = 0, 19, 49  # fields of /proc/PID/stat behind the name
 
 
@@ -59,7 +59,7 @@ class Watched:
             return bool(poll.poll(seconds * 1000))
         until = time.monotonic() + seconds
         while not self.has_ended and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, _LOOK_AGAIN_SECONDS))
+            time.sleep(min(left, _READ_AGAIN_SECONDS))
         return self.has_ended
 
     def exit_code(self) -> int | None:

@@ -3,40 +3,36 @@
     speed = measured_speed()              # measured once, then read from a file
     speed = speed_of(find_gpu("rtx3060"))
 
-Measured are products with sides of several sizes, ops that move bytes (in the caches and beyond), the call of an op,
-memory that was never touched, and the way to files (a processor) or to the host (a GPU): each a few times, of which the
-best counts, because other programs only ever make it slower. A processor is measured on one thread, by the time that
-thread ran; what more threads add, by the times that all ran at once: threads that wait for one another tell how busy
-the machine is. A measurement holds for a processor, a number of threads
-and a torch; it is kept in ``PLIMSOLL_CACHE``, or ``plimsoll`` in the user's cache folder.
-
-Of a GPU in the table peaks are known and not what a training reaches of them: shares and calls are those of the one
-card that was recorded, and the host that a call runs on matters more than the card, so that the range is wide. It does
-NOT know clocks that fall when a device gets hot, nor what other programs do meanwhile.
+A measurement holds for a processor, a number of threads and a torch; it is kept in ``PLIMSOLL_CACHE``, or ``plimsoll``
+in the user's cache folder. Of a GPU in the table peaks are known and not what a training reaches of them: shares and
+calls are those of the one card that was recorded, and the host that a call runs on matters more than the card, so that
+the range is wide. It does NOT know clocks that fall when a device gets hot, nor what other programs do meanwhile.
 """
 
 from __future__ import annotations
 
 import hashlib
 import mmap
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from plimsoll.device.cpu.backend import processor_name
 from plimsoll.device.launches import measure_launches
 from plimsoll.errors import OutputError, RecordError
-from plimsoll.records.base import cache_folder
+from plimsoll.records.base import Record, cache_folder
 from plimsoll.records.device import DeviceSpec
 from plimsoll.records.speed import Curve, MovingKind, Point, Speed
+
+Kept = TypeVar("Kept", bound=Record)
 
 _MIB = 1 << 20
 _MEASURED_SPREAD, _TABLE_SPREAD = 0.25, 0.5
@@ -55,6 +51,7 @@ _MOVING_SHARES: dict[MovingKind, float] = {
 # models (42 to 46 and 8 to 14 microseconds where one of them is left out, benchmarks/plan_time_gpu.py --hold-out).
 _GPU_OP_SECONDS, _GPU_MODULE_OP_SECONDS, _GPU_BACKWARD_OP_SECONDS = 7.3e-6, 42e-6, 14e-6
 _GPU_KERNEL_SECONDS = 3e-6
+_LONGEST_SECONDS, _LEAST_RUNS = 0.02, 3  # of one measurement
 _NUM_QUEUED = 8  # kernels in a row, so that their calls are hidden behind them
 # Of an AdamW on the host, inferred: 9.2 GB in the 0.33 s that a step with layer_streaming took beside its passes.
 _HOST_BYTES_PER_SECOND = 27e9
@@ -74,21 +71,40 @@ def measured_speed(progress: Callable[[str], object] = lambda text: None, device
         device: ``"cpu"``, or a CUDA device of this machine.
     """
     name = name_of(device)
-    path = cache_folder() / f"speed-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+
+    def measure() -> Speed:
+        progress(f"measuring the speed of {name}, once")
+        return measure_speed(device)
+
+    return measured_once("speed", Speed, name, lambda speed: speed.device == name, measure)
+
+
+def measured_once(
+    prefix: str, kind: type[Kept], name: str, is_this: Callable[[Kept], bool], measure: Callable[[], Kept]
+) -> Kept:
+    """Return what was measured, from the file it is kept in, or measured now.
+
+    Args:
+        prefix: of the file.
+        kind: of the record.
+        name: of what is measured, see `name_of`.
+        is_this: whether a record is of that.
+        measure: measures it.
+    """
+    path = cache_folder() / f"{prefix}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     try:
-        speed = Speed.load(path)
-        if speed.device == name:
-            return speed
+        known = kind.load(path)
+        if is_this(known):
+            return known
     except RecordError:
         pass  # there is none yet, or a torn one: measured again
-    progress(f"measuring the speed of {name}, once")
-    speed = measure_speed(device)
+    found = measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        speed.save(path)
+        found.save(path)
     except (OSError, OutputError):
         pass  # it is measured again next time
-    return speed
+    return found
 
 
 def measure_speed(device: str = "cpu") -> Speed:
@@ -151,19 +167,10 @@ def _shares_of(flops_per_second: float, bytes_per_second: float) -> Curve:
 def name_of(device: str) -> str:
     """Return what a measurement holds for: the device, the number of threads, and torch."""
     if device == "cpu":
-        what = f"{_processor_name()}, {torch.get_num_threads()} threads"
+        what = f"{processor_name()}, {torch.get_num_threads()} threads"
     else:
         what = torch.cuda.get_device_name(device)
     return f"{what}, torch {torch.__version__}"
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
 
 
 @contextmanager
@@ -187,20 +194,20 @@ class _Probe:
         self._device = torch.device(device)
         self.is_cpu = self._device.type == "cpu"
 
-    def best_seconds(self, run: Callable[[], object], most_seconds: float = 0.02, num_least: int = 3) -> float:
+    def best_seconds(self, run: Callable[[], object]) -> float:
         """The shortest of several runs, of which the first does not count; on a GPU of several in its queue each."""
         num_queued = 1 if self.is_cpu else _NUM_QUEUED
         run()
         found: list[float] = []
-        ends = time.perf_counter() + most_seconds
-        while len(found) < num_least or time.perf_counter() < ends:
+        ends = time.perf_counter() + _LONGEST_SECONDS
+        while len(found) < _LEAST_RUNS or time.perf_counter() < ends:
             self._wait()
             started = self._now()
             for _ in range(num_queued):
                 run()
             self._wait()
             found.append((self._now() - started) / num_queued)
-        return min(found)
+        return min(found)  # other programs only ever make it slower
 
     def _now(self) -> float:
         return time.thread_time() if self.is_cpu else time.perf_counter()
@@ -219,13 +226,13 @@ class _Probe:
             ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as threads,
         ):
             alone = self._seconds_of_products()
-            together = list(threads.map(lambda _: self._seconds_of_products(), range(num_threads)))
-        return sum(min(alone / seconds, 1.0) for seconds in together)
+            at_once = list(threads.map(lambda _: self._seconds_of_products(), range(num_threads)))
+        return sum(min(alone / seconds, 1.0) for seconds in at_once)
 
-    def _seconds_of_products(self, most_seconds: float = 0.1) -> float:
+    def _seconds_of_products(self) -> float:
         left, right = self._random(256, 256), self._random(256, 256)
         result = left @ right
-        found, ends = [], time.perf_counter() + most_seconds
+        found, ends = [], time.perf_counter() + 0.1
         while time.perf_counter() < ends:
             started = time.thread_time()
             torch.mm(left, right, out=result)

@@ -132,7 +132,7 @@ def _bytes(fields: dict[str, str], name: str) -> int:
 
 
 def _gpu_bytes(pid: int, gpus: Sequence[GpuUse]) -> int | None:
-    """On all GPUs together; ``None`` where the driver names the process on none, or gives no size."""
+    """On all GPUs; ``None`` where the driver names the process on none, or gives no size."""
     sizes = [gpu.bytes_by_process[pid] for gpu in gpus if pid in gpu.bytes_by_process]
     known = [size for size in sizes if size is not None]
     return sum(known) if known and len(known) == len(sizes) else None

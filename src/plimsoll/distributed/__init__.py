@@ -1,1 +1,1 @@
-"""The ranks that train one model together: who they are, how they agree, and how gradients are summed."""
+"""The ranks that train one model: who they are, how they agree, and how gradients are summed."""

@@ -3,7 +3,7 @@
 `plimsoll train --nproc 4` starts this in a process of its own; who starts torchrun himself does without. A rank that
 was killed counts first, since the others end because of it, and a rank that lost another one last.
 
-Does NOT start anything again: that is the supervisor's, which looks at why they ended (`plimsoll.training.supervise`).
+Does NOT start anything again: that is the supervisor's, which finds out why they ended (`plimsoll.training.supervise`).
 
 Source: https://docs.pytorch.org/docs/stable/elastic/run.html
 """

@@ -1,19 +1,13 @@
-"""The processes that train one model together, each with its part of every batch: who they are, and how they agree.
+"""The processes that train one model, each with its part of every batch: who they are, and how they agree.
 
     with joined() as ranks:               # of torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...
         if ranks.agree(memory_ran_out):   # True on all of them, if it is on one
             ...
 
-Plain data-parallel training reduces gradients inside backward, so a rank that runs out of memory leaves the others
-waiting there. Here nothing is exchanged before all ranks have said how it went: `Ranks.agree` is one all-reduce of a
-number that was allocated beforehand, so that nothing can fail on one rank between what it says and what all do.
-Numbers and messages go over gloo, also where gradients go over NCCL.
-
 A rank that dies takes its connections with it: the others learn it in their next exchange, at once, and one that stands
 still after ``PLIMSOLL_RANKS_TIMEOUT`` seconds (600). Both end this process with `RankLostError`; torchrun, or
-`plimsoll train`, begins all ranks again from the newest checkpoint.
-
-Does NOT cover pipeline or tensor parallelism, and ranks on devices of different kinds.
+`plimsoll train`, begins all ranks again from the newest checkpoint. Does NOT cover pipeline or tensor parallelism, and
+ranks on devices of different kinds.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.html and https://docs.pytorch.org/docs/stable/elastic/run.html
 """
@@ -48,8 +42,7 @@ _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 class PeerOutOfMemory(MemoryError):
-    """Memory ran out on another rank, inside of work that all do together; `plimsoll.step.oom_boundary` takes it for
-    one.
+    """Memory ran out on another rank, inside of a collective; for `plimsoll.step.oom_boundary` it ran out here, too.
 
     ``rank`` is the first on which it did, where that is known.
     """
@@ -106,6 +99,9 @@ class Ranks:
         Raises:
             InputError: on all ranks, if none sets its flag and they ask at different places.
         """
+        # Nothing is exchanged before all ranks have said how it went: reduced inside backward, gradients would leave
+        # ranks waiting for one that ran out of memory. The number was allocated beforehand, so that nothing can fail on
+        # one rank between what it says and what all do. It goes over gloo, also where gradients go over NCCL.
         told = self._told
         if told is None:
             return self.rank if flag else None
@@ -120,7 +116,7 @@ class Ranks:
         return self.world_size - int(highest) if highest else None
 
     def require_all(self, place: int = 0) -> None:
-        """Ask, inside of work that is done together and before it exchanges something, whether all got here.
+        """Ask, inside of a collective and before it exchanges something, whether all got here.
 
         Raises:
             PeerOutOfMemory: if memory ran out on a rank that did not.
@@ -192,28 +188,20 @@ class Ranks:
             name: what tells this work from any other that is done so.
             work: what is to be done; where rank 0 fails in it and ends, the others are lost.
         """
-        if self._store is None:
+        store = self._store
+        if store is None:
             return work()
         if self.rank > 0:
-            self._wait_for(name)
+            while not self.exchange(lambda: store.check([name])):
+                time.sleep(_POLL_SECONDS)
             return None
         done = work()
-        self.exchange(lambda: self._tell(name))
+        self.exchange(lambda: store.set(name, "done"))
         return done
 
     def leave(self) -> None:
         """Let go of the connections: what still holds this object must not keep them until the interpreter ends."""
         self._group = self._store = None
-
-    def _tell(self, name: str) -> None:
-        assert self._store is not None
-        self._store.set(name, "done")
-
-    def _wait_for(self, name: str) -> None:
-        store = self._store
-        assert store is not None
-        while not self.exchange(lambda: store.check([name])):
-            time.sleep(_POLL_SECONDS)
 
     def exchange(self, work: Callable[[], T]) -> T:
         """Do something that waits for the other ranks; where it fails, one of them is lost."""

@@ -1,6 +1,6 @@
 """The gradients of all ranks added up, after each has finished its own part of the batch.
 
-One pass over the gradients when they are complete: small ones are put together in a buffer that is there from the
+One pass over the gradients when they are complete: small ones are gathered in a buffer that is there from the
 first step on, large ones are added up where they are. Everything that could run out of memory (a gradient of zeros on
 a rank whose samples have not reached a parameter, what the exchange itself takes) is allocated before the ranks agree
 that all of them go on; so that no rank waits in an exchange that another did not reach.
@@ -39,10 +39,12 @@ class Reduction:
         self._buckets: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._lacking: list[nn.Parameter] = []
 
-    def add_up_all(self, loss: float, together: Callable[[Callable[[], None]], OomEvent | None]) -> float | OomEvent:
-        """Add up the losses and the gradients of all ranks; ``together`` runs what may run out of memory on one."""
+    def add_up_all(
+        self, loss: float, collectively: Callable[[Callable[[], None]], OomEvent | None]
+    ) -> float | OomEvent:
+        """Add up the losses and the gradients of all ranks; ``collectively`` runs what may run out of memory on one."""
         loss = self.add_up_loss(loss)
-        if self.has_gaps and (event := together(self.fill)) is not None:
+        if self.has_gaps and (event := collectively(self.fill)) is not None:
             return event
         self.add_up()
         return loss
@@ -63,14 +65,16 @@ class Reduction:
         torch.empty(_EXCHANGE_BYTES, dtype=torch.uint8)
 
     def add_up_loss(self, loss: float) -> float:
-        """Return the loss of all ranks together, and learn which parameters have a gradient on some ranks only."""
+        """Return the sum of the losses of all ranks, and learn which parameters have a gradient on some ranks only."""
         numbers = self._numbers.zero_()
         numbers[0] = loss
         for place, parameter in enumerate(self._parameters, start=1):
             numbers[place] = parameter.grad is not None
         total: float
         total, *have = self._ranks.add_up(numbers).tolist()
-        self._lacking = [one for one, number in zip(self._parameters, have, strict=True) if self._is_partial(number)]
+        self._lacking = [
+            one for one, number in zip(self._parameters, have, strict=True) if 0 < number < self._ranks.world_size
+        ]
         return total
 
     @property
@@ -96,17 +100,17 @@ class Reduction:
             if gradient.is_contiguous() and gradient.numel() >= len(bucket):
                 self._ranks.reduce(gradient)
                 continue
-            together = waiting.setdefault(key, [])
-            if together and sum(map(Tensor.numel, together)) + gradient.numel() > len(bucket):
-                self._flush(bucket, together)
-            together.append(gradient)
-        for key, together in waiting.items():
-            self._flush(self._buckets[key], together)
+            gathered = waiting.setdefault(key, [])
+            if gathered and sum(map(Tensor.numel, gathered)) + gradient.numel() > len(bucket):
+                self._flush(bucket, gathered)
+            gathered.append(gradient)
+        for key, gathered in waiting.items():
+            self._flush(self._buckets[key], gathered)
 
-    def _flush(self, bucket: Tensor, together: list[Tensor]) -> None:
+    def _flush(self, bucket: Tensor, gathered: list[Tensor]) -> None:
         """Add up some gradients in the bucket; one that is larger goes through it in parts."""
-        flat = [gradient.reshape(-1) if gradient.is_contiguous() else gradient for gradient in together]
-        together.clear()
+        flat = [gradient.reshape(-1) if gradient.is_contiguous() else gradient for gradient in gathered]
+        gathered.clear()
         if len(flat) == 1 and flat[0].numel() > len(bucket):
             self._flush_in_parts(bucket, flat[0])
             return
@@ -135,9 +139,6 @@ class Reduction:
             num_elements = min(BUCKET_BYTES // parameter.element_size(), alike)
             self._buckets[key] = torch.empty(num_elements, dtype=key[0], device=key[1])
         return key, self._buckets[key]
-
-    def _is_partial(self, number: float) -> bool:
-        return 0 < number < self._ranks.world_size
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

@@ -369,7 +369,7 @@ class _Applying:
 
 
 def _check(options: ApplyOptions, task: InferenceTask) -> None:
-    """Refuse options that do not go together."""
+    """Refuse options that contradict each other."""
     if (task.name == "generate") != (options.generation is not None):
         what = "needs --max-new-tokens" if task.name == "generate" else "generates nothing"
         raise InputError(f"--task {task.name} {what}: give --task generate with --max-new-tokens, or neither")
@@ -444,7 +444,7 @@ def _made_from(
 
 
 def _read(row: InputRow, tokens: Tokens | None, vocab_size: int) -> _Read:
-    """Put a row together with its tokens."""
+    """Join a row and its tokens."""
     if tokens is None:
         return _Read(row, [], is_truncated=False)
     if not tokens.ids:

@@ -3,26 +3,25 @@
     applied = Applied.open(folder, "score", dtype=None, new_tokens=0)
     applied.dry_run(CpuLowering(), rows=8, longest_tokens=256, outside=())
 
-What is traced is the task's own ``compute``, under the same ``inference_mode`` as `plimsoll.inference.apply` has it,
-with the weights where the plan has them: those of parts on disk, or beside a GPU on the host, are counted outside the
-device. A pass that makes new tokens is two steps: the prefill, and the last new token with all the keys and values that
-it sees. A pass without is one.
+What is traced is the task's own ``compute``, with the weights where the plan has them: those of parts on disk, or
+beside a GPU on the host, are counted outside the device.
 
-Does NOT read a weight (the model is on the meta device, and of the checkpoint only the headers are looked at) or texts
+Does NOT read a weight (the model is on the meta device, and of the checkpoint only the headers are read) or texts
 (every row is as long as it may be), and does not know what reading from the disk needs: pages of files are not the
 process's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from plimsoll.errors import InputError
 from plimsoll.inference.model import require_head
@@ -52,7 +51,7 @@ class Applied:
 
     @classmethod
     def open(cls, folder: Path, task: str, dtype: torch.dtype | None, new_tokens: int) -> Applied:
-        """Look at a checkpoint.
+        """Read what a checkpoint holds, but not its weights.
 
         Args:
             folder: of the checkpoint.
@@ -171,7 +170,7 @@ def dry_run_inference(
             ):
                 stage.recorder.step = 1
                 compute(fake, stage.fake_batch(_batch(fake, rows, longest_tokens)))
-                if new_tokens > 1:
+                if new_tokens > 1:  # two steps: the prefill, and the last token with all keys and values that it sees
                     _last_token(stage, fake, rows, longest_tokens + new_tokens - 1)
             return stage.trace()
 
@@ -214,14 +213,6 @@ def _batch(model: nn.Module, rows: int, longest_tokens: int) -> Batch:
     config: Any = getattr(model, "config", None)
     vocab_size = int(getattr(config, "vocab_size", 2)) if config is not None else 2
     generator = torch.Generator().manual_seed(0)  # its own: the caller's random numbers stay as they are
-    with _real_tensors():
+    with _disable_current_modes():
         input_ids = torch.randint(vocab_size, (rows, longest_tokens), generator=generator)
         return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-
-
-@contextmanager
-def _real_tensors() -> Iterator[None]:
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes():
-        yield

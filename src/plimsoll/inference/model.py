@@ -159,12 +159,12 @@ def tokenizer_of(folder: ModelFolder, longest_tokens: int | None, new_tokens: in
 
     Raises:
         DataError: if there is none.
-        JobError: if the model cannot read as much as ``longest_tokens``, or has no room for the new ones.
+        JobError: if the model cannot read as much as ``longest_tokens``, or has no positions for the new ones.
     """
     tokenizer = load_model_tokenizer(folder.path)
     positions = _positions(folder.path)
-    room = None if positions is None else _room(folder.path, positions, longest_tokens, new_tokens)
-    known = [tokenizer.model_max_length, _max_seq_length(folder.path), room]
+    left = None if positions is None else _positions_left(folder.path, positions, longest_tokens, new_tokens)
+    known = [tokenizer.model_max_length, _max_seq_length(folder.path), left]
     limits = [limit for limit in known if limit is not None and limit < _NO_LIMIT_TOKENS]
     if longest_tokens is None and folder.job is not None:
         limits.append(folder.job.sequence_length)
@@ -177,21 +177,21 @@ def _keeps_template(job: Job | None) -> bool:
     return job is None or "special_tokens" in job.tokenizer.model_fields_set
 
 
-def _room(folder: Path, positions: int, longest_tokens: int | None, new_tokens: int) -> int:
+def _positions_left(folder: Path, positions: int, longest_tokens: int | None, new_tokens: int) -> int:
     """The positions that are left for a text."""
-    room = positions - new_tokens
-    if room < 1:
+    left = positions - new_tokens
+    if left < 1:
         raise JobError(
             f"--max-new-tokens {new_tokens} leaves nothing of the {positions} tokens that {folder} reads for the "
             f"prompt: give {positions - 1} or less"
         )
-    if longest_tokens is not None and longest_tokens > room:
+    if longest_tokens is not None and longest_tokens > left:
         more = f" with --max-new-tokens {new_tokens}" if new_tokens else ""
         raise JobError(
             f"--max-length {longest_tokens}{more} is more than the {positions} tokens that {folder} reads: give "
-            f"{room} or less"
+            f"{left} or less"
         )
-    return room
+    return left
 
 
 def _max_seq_length(folder: Path) -> int | None:

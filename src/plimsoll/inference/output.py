@@ -11,7 +11,6 @@ file that keeps its checksum (CRC-32).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -190,7 +189,7 @@ def _read_state(out: Path) -> dict[str, Any] | None:
 
 
 def _check_same(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to mix results that were made from different things."""
+    """Refuse to join results that were made from different things."""
     changes = ", ".join(_changes("", dict(before), json.loads(json.dumps(now))))
     if changes:
         raise OutputError(
@@ -239,7 +238,7 @@ def _claim(file: RawIOBase, out: Path) -> None:
         raise OutputError(f"another process is writing {out}: wait for it to end, or give another --out")
 
 
-@contextlib.contextmanager
+@contextmanager
 def _said(out: Path) -> Iterator[None]:
     """Say an error of the disk in our words."""
     try:

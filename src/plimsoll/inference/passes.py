@@ -1,7 +1,7 @@
 """Forward passes over texts of unequal length: as many tokens to a pass as fit, results in the order of the texts.
 
-Texts are taken from the longest to the shortest, so that those of equal length come together and little is padding, and
-a pass has as many as keep rows times columns under ``tokens_per_pass``. Where memory runs out the pass is freed and its
+Texts are taken from the longest to the shortest, so that little of a pass is padding, and a pass has as many as keep
+rows times columns under ``tokens_per_pass``. Where memory runs out the pass is freed and its
 texts are done again in smaller passes, down to single ones; what did not fit is not tried again
 (`plimsoll.step.recovery.FallbackSchedule`, which counts tokens here). Without an error of memory the passes depend on
 the texts alone, not on the machine.
@@ -37,7 +37,7 @@ _GROW_AFTER = 50
 
 @dataclass
 class PassCounts:
-    """What was done: passes that held, their tokens with and without padding, and what ran out of memory."""
+    """What was done: passes that fit, their tokens with and without padding, and what ran out of memory."""
 
     num_passes: int = 0
     num_tokens: int = 0

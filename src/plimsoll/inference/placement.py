@@ -178,15 +178,15 @@ def _streamed(parts: Sequence[ModelPart], plan: InferencePlan) -> list[StreamedP
         last = part.module or last
         if part.name not in streamed or not part.is_streamable or last is None:
             continue
-        pieces = [piece for weight in part.weights for piece in plain_parts(weight).values()]
-        stretches, is_dropped = stretches_of(pieces), part.name not in kept
+        tensors = [tensor for weight in part.weights for tensor in plain_parts(weight).values()]
+        stretches, is_dropped = stretches_of(tensors), part.name not in kept
         own, following = (stretches, ()) if part.module is not None else ((), stretches)
         found.append(StreamedPart(last, own, following, is_dropped))
     return found
 
 
 def _kept_in_cache(parts: Sequence[ModelPart], streamed: frozenset[str], plan: InferencePlan) -> frozenset[str]:
-    """The streamed parts that the page cache has room for, which are the first ones; all, if there is room for all."""
+    """The streamed parts that fit the page cache, which are the first ones; all, if all fit."""
     if not plan.read_bytes:
         return streamed
     kept, free_bytes = set(), plan.cached_bytes

@@ -1,4 +1,4 @@
-"""A predicted trace against a measured one, op by op, and what a target's runs teach.
+"""A predicted trace against a measured one, op by op, and what a target's runs show.
 
     comparison = compare(predicted, measured)
     calibrate(Calibration(), comparison).save(path)
@@ -65,19 +65,15 @@ def compare(predicted: Trace, measured: Trace, counters: Counters | None = None)
 
 
 def calibrate(calibration: Calibration, comparison: Comparison) -> Calibration:
-    """Return what is known with one more run; a run that measured nothing teaches nothing."""
+    """Return what is known with one more run; a run that measured nothing changes nothing."""
     live, predicted = comparison.measured.peak_bytes, comparison.predicted.peak_bytes
     if not live or not predicted:
         return calibration
     old, counters = calibration.targets.get(comparison.lowered_to, Target()), comparison.counters
-    baseline = beyond = None
+    learned = {"live_ratio": with_run(old.live_ratio, live / predicted)}
     if counters is not None:
-        baseline, beyond = float(counters.baseline_bytes), (counters.peak_bytes - counters.baseline_bytes) / live
-    learned = {
-        "live_ratio": _with_run(old.live_ratio, live / predicted),
-        "baseline_bytes": _with_run(old.baseline_bytes, baseline),
-        "beyond_ratio": _with_run(old.beyond_ratio, beyond),
-    }
+        learned["baseline_bytes"] = with_run(old.baseline_bytes, float(counters.baseline_bytes))
+        learned["beyond_ratio"] = with_run(old.beyond_ratio, (counters.peak_bytes - counters.baseline_bytes) / live)
     target = old.model_copy(update=learned)
     return Calibration(targets={**calibration.targets, comparison.lowered_to: target})
 
@@ -89,9 +85,8 @@ def _without_scratch(trace: Trace) -> Trace:
     return trace.model_copy(update=columns)
 
 
-def _with_run(old: Learned | None, value: float | None) -> Learned | None:
-    if value is None:
-        return old
+def with_run(old: Learned | None, value: float) -> Learned:
+    """Return what is known of a number after one more run."""
     return Learned(num_runs=1, mean=value, low=value, high=value) if old is None else old.with_run(value)
 
 
@@ -168,7 +163,7 @@ Pair = tuple[int | None, int | None]
 """Rows of two traces that are the same op; ``None`` where only one has it."""
 
 _NUM_IN_A_ROW = 3  # ops alike before two places are taken for the same
-_MOST_SKIPPED = 500  # ops of both together
+_MOST_SKIPPED = 500  # ops, of both traces in all
 
 
 def align(one: Trace, other: Trace) -> Iterator[Pair]:

@@ -112,8 +112,8 @@ _NO_STEPS = _Steps(np.arange(0), {}, 0)
 def _later(trace: Trace, live: Live) -> _Steps:
     """The last step of a trace again, and again: what comes and goes within it.
 
-    A heap that keeps what is freed grows for some steps. Where a large block finds no hole one time it takes new room,
-    and the holes that it leaves are other ones.
+    A heap that keeps what is freed grows for some steps. Where a large block finds no hole one time it takes new
+    memory, and the holes that it leaves are other ones.
     """
     steps = steps_of(trace, live)
     is_last = steps == steps.max(initial=0)

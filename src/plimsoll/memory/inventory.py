@@ -1,17 +1,9 @@
 """Every tensor that is alive in this process and who owns its storage, told by who refers to it and not by its name.
 
-Asked for once, when memory has run out. Python's garbage collector knows every tensor object, every module and every
-optimizer; autograd's graph knows what it saves. A storage counts once, for the first of these that owns it:
-
-    parameters        in a module
-    buffers           in a module
-    gradients         ``grad`` of a tensor
-    optimizer states  in the ``state`` of an optimizer
-    (what the caller names, such as ``inputs``)
-    activations       saved by a node of a graph that a live tensor ends
-    temporaries       everything else
-
-Of what is mapped from a file only the pages that were written count, which are this process's own.
+Asked for once, when memory has run out. A storage counts once, for the first of these that owns it: parameters and
+buffers of modules, gradients of tensors, states of optimizers, what the caller names, activations (saved by a node of a
+graph that a live tensor ends), and temporaries, which is everything else. Of what is mapped from a file only the pages
+that were written count, which are this process's own.
 
 Does NOT see what only C++ holds (a gradient on its way through a backward pass), nor, beyond `MOST_NODES` operations,
 what a graph saves (see `plimsoll.memory.autograd_graph` for why); of a sparse tensor nothing is counted.

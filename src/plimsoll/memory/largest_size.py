@@ -1,6 +1,6 @@
 """Which size fits: found with a handful of traces, and verified by one at the answer.
 
-Memory grows nearly in proportion to a batch, and with the square of a sequence at worst, in pieces (an allocator takes
+Memory grows nearly in proportion to a batch, and with the square of a sequence at worst, in steps (an allocator takes
 segments, a kernel changes at some size). So two traces give a line, or one of which it is known what grows in it, the
 line gives the next size to try, and every trace narrows the bracket between a size that fits and one that does not,
 until the two are neighbours or as near as was asked. Where lines narrow it too slowly, it is halved.
@@ -41,7 +41,7 @@ def largest_that_fits(
 
     Args:
         try_size: ``size -> (bytes beyond the limit, whether it fits, what is to be said of it)``; the bytes are
-            negative where there is room.
+            negative where there is memory left.
         start: where to begin.
         most: the largest size to try.
         precision: how near, as a share of the size, the answer may be below the first size that does not fit.

@@ -1,7 +1,5 @@
 """Runs a training for real and records it as a prediction does, beside what the device itself counts.
 
-    measured = measure_training(train_three_steps)
-
     with measuring("cuda") as run:
         train_three_steps()
     run.trace(), run.counters
@@ -29,7 +27,7 @@ from plimsoll.device.base import Backend, backend_for
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.snapshot import AllocatorRecord, recorded
 from plimsoll.records.comparison import Counters
-from plimsoll.records.trace import Phase, Trace
+from plimsoll.records.trace import Trace
 
 _SAMPLE_SECONDS = 0.02
 
@@ -37,10 +35,10 @@ _SAMPLE_SECONDS = 0.02
 class Measurement:
     """A training that is being recorded, or has been; made by `measuring`."""
 
-    def __init__(self, device: str, backend: Backend, phase: Callable[[], Phase] | None) -> None:
+    def __init__(self, device: str, backend: Backend) -> None:
         is_elsewhere = device != "cpu"
         self.device = device
-        self.recorder = Recorder(phase=phase, on_host=_is_on_host if is_elsewhere else None)
+        self.recorder = Recorder(on_host=_is_on_host if is_elsewhere else None)
         self.allocator = AllocatorRecord()
         self._backend = backend
         self._baseline_bytes = backend.use().used_bytes
@@ -106,14 +104,11 @@ class Measurement:
 
 
 @contextmanager
-def measuring(
-    device: str = "cpu", phase: Callable[[], Phase] | None = None, with_allocator_record: bool = False
-) -> Iterator[Measurement]:
+def measuring(device: str = "cpu", with_allocator_record: bool = False) -> Iterator[Measurement]:
     """Record the training in the block; every ``optimizer.step()`` ends a step.
 
     Args:
         device: where it trains: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
-        phase: asked for the phase of the training; ``None`` infers it.
         with_allocator_record: also have CUDA's allocator record what it does (see `snapshot`).
 
     Raises:
@@ -121,7 +116,7 @@ def measuring(
     """
     backend = backend_for(device)
     backend.release()
-    run = Measurement(device, backend, phase)
+    run = Measurement(device, backend)
     run.recorder.step, run.recorder.counts_steps = 1, True
     with ExitStack() as stack:
         if with_allocator_record:

@@ -52,9 +52,9 @@ class Counted:
     The columns have a row for each event of `live`. ``reserved`` is what the process has taken, all its ``fixed`` bytes
     included, and ``allocated`` what of it is in use beside these. ``fixed`` names what is there from the start.
     ``learned`` is what measured runs have shown of predicted live bytes: it widens the range and moves no answer.
-    ``oom_row`` is the event for which there is no room within the limit; the columns are then those without a limit.
+    ``oom_row`` is the event that does not fit within the limit; the columns are then those without a limit.
     ``gives_back`` says whether what is freed goes back to the system, so that it is new when it is taken again.
-    ``unwritten_bytes`` are what a limit on address space (see `plimsoll.device.cpu.data_limit`) must have room for
+    ``unwritten_bytes`` are what a limit on address space (see `plimsoll.device.cpu.data_limit`) must allow
     beyond the peak: memory that is asked for and never written, and holes of the heap whose pages are gone.
     ``holes_bytes`` are what its holes may take less and more than simulated, where it keeps large blocks.
     ``workspaces_bytes`` are what cuBLAS takes of torch's allocator: torch counts it as allocated, and here it is part
@@ -157,11 +157,11 @@ class Counted:
         return self.moment(int(self.live.event[self.peak_row]))
 
     def oom_moment(self) -> Moment | None:
-        """Where the allocator found no room, ``None`` if it always did."""
+        """Where the allocator ran out of memory, ``None`` if it did not."""
         return None if self.oom_row is None else self.moment(int(self.live.event[self.oom_row]))
 
     def largest(self) -> tuple[Holding, ...]:
-        """What is alive at the peak, alike things together, those that take most first."""
+        """What is alive at the peak, in groups of what is alike, those that take most first."""
         storages, texts = self.trace.storages, self.trace.texts
         groups: dict[tuple[str, ...], list[int]] = {}
         for storage in self.live.alive_at(self.peak_row):
@@ -287,8 +287,9 @@ def count_on_cpu(  # noqa: PLR0917 -- the last three are given by name
         baseline: the interpreter and the libraries, with what they keep for their threads.
         rules: how the heap is set up.
         has_limit: whether the training runs inside `plimsoll.device.cpu.data_limit`, which counts what is never
-        written. is_long: where the heap keeps large blocks, count the steps that follow the traced ones, too. heaps:
-        what has been counted before, for who counts a trace in several heaps; this is added to it.
+            written.
+        is_long: where the heap keeps large blocks, count the steps that follow the traced ones, too.
+        heaps: what has been counted before, for who counts a trace in several heaps; this is added to it.
     """
     replayed = (heaps or Heaps()).replay(trace, rules, is_long)
     written, live, resident = replayed.written, replayed.live, replayed.resident

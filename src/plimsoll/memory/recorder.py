@@ -1,15 +1,7 @@
 """Records what a training allocates: every op, every storage with its birth, death and category.
 
 A `Recorder` sees each op below autograd, on fake tensors (nothing is allocated: a prediction) and on real ones (a
-measurement) alike, so that the two can be compared op by op. A storage is known by the object that torch keeps for it;
-it dies when the last tensor, saved tensor or gradient that uses it is gone.
-
-Where an op belongs: the module whose forward is running, found by torch's global module hooks; in backward, the module
-and the source line of the forward op whose gradient is computed, found by the number autograd gives to both (its
-sequence number); in a recomputed forward (checkpointing) the module again. The source line is the innermost frame that
-is neither torch's nor of this package.
-
-A sharded tensor (DTensor) is seen as the piece that this process has, and its ops as what they do with that.
+measurement) alike, so that the two can be compared op by op.
 
 Not seen: memory that a kernel takes and returns inside one op (lowering adds what is known of it), and ops of threads
 other than this one, as CUDA's backward has (measure with the allocator's own counters there).
@@ -207,7 +199,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE_OF and type(args[0]) is FakeTensor:  # asked more often than there are ops
             return args[0].device
         if types != (FakeTensor,) and any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it comes again, with the pieces
+            return NotImplemented  # the op comes again, with this process's part of the sharded tensor
         kwargs = kwargs or {}
         if func is _DEVICE_OF or func is _IS_SAME_SIZE:  # asked of fake tensors; no memory
             return func(*args, **kwargs)
@@ -290,6 +282,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._num_nodes = num_nodes
                 self._forward_of.setdefault(num_nodes - 1, (module, line))
             return module, line, self._phase_outside_backward()
+        # In backward an op belongs to the forward op whose gradient is computed: autograd gives both one number.
         self._made_graph, self._num_nodes = False, torch._C._autograd._get_sequence_nr()
         node = torch._C._current_autograd_node()
         module, line = self._forward_of.get(node._sequence_nr() if node is not None else -1, (0, 0))
@@ -353,7 +346,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Storages:
-    """The storages seen so far; a dead one is told by a weak reference to the object torch keeps for it."""
+    """The storages seen so far, known by the object that torch keeps for each; a weak reference tells of its death.
+
+    That is when the last tensor, saved tensor or gradient that uses it is gone.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

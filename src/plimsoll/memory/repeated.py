@@ -1,20 +1,13 @@
 """Repeat in the trace what was dry-run once, as often as it would have run.
 
-    with stands_for(14):
-        embed(a_slice)
+with stands_for(14):
+    embed(a_slice)
 
-A technique that does the same again and again, on slices of one size, needs the memory of one of them, and the time of
-all. Dry-running each would take as long as there are slices. Does NOT make storages: what each pass leaves must be made
-by the caller, once for all.
-
-    begin = place_of(recorder)
-    loss = a_pass()
-    stretch = Stretch(recorder, begin, [loss])
-    if stretch.is_closed:
-        (loss,) = stretch.again()
-
-A `Stretch` is noted again with all its storages, event by event as it was. Storages that are older and end in it have
-others in their place the next time, which are said. Names of modules in it can be others, too.
+begin = place_of(recorder)
+loss = a_pass()
+stretch = Stretch(recorder, begin, [loss])
+if stretch.is_closed:
+    (loss,) = stretch.again()
 """
 
 from __future__ import annotations
@@ -35,7 +28,11 @@ from plimsoll.memory.recorder import Recorder
 
 @contextmanager
 def stands_for(num_passes: int) -> Iterator[None]:
-    """Let the ops of the block be noted so many times by whoever records; without a recorder it does nothing."""
+    """Let the ops of the block be noted so many times by whoever records; without a recorder it does nothing.
+
+    For a technique that does the same on slices of one size: it needs the memory of one of them, and the time of all.
+    Does NOT make storages: what each pass leaves must be made by the caller, once for all.
+    """
     recorders = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]
     begins = [recorder.op_row + 1 for recorder in recorders]
     yield
@@ -47,7 +44,7 @@ Renamed = Callable[[int], int]
 
 
 class Place(NamedTuple):
-    """How many ops, events, storages, pieces of graphs, and copies beside with waits for them a record has."""
+    """How many ops, events, storages, nodes of graphs, and copies beside with waits for them a record has."""
 
     op: int
     event: int
@@ -105,7 +102,9 @@ def end_alike(recorder: Recorder, begin: Place, twins: Mapping[int, Sequence[int
 
 
 class Stretch:
-    """What was recorded since a place.
+    """What was recorded since a place, to be noted again with all its storages, event by event as it was.
+
+    The next time, older storages that end in it have others in their place, and names of modules may be others, too.
 
     Args:
         recorder: the record.
@@ -179,7 +178,7 @@ class Stretch:
         )
 
     def _compared_events(self, older: Mapping[int, Hashable]) -> list[Any]:
-        """The events by the op in which they were; what ends together, as casts do, ends in the order of addresses."""
+        """The events by the op in which they were; what ends in one op, as casts do, ends in the order of addresses."""
         storages, begin = self._recorder._storages, self._begin
         events = slice(begin.event, self.end.event)
         found: list[tuple[int, bool, str]] = []

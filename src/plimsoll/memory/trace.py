@@ -4,7 +4,7 @@
 
 The function builds the model, or takes one that `fake_model` made, and trains it for a few steps with plain PyTorch
 code; it runs as it is, under torch's fake tensors. What the target does otherwise is replaced while it runs (see
-`lowering.base`), and values that decide something are known or said to be assumed (see `known`).
+`lowering.base`), and values that decide something are known or said to be assumed (see `known_values`).
 
 Works for any module and any training function whose ops have a fake version, Hugging Face models, packed sequences,
 checkpointing and custom autograd functions among them. Does NOT cover torch.compile, a program's own CUDA graphs,

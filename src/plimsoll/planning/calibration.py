@@ -1,8 +1,8 @@
-"""What a planned run, and a trial before it, teach the next plan: peaks and step times, measured over predicted.
+"""What is learned from a planned run, and its trial, for the next plan: peaks and step times, measured over predicted.
 
 A finished run adds to one file in the cache folder (`plimsoll.records.base.cache_folder`), which the next plan reads.
 Only steps that ran as the plan says count, from the third on: the first ones import, allocate and make states. A ratio
-of more than 3 either way is not learned: another program was at work, or the plan was made for another machine.
+of more than 3 or less than a third is not learned: another program was at work, or the plan is of another machine.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine]
         calibration: what was known.
         plan: the plan that was in force.
         steps: the steps of the run.
-        begun_at: the steps that were done when its last process began. They may have had another plan, and what they
-            teach was learned.
+        begun_at: the steps that were done when its last process began. They may have had another plan, and were
+            learned from then.
     """
     from plimsoll.planning.search.time_model import learn_peak, learn_time
 

@@ -1,7 +1,7 @@
 """What a plan can be made for: a job, or a model with its optimizer and a batch in a program of one's own.
 
 Each says the same things of itself to the planner (`plimsoll.planning.plan`): how it is dry-run, what its techniques
-look at, what its process takes without it, and the facts a plan of it depends on.
+depend on, what its process takes without it, and the facts a plan of it depends on.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def allowed(names: Iterable[str]) -> frozenset[str]:
 
 
 class PlanningInput(Protocol):
-    """A training to plan. ``precision`` may be ``auto``; ``workload`` is only looked at.
+    """A training to plan. ``precision`` may be ``auto``; ``workload`` is not changed.
 
     ``evaluates_between_steps``: a step that comes after an evaluation may need more than one that does not.
     ``tokenizer_bytes``: what training its tokenizer takes at most; ``None``: it has none, or one that is there.

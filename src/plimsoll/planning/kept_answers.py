@@ -2,8 +2,8 @@
 
     plan, is_kept = plan_of(job, limit_bytes=1 << 30)
 
-They depend on the facts of `plimsoll.planning.kept_traces`, on measured speeds and on what runs have taught. Evaluating
-an answer up imports torch only if this machine may have a GPU.
+They depend on the facts of `plimsoll.planning.kept_traces`, on measured speeds and on what was learned from runs.
+Reading an answer imports torch only if this machine may have a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def prediction_of(
                 from plimsoll.planning.predict_job import predict_job
 
                 load_model_code(job)
-                gc.freeze()  # modules stay: no collection looks through them again
+                gc.freeze()  # modules stay: no collection goes through them again
             return predict_job(job, calibration=calibration, progress=progress, texts=texts, started=started, **asked)
 
     return kept_or_made("predictions", Prediction, _facts_of_answer(job, texts, calibration, asked), make, _measured)
@@ -68,7 +68,7 @@ def plan_of(
                 from plimsoll.planning.plan import plan_job
 
                 load_model_code(job)
-                gc.freeze()  # modules stay: no collection looks through them again
+                gc.freeze()  # modules stay: no collection goes through them again
             return plan_job(job, calibration=calibration, progress=progress, texts=texts, started=started, **asked)
 
     return kept_or_made("plans", Plan, _facts_of_answer(job, texts, calibration, asked), make, _measured)

@@ -3,11 +3,8 @@
     leave_out_unused(job)  # before torch is imported
 
 Transformers takes torch's compiler along (`torch._dynamo`, with sympy, inductor and distributed tensors) and, where
-they are installed, accelerate, scipy and torchao: a third of the time that imports take, and 60 MiB of a budget.
-
-- `torch._dynamo` is there, and runs when it is needed (`plimsoll.memory.compiler`).
-- Transformers is asked what is installed while those packages cannot be found, and keeps the answer: it is then as
-  where they are not installed. Others import them as ever.
+they are installed, accelerate, scipy and torchao: a third of the time that imports take, and 60 MiB of a budget. The
+compiler is loaded when it is needed (`plimsoll.memory.compiler`).
 
 Where torch or transformers are laid out otherwise, more is imported. Does NOT change a program that imports Plimsoll,
 nor a job of which it is not known what it imports (see `leave_out_unused`).
@@ -117,6 +114,7 @@ class _Asking(Loader):
             setattr(module, _LOOKS_THROUGH, _once(getattr(module, _LOOKS_THROUGH)))
         if hasattr(module, _READS):
             setattr(module, _READS, _from_the_end(getattr(module, _READS)))
+        # Transformers keeps the answers, and is then as where these are not installed. Others import them as ever.
         with _hidden(_HIDDEN):
             for name in _HIDDEN:
                 _ask(module, f"is_{name}_available")

@@ -1,14 +1,14 @@
-"""The plan of a training: which combination of techniques is fastest under its budget, on a device that need not be
-here.
+"""The plan of a training: the fastest combination of techniques under its budget, on a device that need not be here.
 
     plan = plan_job(job, device="rtx3060", limit_bytes=6 << 30)
     plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
 
-Every combination that is looked at is the real training step, dry-run with the techniques installed
-(`plimsoll.planning.dry_run`); the target's allocators count it, and the model of time takes its ops. Looks are short
-dry runs, of two steps; what is chosen for a training that evaluates between its steps is dry-run once more with that.
+Every combination that is evaluated is the real training step, dry-run with the techniques installed
+(`plimsoll.planning.dry_run`); the target's allocators count it, and the model of time takes its ops. Evaluations are
+short dry runs, of two steps; what is chosen for a training that evaluates between its steps is dry-run once more with
+that.
 
-Does NOT look at the texts, and does not train.
+Does NOT read the texts, and does not train.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -58,7 +58,7 @@ from plimsoll.planning.search.time_model import (
     update_seconds,
     with_disk,
 )
-from plimsoll.planning.targets import Target, find_target
+from plimsoll.planning.targets import Target, device_here, find_target
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
@@ -83,7 +83,7 @@ from plimsoll.techniques import TECHNIQUES, Choices, in_order, technique_of
 Progress = Callable[[str], None]
 
 # On the CPU. Where freed blocks lie differs from step to step: in six steps of small GPT-2, BERT and LSTM models, in
-# pieces of 1 to 11 samples, the highest peak was up to 17 % above that of a short dry run, see docs/LOG.md.
+# micro-batches of 1 to 11 samples, the highest peak was up to 17 % above that of a short dry run, see docs/LOG.md.
 _LONG_RUN_SPREAD = 0.15
 _SHORT_DRY_RUN_OFF_SHARE = 0.005  # by which a short dry run may say too little
 _LEAST_OFF_BYTES = 64 << 20
@@ -110,7 +110,7 @@ def plan_job(
         limit_bytes: what the training may use; ``None`` is the job's budget, or else all that the device has.
         pins: what the plan must use.
         forbids: names of techniques that the plan must not use.
-        calibration: what measured runs have taught (`plimsoll.planning.calibration`).
+        calibration: what was learned from measured runs (`plimsoll.planning.calibration`).
         progress: told what is being done.
         started: what reads the baseline, for several plans for this processor; ``None`` starts one.
         texts: what is known of its data, where they are prepared (`plimsoll.data.quick_facts.texts_of`): the plan is
@@ -141,7 +141,7 @@ def planner_of(  # noqa: PLR0917 -- called twice
     started: Baseline | None = None,
     texts: TextSketch | None = None,
 ) -> Iterator[Planner]:
-    """Be ready to look at combinations of a job; arguments and what is raised are those of `plan_job`."""
+    """Be ready to evaluate combinations of a job; arguments and what is raised are those of `plan_job`."""
     budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
     budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
     pins, forbids = constraints
@@ -158,7 +158,7 @@ def planner_of(  # noqa: PLR0917 -- called twice
 
 def device_of_job(job: Job, device: str | None) -> str:
     """Return the name of the device that a job is planned for; see `plan_job`."""
-    return choose_device(job) if device is None else _here(device)
+    return choose_device(job) if device is None else device_here(device)
 
 
 def plan_step(
@@ -200,7 +200,7 @@ def plan_step(
         device: ``"cpu"``; ``"local"``, the GPU that is here, or else the processor; ``"cuda"``; or a GPU's name.
         pins: what the plan must use, such as ``"checkpointing=all"``.
         forbids: names of techniques that the plan must not use.
-        calibration: what measured runs have taught (`plimsoll.planning.calibration`).
+        calibration: what was learned from measured runs (`plimsoll.planning.calibration`).
 
     Returns:
         a plan; where nothing fits, one whose ``fits`` is False and that says what would.
@@ -215,17 +215,13 @@ def plan_step(
     )
     pinned = [parse_pin(pin) for pin in pins]
     limit = Budget(device_bytes=parse_bytes(budget))
-    return Planner(planning_input, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()
-
-
-def _here(device: str) -> str:
-    """A device as it is called here, and what ``local`` stands for."""
-    name = device.lower()
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "local" else name
+    return Planner(
+        planning_input, device_here(device), limit, pinned, tuple(forbids), calibration, lambda text: None
+    ).plan()
 
 
 class Planner:
-    """Looks at combinations of one training on one target; each is traced once.
+    """Evaluates combinations of one training on one target; each is traced once.
 
     ``planning_input`` is the training and ``setting`` what techniques are told of it.
     """
@@ -241,12 +237,8 @@ class Planner:
         progress: Progress,
     ) -> None:
         self._started_seconds = time.perf_counter()
-        self.planning_input, self._budget, self._calibration, self._progress = (
-            planning_input,
-            budget,
-            calibration,
-            progress,
-        )
+        self.planning_input, self._budget = planning_input, budget
+        self._calibration, self._progress = calibration, progress
         self._traced: dict[tuple[Choices, bool], Trace] = {}
         self.loss_check = planning_input.loss_check()
         if not self.loss_check.may_cut:
@@ -284,7 +276,7 @@ class Planner:
         return grown_bytes > 0
 
     def _trace_plainly(self, lowering: Lowering) -> Trace:
-        """Trace the whole batch; what is looked at next where memory is tight is the smallest micro-batch."""
+        """Trace the whole batch; what is evaluated next where memory is tight is the smallest micro-batch."""
         whole = self.plain_choices
         if (_seen_in_trace(whole), True) not in self._traced:
             smallest = in_order((micro_batch_choice(1), *without_micro_batch(whole)))
@@ -304,11 +296,13 @@ class Planner:
         return Problem(self.planning_input.workload, setting, limit_bytes, self._decided, margin_bytes, once_seconds)
 
     def _found(self) -> tuple[Found, Evaluation]:
-        """Search, check at full length, search again with less room where that does not hold, or take a fallback."""
+        """Search, check at full length, search again with a lower limit where it is over, or take a fallback."""
         limit_bytes = int(self._target.limit_bytes * (1 - _SHORT_DRY_RUN_OFF_SHARE))
         for _ in range(_MOST_ROUNDS):
             problem = self.problem(limit_bytes)
-            found = search(problem, self._evaluate_briefly, self._expect, self.evaluate_at_length, self._suppose)
+            found = search(
+                problem, partial(self.evaluate, is_short=True), self._expect, self.evaluate_at_length, self._suppose
+            )
             chosen = self.evaluate_at_length(found.chosen.choices)
             over_bytes = chosen.need_bytes - self._target.limit_bytes
             if not found.fits or over_bytes <= 0:
@@ -322,7 +316,7 @@ class Planner:
         return replace(found, fits=chosen.fits and over_bytes <= 0), chosen
 
     def _smallest_bytes(self, need_bytes: int) -> int:
-        """The least limit from ``need_bytes`` on that is known to do: with another limit a search looks elsewhere."""
+        """The least limit from ``need_bytes`` on that is known to do: another limit leads a search elsewhere."""
         target = self._target
         try:
             for _ in range(_MOST_ROUNDS):
@@ -335,11 +329,8 @@ class Planner:
             self._target = target
         return need_bytes
 
-    def _evaluate_briefly(self, choices: Choices) -> Evaluation:
-        return self.evaluate(choices, is_short=True)
-
     def evaluate_at_length(self, choices: Choices) -> Evaluation:
-        """Look at a combination in as many steps as show all that the training does."""
+        """Evaluate a combination in as many steps as show all that the training does."""
         return self.evaluate(choices, self._is_short, is_long=True)
 
     def evaluate(self, choices: Choices, is_short: bool, is_long: bool = False) -> Evaluation:
@@ -363,9 +354,7 @@ class Planner:
         )
 
     def _off_device(self, counted: Counted, micro_batch: int) -> OffDevice | None:
-        """What a combination keeps outside of its budget, where that is worth a word; on a CPU perhaps more than memory
-        has.
-        """
+        """What a combination keeps outside of its budget, where that is worth a word; on a CPU it may need the disk."""
         kept_bytes = live_bytes(counted.trace, on_host=True).peak_bytes
         if kept_bytes < _LEAST_OFF_BYTES:
             return None
@@ -401,11 +390,11 @@ class Planner:
         return learned_ratio(self._calibration, self._target.lowering().name, names)
 
     def _expect(self, combinations: Iterable[Choices]) -> None:
-        """Begin short traces that will be looked at, but for the first, which is made here meanwhile."""
+        """Begin short traces that will be asked for, but for the first, which is made here meanwhile."""
         self.planning_input.tracers.expect(list(self._untraced((choices, False) for choices in combinations))[1:])
 
     def _suppose(self, combinations: Iterable[Likely]) -> None:
-        """Begin traces that may be looked at, one for each process that there is."""
+        """Begin traces that may be asked for, one for each process that there is."""
         self.planning_input.tracers.suppose(self._untraced(combinations))
 
     def _untraced(self, combinations: Iterable[Likely]) -> Iterator[Asked]:
@@ -422,9 +411,6 @@ class Planner:
             self._traced[seen, is_short] = self.planning_input.dry_run(lowering, seen, is_short)
             self._progress("searching")
         return self._traced[seen, is_short]
-
-    def _at_length(self, choices: Choices) -> Counted:
-        return self._count(choices, self._is_short, is_long=True)
 
     def _count(self, choices: Choices, is_short: bool, is_long: bool) -> Counted:
         lowering, names = self._target.lowering(), [choice.technique for choice in choices]
@@ -466,7 +452,7 @@ class Planner:
         )
 
     def _near(self, found: Found, chosen: Evaluation) -> Iterator[Evaluation]:
-        """Look at the candidates beside the plan as long as the plan was; those of them that probably fit."""
+        """Evaluate the candidates at the length of the plan; those of them that probably fit."""
         for one in found.candidates:
             evaluation = self.evaluate(one.choices, is_short=True, is_long=True)
             if (
@@ -486,9 +472,7 @@ class Planner:
         )
 
     def _alternative(self, evaluation: Evaluation) -> Rejected:
-        """Say what was looked at, which is one combination: what needs least, as far as it goes with what is not
-        allowed.
-        """
+        """Say what was evaluated, which is one combination: what needs least and goes with what is not allowed."""
         names = [choice.technique for choice in evaluation.choices if TECHNIQUES[choice.technique].numerics == "lossy"]
         closed = ", ".join(name for name in names if name not in self.planning_input.allow)
         budget_mib = -(-(evaluation.need_bytes + self._target.kept_back_bytes) >> 20)
@@ -500,7 +484,7 @@ class Planner:
 
     def prediction(self, choices: Choices) -> Prediction:
         """Make the record of what a combination needs."""
-        return self._prediction(choices, self._at_length(choices))
+        return self._prediction(choices, self._count(choices, self._is_short, is_long=True))
 
     def _prediction(self, choices: Choices, counted: Counted) -> Prediction:
         planning_input = self.planning_input
@@ -522,7 +506,7 @@ def _seen_in_trace(choices: Choices) -> Choices:
 
 
 def _fallback_schedule(in_order: Sequence[Evaluation]) -> tuple[Configuration, ...]:
-    """The in_order whose needs fall."""
+    """Those whose needs fall."""
     kept = [
         in_order[0],
         *(evaluation for before, evaluation in pairwise(in_order) if evaluation.need_bytes < before.need_bytes),

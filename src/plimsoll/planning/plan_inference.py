@@ -5,8 +5,8 @@
 
 A pass is the task's own, dry-run on fake tensors (`plimsoll.inference.dry_run`); the target's allocators count
 it, the model of time takes its ops, and `plimsoll.planning.search.placement` searches. How fast weights come from the
-disk is measured when the plan is made, on the files of the checkpoint themselves; beside a GPU that is here, what the
-host's memory has room for is looked at too.
+disk is measured when the plan is made, on the files of the checkpoint themselves; beside a GPU that is here, the free
+memory of the host is read, too.
 
 Does NOT plan quantized weights, several devices, and texts of different lengths: every row is as long as it may be.
 """
@@ -31,7 +31,7 @@ from plimsoll.planning.baseline import StartedBaseline
 from plimsoll.planning.kept_baseline import Baseline
 from plimsoll.planning.search.placement import Evaluation, Guess, Placer, Reading, rejected_of
 from plimsoll.planning.search.time_model import step_duration
-from plimsoll.planning.targets import CUDA_HOST_BYTES, Target, find_target
+from plimsoll.planning.targets import CUDA_HOST_BYTES, Target, device_here, find_target
 from plimsoll.records.placement import InferencePlan, Part, Place
 from plimsoll.records.plan import Duration
 from plimsoll.records.prediction import Estimate
@@ -84,7 +84,7 @@ def plan_inference(
     applied = Applied.open(Path(folder), task, dtype, new_tokens)
     applied.require_length(longest_tokens)
     with ExitStack() as stack:
-        name = _here(device)
+        name = device_here(device)
         started = stack.enter_context(StartedBaseline.of_inference(Path(folder), task)) if name == "cpu" else None
         return _Planner(applied, longest_tokens, most_rows, name, limit_bytes, started, tell).plan()
 
@@ -97,13 +97,8 @@ def _check_numbers(longest_tokens: int, new_tokens: int, most_rows: int) -> None
         )
 
 
-def _here(device: str | None) -> str:
-    name = (device or "local").lower()
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "local" else name
-
-
 class _Planner:
-    """Looks at placements of one model on one target."""
+    """Evaluates placements of one model on one target."""
 
     def __init__(  # noqa: PLR0917 -- called here only
         self,

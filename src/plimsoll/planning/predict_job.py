@@ -2,7 +2,7 @@
 
     prediction = predict_job(job, device="rtx3060")
 
-Does NOT look at the texts (see `plimsoll.data.quick_facts`). What is predicted is the process that `plimsoll train`
+Does NOT read the texts (see `plimsoll.data.quick_facts`). What is predicted is the process that `plimsoll train`
 runs.
 """
 
@@ -73,8 +73,8 @@ def predict_job(
         search: find the largest micro-batch, the longest sequence and the smallest GPU that fit.
         what_if: predict other micro-batches and lengths too.
         lengths: tokens of the texts, for texts with labels, whose batches are padded to their longest: the peak is that
-            of the longest batch there can be, among others that leave the allocator's memory in other pieces.
-        calibration: what measured runs have taught, which widens the range (`plimsoll.memory.compare.calibrate`).
+            of the longest batch there can be, among others that leave the allocator's memory fragmented otherwise.
+        calibration: what was learned from measured runs, which widens the range (`plimsoll.memory.compare.calibrate`).
         progress: told what is being done.
         started: what reads the baseline, where this processor is predicted; ``None`` starts it.
         texts: what is known of its texts; ``None`` sketches them.

@@ -69,7 +69,7 @@ def find_remedies(
         device: see `plimsoll.planning.plan.plan_job`, as is ``limit_bytes``.
         limit_bytes: see `device`.
         in_force: the techniques it runs with; by default the whole batch, and what the job pins.
-        calibration: what measured runs have taught.
+        calibration: what was learned from measured runs.
         progress: told what is being done.
         most_seconds: after which no further technique is tried.
         texts: see `plimsoll.planning.plan.plan_job`.
@@ -124,7 +124,7 @@ def _distinct(remedies: Sequence[Remedy]) -> Iterator[Remedy]:
 
 @dataclass
 class _Search:
-    """Looks at one change after another."""
+    """Evaluates one change after another."""
 
     planner: Planner
     job: Job
@@ -205,7 +205,7 @@ class _Search:
         return best, options[high]
 
     def _evaluate_with(self, choice: Choice) -> Evaluation | None:
-        """Look at what is in force and one choice more, or instead; ``None`` where that is impossible."""
+        """Evaluate what is in force and one choice more, or instead; ``None`` where that is impossible."""
         rest = tuple(one for one in self.before.choices if one.technique != choice.technique)
         choices = in_order((*rest, choice))
         planner = self.planner
@@ -244,7 +244,7 @@ class _Search:
     def _remedy(
         self, evaluation: Evaluation, choices: Choices, text: str, settings: dict[str, Any]
     ) -> Iterator[Remedy]:
-        """What a look saves, if that is worth a word."""
+        """What a change saves, if that is worth a word."""
         before, after = self.before.peak, evaluation.peak
         saving = _differences(before, after)
         if saving[0] < _WORTH_SAYING * before.likely_bytes:

@@ -40,7 +40,7 @@ class PlanRequest:
         pins: choices that the plan must have, as `plimsoll.records.plan.parse_pin` reads them.
         forbids: techniques that it must not have.
         compare: compare the strategies of training instead.
-        calibration: a record of what measured runs have taught; ``None``: what those of this machine have.
+        calibration: a record of what was learned from measured runs; ``None``: from those of this machine.
         train: a plan of the training is asked for by name.
         inference: a plan of applying the model is asked for.
         task: of the model; ``None``: what it is for.
@@ -102,7 +102,7 @@ class PlanRequest:
         return pins
 
     def known(self) -> Calibration:
-        """Return what measured runs have taught.
+        """Return what was learned from measured runs.
 
         Raises:
             RecordError: if a file is given that has no such record.
@@ -174,7 +174,7 @@ def _compare(request: PlanRequest, job: Job, progress: Say, say: Say) -> tuple[S
             limit_bytes=request.limit_bytes,
             calibration=calibration,
             progress=progress,
-            on_strategy=lambda way: say(done_line(way)),
+            on_strategy=lambda strategy: say(done_line(strategy)),
             started=started,
         )
     return found, headline(found)

@@ -1,8 +1,7 @@
 """How many samples of each length fit: what batches sized by predicted memory are made with.
 
     rows = plimsoll.rows_by_length(model, optimizer, batch, lengths=[32, 64, 128, 256, 512], budget="8GiB")
-    loader = Loader(samples, Buckets(rows_for=rows), seed=0)  # plimsoll.data.batches.loader,
-    plimsoll.data.batches.batching
+    loader = Loader(samples, Buckets(rows_for=rows), seed=0)  # of plimsoll.data.batches
 
 Every entry is found by predictions of whole steps, the last of them at the entry itself, so what a kernel or an
 allocator does at some size is in it. Does NOT cover samples longer than those of ``batch``, and fields of (B, T) other
@@ -42,7 +41,7 @@ def rows_by_length(
     precision: Precision = "fp32",
     device: str = "local",
 ) -> dict[int, int]:
-    """Find, for each length, the most samples of it that one step has room for.
+    """Find, for each length, the most samples of it that fit one step.
 
     Args:
         model: see `plimsoll.predict`, as are the arguments that are not said here.

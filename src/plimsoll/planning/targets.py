@@ -155,13 +155,19 @@ def find_target(device: str, budget_bytes: int | None, baseline: Callable[[], Es
         DeviceError: if there is no such device.
         BudgetError: if the budget is more than it has.
     """
-    name = device.lower()
-    if name == "local":
-        name = "cuda" if _has_gpu() else "cpu"
+    name = device_here(device)
     if name == "cpu":
         return _cpu_target(budget_bytes, baseline)
     is_here = name == "cuda" or name.startswith("cuda:")
     return gpu_target(spec_of(backend_for(name).probe()) if is_here else find_gpu(device), budget_bytes)
+
+
+def device_here(device: str | None) -> str:
+    """Return a device as it is called here; ``local`` and ``None`` are the GPU that is here, or else the processor."""
+    import torch
+
+    name = (device or "local").lower()
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "local" else name
 
 
 def gpu_target(spec: DeviceSpec, budget_bytes: int | None) -> Target:
@@ -231,12 +237,6 @@ def _host(trace: Trace) -> Estimate:
         traced_bytes=traced_bytes,
         assumed_bytes=likely_bytes,
     )
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _cpu_target(budget_bytes: int | None, baseline: Callable[[], Estimate]) -> Target:

@@ -1,4 +1,4 @@
-"""The loss of a job with a teacher: in a run, in its dry run, and as a plan looks at it.
+"""The loss of a job with a teacher: in a run, in its dry run, and in planning.
 
 A teacher's weights are on the device (``memory``), stay in its files, which a budget of private memory does not count
 (``mapped``, on the CPU), or are integers of 8 bits (``int8``): each linear layer's, but for the output over the
@@ -94,21 +94,11 @@ def loss_for(job: Job, texts: Texts, device: str) -> LossFunction:
         return loss_of(job.task)[0]
     if job.distill.cache:
         return _distillation(job, None, texts)
-    return _distillation(job, _loaded(job, texts, device), texts)
-
-
-def teacher_of(job: Job, texts: Texts, device: str) -> nn.Module:
-    """Load the teacher of a job.
-
-    Raises:
-        JobError: see `loss_for`.
-        OutputError: see `loss_for`.
-    """
-    return _loaded(job, texts, device)
+    return _distillation(job, teacher_of(job, texts, device), texts)
 
 
 def sketched_loss(job: Job, texts: Texts, model: nn.Module) -> LossFunction:
-    """Return the loss of a job for one who only looks at it: the teacher has no memory.
+    """Return the loss of a job for planning: the teacher has no memory.
 
     Args:
         job: the job.
@@ -206,12 +196,18 @@ def _shape(job: Job, texts: Texts) -> TextShape:
 
 def _distillation(job: Job, teacher: nn.Module | None, texts: Texts) -> Distillation:
     assert job.distill is not None
-    mix = LossWeights(job.distill.temperature, job.distill.hard)
+    weights = LossWeights(job.distill.temperature, job.distill.hard)
     num_words = 0 if teacher is not None else texts.vocab_size
-    return Distillation(teacher, job.task, mix, hidden=job.distill.hidden, num_words=num_words)
+    return Distillation(teacher, job.task, weights, hidden=job.distill.hidden, num_words=num_words)
 
 
-def _loaded(job: Job, texts: Texts, device: str) -> nn.Module:
+def teacher_of(job: Job, texts: Texts, device: str) -> nn.Module:
+    """Load the teacher of a job.
+
+    Raises:
+        JobError: see `loss_for`.
+        OutputError: see `loss_for`.
+    """
     assert job.distill is not None
     form, folder, shape = form_of(job, device), Path(job.distill.teacher), _shape(job, texts)
     if form == "memory":
@@ -253,4 +249,4 @@ def _to_int8(teacher: nn.Module, device: str) -> None:
     if torch.device(device).type != "cpu":
         teacher.to(device)
     elif not _is_fake(teacher):
-        heap.trim()  # of what each took on its way
+        heap.trim()  # of what each took meanwhile

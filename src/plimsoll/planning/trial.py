@@ -2,17 +2,9 @@
 
     plan = try_plan(step, plan, batch)
 
-The model of time has a spread, so the plans within it (``plan.candidates``) are run where the device is here: put to
-work as a fallback would be, a micro-batch with its update to warm up, and one or a few more that are timed, inside the
-limit and on a real batch. From these follow the seconds of a whole step. The fastest is in force when this returns; of
-the others those that need less are among its fallbacks.
-
-The passes of a candidate are undone as a step is that runs out of memory: random numbers, buffers and what Python
-keeps by `plimsoll.step.undo.step_state`, parameters and the optimizer's states from copies outside of the device
-(`plimsoll.step.update.undo`), and all other tensors from such copies as well (`plimsoll.planning.trial_copies`). The
-batch is not taken from its loader. A candidate that runs out of memory is struck, and with it every other that would
-not fit either, if its prediction is too low by the same share; one that fails otherwise is left to the others. A model
-with state that cannot be put back is not tried.
+The model of time has a spread, so the plans within it (``plan.candidates``) are run where the device is here, inside
+the limit and on a real batch, which is not taken from its loader. The fastest is in force when `try_plan` returns; of
+the others those that need less are among its fallbacks. A model with state that cannot be put back is not tried.
 
 Does NOT cover several ranks, data loading, evaluation, and what only later steps take.
 """
@@ -55,7 +47,7 @@ from plimsoll.step.update.undo import ChunkCopy, Learned, Memory, WholeCopy
 _MOST_SECONDS = {"cpu": 10.0, "cuda": 5.0}
 _MOST_STEPS = 2  # of the plan, on a CPU, where these take longer
 _LEAST_GAIN = 0.05  # of a step: what plans about as fast differ by in the median, see docs/LOG.md
-# What each candidate takes: so many steps at most, and so long to look at what its techniques change.
+# What each candidate takes: so many steps at most, and so long to see what its techniques change.
 _STEPS_OF_A_TRIAL, _SECONDS_OF_A_TRIAL = 4, 0.5
 _MOST_COPIED_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # outside of the device and back takes a second or two
 _MOST_CHUNKS = 4  # in a timed part of a step that is not timed whole ...
@@ -94,7 +86,7 @@ def try_plan(
         the plan that is in force, with what was measured in ``trial``.
 
     Raises:
-        InputError: if the step was made with in_order that change the training otherwise.
+        InputError: if the step was made with fallbacks that change the training otherwise.
         TornStepError: if a pass could not be undone: memory ran out in that twice, or it has changed what cannot be put
             back.
     """
@@ -256,6 +248,7 @@ class _Tries:
         if isinstance(timed, str):
             return _Found(candidate, "failed", why=timed)
         if isinstance(timed, OomEvent):
+            # Strike others that would not fit either, if their predictions are too low by the same share.
             if (ran_out := ran_out_of(timed)) is not None and candidate.configuration.peak is not None:
                 self._most_bytes = min(self._most_bytes, ran_out.most_bytes(_needed_bytes(candidate.configuration)))
             return _Found(candidate, "ran out", why=f"memory ran out in the {timed.phase} phase ({timed.shortage})")
@@ -271,7 +264,7 @@ class _Tries:
             self._step.use().peak_bytes,
             why=f"micro-batches were not replayed as a CUDA graph, because {why}" if why else "",
         )
-        return self._held(found)
+        return self._struck_if_near(found)
 
     def _timed_alone(self, configuration: Configuration, num_left: int) -> tuple[float, float] | OomEvent | str:
         """Put a candidate to work, time it and put everything back; or say why that cannot be."""
@@ -293,7 +286,7 @@ class _Tries:
         except PlimsollError as error:
             return str(error)
 
-    def _held(self, found: _Found) -> _Found:
+    def _struck_if_near(self, found: _Found) -> _Found:
         """Strike what may need more than there is, by what was predicted, and was not measured to need clearly less."""
         limit_bytes, peak = self._plan.limit_bytes, found.candidate.configuration.peak
         if limit_bytes is None or peak is None or peak.high_bytes <= limit_bytes:
@@ -313,7 +306,11 @@ class _Tries:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Put everything back that the first pass of the block and those after it change."""
+        """Put everything back that the first pass of the block and those after it change.
+
+        Random numbers, buffers and what Python keeps by `plimsoll.step.undo.step_state`; parameters, the optimizer's
+        states (`plimsoll.step.update.undo`) and all other tensors from copies outside of the device.
+        """
         assert self._kept is not None
         self._updated = self._copies()
         self._kept.make(self._copier)
@@ -353,6 +350,7 @@ class _Tries:
 
     def _timed(self, configuration: Configuration, num_left: int) -> tuple[float, float] | OomEvent:
         """Seconds of a whole step, as few passes let expect, and by how much these differ."""
+        # One micro-batch with its update to warm up, and one or a few more that are timed.
         num_micro_batches = -(-self._batch_size // configuration.micro_batch)
         warm = self._seconds_of(configuration, 1, is_first=True)
         for _ in range(_MOST_REPEATS):  # until passes are replayed, where they will be
@@ -364,11 +362,11 @@ class _Tries:
         one = warm if isinstance(warm, OomEvent) else self._seconds_of(configuration, 1)
         if isinstance(one, OomEvent):
             return one
-        room = (ends - time.perf_counter()) / one  # in passes of one piece with its update, which take the longest
+        num_in_time = (ends - time.perf_counter()) / one  # of one micro-batch with its update, which take the longest
         most = (
             num_micro_batches
-            if room >= num_micro_batches
-            else min(num_micro_batches, max(2, min(int(room / 2), _MOST_CHUNKS)))
+            if num_in_time >= num_micro_batches
+            else min(num_micro_batches, max(2, min(int(num_in_time / 2), _MOST_CHUNKS)))
         )
         times: dict[int, list[float]] = {1: [one], most: [one] if most == 1 else []}
         while len(times[most]) < _MOST_REPEATS and (not times[most] or time.perf_counter() + times[most][-1] < ends):
@@ -409,7 +407,7 @@ class _Tries:
     def _seconds_of(
         self, configuration: Configuration, num_micro_batches: int, is_first: bool = False
     ) -> float | OomEvent:
-        """Do a step of the first pieces of the batch; the state to go back to is that before the first one."""
+        """Do a step of the first micro-batches; the state to go back to is that before the first of these steps."""
         step, backend = self._step, self._step.backend
         num_samples = min(num_micro_batches * configuration.micro_batch, self._batch_size)
         batch = pick_samples(self._batch, range(num_samples))  # copies, so that a model may write them
@@ -489,17 +487,17 @@ class _Tries:
 
 
 def _of_all_chunks(num_micro_batches: int, most: int, seconds: float, one_seconds: float) -> float:
-    """Seconds of a step, from those of its first pieces and of one piece, each with an update."""
+    """Seconds of a step, from those of its first micro-batches and of a single one, each with an update."""
     if most == num_micro_batches:
         return seconds
     chunk_seconds = (seconds - one_seconds) / (most - 1)
-    if chunk_seconds <= 0:  # something else had the processor: as if each piece came with an update of its own
+    if chunk_seconds <= 0:  # something else had the processor: as if each had an update of its own
         return seconds * num_micro_batches / most
     return seconds + (num_micro_batches - most) * chunk_seconds
 
 
 def _fastest(found: Sequence[_Found]) -> _Found | None:
-    """The first of those that held, unless another was faster by more than repeated passes differ."""
+    """The first of those that fit, unless another was faster by more than repeated passes differ."""
     best: tuple[_Found, float] | None = None
     for one in found:
         seconds = one.measured_seconds

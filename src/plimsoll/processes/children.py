@@ -3,7 +3,7 @@
 The kernel is asked to send a signal to a process whose parent dies (``PR_SET_PDEATHSIG``, prctl(2)): SIGKILL to one
 that was forked to work on what it inherits; SIGTERM to one of a run, which finishes its step and saves. What starts the
 ranks (`plimsoll.distributed.launch`) is asked too, and torchrun's agent hands the signal on to them. Where no signal
-came (not Linux), the number of the parent is another than it was, which the training looks at after each step.
+came (not Linux), the number of the parent is another than it was, which the training checks after each step.
 
 Threads that share an interpreter wait for each other, processes do not. Where none can be forked (a daemonic process
 may have no children) there are none, and the caller does the work itself.

@@ -5,19 +5,10 @@
 
     sys.argv[1:] = serve()    # in the server, once all is loaded: it goes on in each process that is forked
 
-To load torch, transformers and a model's code takes seconds of a processor, and a run has three processes that need
-them. The server loads them once and does nothing else, so that a fork of it is what a fresh process would be:
-
-- Its private memory counts as in a fresh process: the kernel counts a page of the heap (RssAnon, VmData) in every
-  process that has it mapped, also where several share it.
-- It is a child of the process that asked for it, not of the server: it is waited for, killed and told of its parent's
-  death as any other. The server forks twice, and the one in between ends (prctl(2), PR_SET_CHILD_SUBREAPER).
-- Threads and a CUDA context do not survive a fork. If loading has started any, the server ends and forks nothing.
-  OpenBLAS starts threads when it is loaded, and ends them itself at a fork.
-- What libraries read from the environment once, they read in the server, which has that of the supervisor.
-
-`ForkServer.fork` returns ``None`` where nothing can be forked, also on other systems than Linux: who asks starts a
-fresh process then. A server that is killed takes no process with it, and the server ends when nobody can ask any more.
+Torch, transformers and a model's code are loaded once for all, which takes seconds of a processor. A fork is what a
+fresh process would be, but that libraries have read the supervisor's environment. Its private memory counts as there:
+the kernel counts a page of the heap (RssAnon, VmData) in every process that has it mapped. A server that is killed
+takes no process with it, and the server ends when nobody can ask any more.
 """
 
 from __future__ import annotations
@@ -46,7 +37,7 @@ _NOT_FORKED, _GO = b"0", b"go"
 _CUDA_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
 _SOCKET = "PLIMSOLL_SOCKET"
 _MOST_FILES = 4  # with a request: by which it is told to go on, and the three streams
-ROOM_FOR_ARGUMENTS = "-" * 4096
+ARGUMENT_SPACE = "-" * 4096
 """The last argument of a server's command line, over which those of its forks are written."""
 
 
@@ -77,7 +68,7 @@ class ForkServer:
     """
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._command = [*command, ROOM_FOR_ARGUMENTS]
+        self._command = [*command, ARGUMENT_SPACE]
 
     def __enter__(self) -> Self:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -101,6 +92,8 @@ class ForkServer:
 
     def fork(self, arguments: Sequence[str], variables: Mapping[str, str]) -> ForkedProcess | None:
         """Have a process forked that goes on with the arguments, once the server has loaded all; ``None`` if it cannot.
+
+        That is so on other systems than Linux, too: who asks starts a fresh process then.
 
         Args:
             arguments: of the command line, without the program.
@@ -202,6 +195,8 @@ def _fork_for(parent: int, go: int) -> bytes | None:
 
     It ends where nobody knows of it, as the server or who asked has been killed.
     """
+    # Forked twice, and the one in between ends: so it is a child of the process that asked (prctl(2),
+    # PR_SET_CHILD_SUBREAPER), which can wait for it and kill it as any other, and of whose death it is told.
     told, tell = os.pipe()
     between = os.fork()
     if between == 0:

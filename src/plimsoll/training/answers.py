@@ -1,8 +1,8 @@
 """The answers of a model, seen while its loss is evaluated: no second pass over the samples.
 
-A batch that runs out of memory is evaluated once more in smaller pieces. So of a batch only the last answer to each of
-its samples counts. Of ranks that share a batch each is told the answers of all, and counts them. Does NOT cover models
-that return no ``logits``: of these there are no answers.
+A batch that runs out of memory is evaluated once more in smaller micro-batches. So of a batch only the last answer to
+each of its samples counts. Of ranks that share a batch each is told the answers of all, and counts them. Does NOT cover
+models that return no ``logits``: of these there are no answers.
 
 Shapes: B samples of a batch.
 """

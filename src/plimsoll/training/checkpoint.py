@@ -5,14 +5,10 @@
         progress.json                       step, data cursor, fallbacks, schedule, scaler, fingerprint of the job
         manifest.json                       bytes and CRC-32 of each of the others; written last
 
-A checkpoint is written to a temporary folder, each file synced, and the folder renamed; only then are older ones
-removed. So a kill or a full disk at any moment leaves the previous checkpoint as it was. Where the step has one
-already, that one is renamed to ``.step-00000100.old-PID`` first and read from there as long as no other has its place.
-What is removed is renamed first, so that a kill does not leave half of it under a good name. On reading every byte is
-checked: a torn checkpoint, or one of another job, is refused with the reason and the previous good one is named.
-
-Writing makes no second copy of the tensors. Does NOT cover a model that is shared out over ranks:
-see `plimsoll.training.sharded_checkpoint`.
+A kill or a full disk at any moment leaves the previous checkpoint as it was. On reading every byte is checked: a torn
+checkpoint, or one of another job, is refused with the reason and the previous good one is named. Writing makes no
+second copy of the tensors. Does NOT cover a model that is shared out over ranks: see
+`plimsoll.training.sharded_checkpoint`.
 """
 
 from __future__ import annotations
@@ -57,11 +53,11 @@ class Checkpoint:
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, look: Callable[[], object] = lambda: None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, read_use: Callable[[], object] = lambda: None
     ) -> Any:
         """Put the tensors into the model and the optimizer; returns the random state for the backend.
 
-        ``look`` is called while most of the files are mapped, for who counts the process's memory.
+        ``read_use`` is called while most of the files are mapped, for who counts the process's memory.
 
         Raises:
             CheckpointError: if its states are of another optimizer.
@@ -71,13 +67,13 @@ class Checkpoint:
         with _as_shared_file():
             weights = torch.load(self.folder / "model.pt", map_location="cpu", mmap=True, weights_only=True)
         model.load_state_dict(weights)
-        look()
+        read_use()
         del weights
         with _as_shared_file() if keeps_states_outside(optimizer) else contextlib.nullcontext(False) as is_mapped:
             states = torch.load(self.folder / "optimizer.pt", map_location="cpu", mmap=is_mapped, weights_only=True)
             self._require_made_by(optimizer, states)
             optimizer.load_state_dict(states)
-            look()
+            read_use()
             del states
         return torch.load(self.folder / "random.pt", map_location="cpu", weights_only=True)
 
@@ -115,6 +111,7 @@ def save(
     Raises:
         OutputError: if it cannot be written (disk full, no permission); the earlier checkpoints are untouched.
     """
+    # In a temporary folder, each file synced; the folder is renamed, and only then are older ones removed.
     folder = root / f"step-{step:08d}"
     temporary = root / f".{folder.name}.tmp-{os.getpid()}"
     try:
@@ -190,7 +187,7 @@ def newest_good(root: Path, fingerprint: dict[str, str]) -> Checkpoint | None:
 
 def _keep_last(root: Path, step: int, keep: int) -> None:
     """Remove the oldest until there are ``keep``, but not the one of ``step``, which was just written."""
-    with contextlib.suppress(OSError):  # what cannot be removed now is in nobody's way, and tried again next time
+    with contextlib.suppress(OSError):  # what cannot be removed now does no harm, and is tried again next time
         others = [other for other in _steps(root) if other != step]
         for old in others[: max(len(others) + 1 - keep, 0)]:
             _remove(root, old)
@@ -211,6 +208,7 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
 
 
 def _remove(root: Path, step: int) -> None:
+    # Renamed first, so that a kill does not leave half of it under a good name.
     doomed = root / f".step-{step:08d}.tmp-{os.getpid()}"
     _folder(root, step).rename(doomed)
     shutil.rmtree(doomed)

@@ -35,7 +35,7 @@ from plimsoll.records.units import format_bytes
 _SECONDS = 2.0
 _BATCH_TEXTS = 1024
 _SMALL_BYTES = 64 << 20
-_BATCHES_BETWEEN_LOOKS = 16
+_BATCHES_BETWEEN_CLOCKS = 16
 
 
 def time_corpus(job: Job, cache: Path, progress: Progress = silent) -> FeedRates:
@@ -105,7 +105,7 @@ def _fed(job: Job, cache: Path, progress: Progress) -> list[Rate]:
             loader.advance()
             num_samples += len(batch.sample_ids)
             num_tokens += _num_tokens(batch.fields)
-            if number % _BATCHES_BETWEEN_LOOKS == 0:
+            if number % _BATCHES_BETWEEN_CLOCKS == 0:
                 family = [process, *process.children(recursive=True)]
                 most_bytes = max(most_bytes, sum(private_bytes(one.pid) for one in family))
                 if time.perf_counter() - begun > _SECONDS:

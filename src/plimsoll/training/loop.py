@@ -2,8 +2,8 @@
 
 The loop does not know the techniques and does not catch errors: a step is a transaction (`plimsoll.step.train_step`),
 what runs out of memory outside of it is tried again after a clean-up (`_survive`), and everything else ends the run
-with its checkpoints intact. A step that has no room even with the last fallback, though such a step of this run has
-held, is tried again after a pause, a few times: something else has the memory. A step that never held ends the run at
+with its checkpoints intact. A step that does not fit even with the last fallback, though such a step of this run has
+fit before, is tried again after a pause, a few times: something else has the memory. One that never fit ends the run at
 once.
 """
 
@@ -95,12 +95,12 @@ class Training:
 
     @property
     def has_fragmented(self) -> bool:
-        """Whether the steps of this process may be why what follows them finds no room, and a new one is to be had."""
+        """Whether the steps of this process may be why what follows them does not fit, and a new one is to be had."""
         return self._has_stepped and self._may_begin_anew
 
     @property
     def pause_seconds(self) -> float | None:
-        """How long to wait before a step without room is tried again as it is; ``None``: that is of no use."""
+        """How long to wait before a step that did not fit is tried again as it is; ``None``: that is of no use."""
         return self.pauses.next_seconds(self.directory, self.step.fallback or 0)
 
     @property
@@ -118,7 +118,7 @@ class Training:
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that train together, of which the first writes."""
+        """The processes that train the model, of which the first writes."""
         return self.step.ranks
 
     @property
@@ -132,7 +132,7 @@ def train(training: Training, restarts: int = 0) -> RunRecord | None:
 
     Returns:
         the record of the whole run, also written to ``record.json``; ``None`` on other ranks than the first, and where
-        it finds no room (its size is that of all steps): a supervisor writes it then.
+        it does not fit (its size is that of all steps): a supervisor writes it then.
 
     Raises:
         Interrupted: after SIGINT or SIGTERM, with the step finished and saved.
@@ -164,7 +164,7 @@ def train(training: Training, restarts: int = 0) -> RunRecord | None:
 
 
 def _record(training: Training) -> RunRecord | None:
-    """Write the record of the run, unless it has no room in this process; of several ranks the first does."""
+    """Write the record of the run, unless it does not fit this process; of several ranks the first does."""
     if training.ranks.rank:
         return None
     record = attempt(training.directory.write_record, training.backend, training.step.position)
@@ -206,7 +206,7 @@ def _loop(training: Training) -> None:
         try:
             batch: Batch = _survive(training, "fetch", lambda: _fetch(training))
         except FragmentedHeapError:
-            _save_if_there_is_room(training, saved_step)
+            _save_if_possible(training, saved_step)
             raise
         try:
             result = _step(training, batch)
@@ -217,7 +217,7 @@ def _loop(training: Training) -> None:
                 if not _has_waited(training):
                     raise
                 continue  # with the same batch, unless it was asked to stop meanwhile
-            _save_if_there_is_room(training, saved_step)
+            _save_if_possible(training, saved_step)
             raise FragmentedHeapError(
                 f"step {step.num_steps + 1} has no room in this process with any fallback; what those before have left "
                 "in its heap goes with it: start a new process (`plimsoll train` does it by itself)"
@@ -247,7 +247,7 @@ def _has_waited(training: Training) -> bool:
     return seconds > 0
 
 
-def _save_if_there_is_room(training: Training, saved_step: int) -> None:
+def _save_if_possible(training: Training, saved_step: int) -> None:
     """Save what a new process would have to do again, which it does from the newest checkpoint otherwise."""
     if saved_step != training.step.num_steps:
         with suppress(OutOfMemoryError):
@@ -342,7 +342,7 @@ def _owes_evaluation(training: Training) -> bool:
 
 
 def _evaluate(training: Training, *, is_saved: bool = False) -> None:
-    """Evaluate; where only a process without the holes in this one's heap has room for it, ask for one."""
+    """Evaluate; where it fits only a process without the holes in this one's heap, ask for one."""
     try:
         _evaluate_here(training)
     except OutOfMemoryError:
@@ -400,9 +400,9 @@ def _save(training: Training) -> None:
     """Write a checkpoint: the first rank does, with the random numbers of all."""
     step, parts = training.step, training.parts
     random_state = _survive(
-        training, "checkpoint", lambda: random_states(training.backend, training.ranks), together=True
+        training, "checkpoint", lambda: random_states(training.backend, training.ranks), is_collective=True
     )
-    _survive(training, "checkpoint", lambda: share_slots(parts.model, training.ranks), together=True)
+    _survive(training, "checkpoint", lambda: share_slots(parts.model, training.ranks), is_collective=True)
     if training.ranks.rank and not step.workload.hooks.sharding.is_sharded:
         return
     progress: dict[str, Any] = {
@@ -456,13 +456,13 @@ def _save_shards(training: Training, random_state: Any, progress: dict[str, Any]
         )
 
 
-def _survive(training: Training, phase: Phase, work: Callable[[], T], *, together: bool = False) -> T:
+def _survive(training: Training, phase: Phase, work: Callable[[], T], *, is_collective: bool = False) -> T:
     """Do something that changes nothing; if memory runs out, free what can be freed and do it again.
 
-    ``together``: it runs out on all ranks or on none, whichever it was.
+    ``is_collective``: it runs out on all ranks or on none, whichever it was.
     """
     training.step.position.phase = phase
-    ranks = training.ranks if together else Ranks()
+    ranks = training.ranks if is_collective else Ranks()
     for tries_left in reversed(range(_TRIES)):
         outcome = attempt_collectively(work, training.backend, training.step.position, ranks)
         if not isinstance(outcome, OomEvent):

@@ -1,7 +1,7 @@
-"""Pauses before a step that found no room is tried again as it is, where nothing smaller is left to try.
+"""Pauses before a step that ran out of memory is tried again as it is, where no further fallback is left.
 
-Only a step of a run that has held with as much is worth it: then something else has the memory, and may let it go. A
-step that never held would not hold later either. Does NOT free anything: the step has done that.
+Worth it only where a step of this run has fit with the same fallback: then something else has the memory, and may let
+it go. Does NOT free anything: the step has done that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from plimsoll.records.run import StepLine
 from plimsoll.training.run_directory import RunDirectory
 
 _SECONDS = (1.0, 4.0, 16.0, 64.0)
-_LOOK_SECONDS = 0.1  # how often a pause looks whether somebody asks to stop
+_ASK_SECONDS = 0.1  # how often a pause asks whether it is to stop
 
 
 @dataclass(slots=True)
@@ -27,12 +27,12 @@ class Pauses:
         """Return how long the next pause of a step with this fallback is; ``None``: it is of no use."""
         if self.num_taken == len(_SECONDS):
             return None
-        has_held = any(isinstance(line, StepLine) and line.fallback <= fallback for line in directory.each_line())
-        return _SECONDS[self.num_taken] if has_held else None
+        has_fit = any(isinstance(line, StepLine) and line.fallback <= fallback for line in directory.each_line())
+        return _SECONDS[self.num_taken] if has_fit else None
 
     def take(self, seconds: float, is_asked_to_stop: Callable[[], bool]) -> None:
         """Wait, unless somebody asks to stop."""
         self.num_taken += 1
         until_seconds = time.monotonic() + seconds
         while (left_seconds := until_seconds - time.monotonic()) > 0 and not is_asked_to_stop():
-            time.sleep(min(left_seconds, _LOOK_SECONDS))
+            time.sleep(min(left_seconds, _ASK_SECONDS))

@@ -1,6 +1,6 @@
 """The process that prepares the data of a run: it checks the job, makes the tokenizer, and indexes and tokenizes texts.
 
-Nothing at the top of this module imports torch: a tokenizer for which a budget has no room beside it is trained before.
+Nothing at the top of this module imports torch: a tokenizer that does not fit a budget beside it is trained before.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     before torch is loaded.
 
     Raises:
-        TokenizerMemoryError: if the budget has no room to train the tokenizer.
+        TokenizerMemoryError: if training the tokenizer does not fit the budget.
     """
     directory = RunDirectory(path)
     job, peak, made_bytes = Job.from_yaml(directory.job), PeakCounter(), 0

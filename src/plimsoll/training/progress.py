@@ -1,4 +1,4 @@
-"""How far a run is, read from its directory while it goes on: only the lines that came since the last look.
+"""How far a run is, read from its directory while it goes on: only the lines that came since the last time.
 
 When a run goes on from a checkpoint its metrics are written anew (`plimsoll.training.run_directory`), and are then read
 from the begin. Nothing is locked or changed. Does NOT know what the training process does between two lines.

@@ -45,7 +45,7 @@ _MARKER = ".plimsoll"
 """Says that a run was made here. It stays when the run is removed, so that a removal that failed can be repeated."""
 
 _LONGEST_LAST_STEP_SECONDS = 30.0
-_LOOK_SECONDS = 0.2
+_ASK_SECONDS = 0.2
 
 _WRITTEN = (
     *("job.yaml", "plan.json", "prepared.json", "run.json", "metrics.jsonl", "record.json"),
@@ -58,7 +58,7 @@ class RunDirectory:
 
     Args:
         path: where it is.
-        writes: whether this process keeps the metrics; of several that train together, one does.
+        writes: whether this process keeps the metrics; of several ranks, one does.
     """
 
     def __init__(self, path: Path, writes: bool = True) -> None:
@@ -213,7 +213,7 @@ class RunDirectory:
                     f"{_LONGEST_LAST_STEP_SECONDS:g} s",
                     file=sys.stderr,
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_ASK_SECONDS)
         with _exclusive(lock, is_signed=is_signed):
             yield
 

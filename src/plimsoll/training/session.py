@@ -68,7 +68,7 @@ class Session:
         restarts: how often the training process was killed before.
         quiet: show nothing on standard error.
         trial: run the plan's candidates for a few passes first, where that is worth it (`plimsoll.planning.trial`).
-        ranks: who trains it together; by default this process alone.
+        ranks: who trains it; by default this process alone.
     """
 
     path: Path

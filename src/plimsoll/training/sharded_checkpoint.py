@@ -4,11 +4,8 @@
         shards/                  this many files as ranks, and what is where: torch's distributed checkpoint (DCP)
         random.pt  progress.json  manifest.json    as of any checkpoint, see `plimsoll.training.checkpoint`
 
-All ranks call `save` and `restore`. The folder has its name only when all ranks have written, their files are on the
-disk, and the manifest names each of them: a kill at any moment leaves the previous checkpoint as it was. It can be read
-by as many ranks as there are then, by one process that has the whole model, and a checkpoint of one process by ranks.
-
-Does NOT cover machines without a file system in common.
+All ranks call `save` and `restore`. It can be read by as many ranks as there are then, by one process that has the
+whole model, and a checkpoint of one process by ranks. Does NOT cover machines without a file system in common.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -62,7 +59,7 @@ def is_sharded(saved: Checkpoint) -> bool:
 def save(
     root: Path, step: int, *, workload: Workload, ranks: Ranks, random_state: Any, progress: dict[str, Any], keep: int
 ) -> Checkpoint:
-    """Write the checkpoint of ``step`` under ``root``, all ranks together, and keep the last ``keep``.
+    """Write the checkpoint of ``step`` under ``root``, on all ranks, and keep the last ``keep``.
 
     Raises:
         OutputError: on all ranks, if one of them cannot write; the earlier checkpoints are untouched.
@@ -236,6 +233,7 @@ def _begin(root: Path, temporary: Path) -> None:
 
 
 def _finish(temporary: Path, folder: Path, random_state: Any, progress: dict[str, Any]) -> None:
+    # The folder gets its name when all ranks have written, their files are on the disk and the manifest names them.
     _write_tensors(temporary / "random.pt", random_state)
     write_atomically(temporary / "progress.json", json.dumps(progress).encode())
     names = ["random.pt", "progress.json", *sorted(f"{_SHARDS}/{one.name}" for one in (temporary / _SHARDS).iterdir())]

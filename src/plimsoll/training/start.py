@@ -50,7 +50,7 @@ class TrainRequest:
         trial: whether candidates of the plan are run first.
         pins: choices that the plan must have, as `plimsoll.records.plan.parse_pin` reads them.
         forbids: techniques that it must not have.
-        num_ranks: processes of this machine that train together; ``None``: the job's.
+        num_ranks: ranks that are started on this machine; ``None``: the job's.
         cache: where tokens are kept; ``None``: in the run directory.
         force: remove what is in ``out`` first.
         quiet: show no progress.
@@ -156,7 +156,7 @@ def _require_techniques(plan: Plan, source: Path) -> None:
 
 
 def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
-    """How many processes train together, where the command or torchrun says it."""
+    """How many ranks there are, where the command or torchrun says it."""
     if not is_rank():
         if num_ranks is None and (world_size := os.environ.get("WORLD_SIZE") or "1") != "1":
             raise InputError(

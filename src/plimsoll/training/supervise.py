@@ -1,23 +1,10 @@
 """Watching the training process from outside: a death is explained, and the training started again.
 
-The supervisor holds no tensors and does not import torch. It starts the training in a process group of its own and
+The supervisor has no tensors and does not import torch. It starts the training in a process group of its own and
 hands on SIGINT and SIGTERM, both as SIGTERM: the step is finished and saved, and a second one ends the process wherever
-it is. (SIGINT would be a traceback from whatever library is being loaded.) What is made of a death:
-
-- SIGKILL that the machine's counters ascribe to the kernel's OOM killer, or an update that memory ran out in: started
-  again from the last good checkpoint with the next smaller micro-batch, which may grow again
-  (`plimsoll.step.recovery`).
-- A process in which memory ran out with every fallback after others had failed there, which leaves holes in its heap:
-  started again with the last fallback, from a checkpoint that it wrote before it ended, if it had room to.
-- SIGKILL that nobody counts, SIGBUS (a full /dev/shm), and SIGSEGV or SIGABRT inside an enforced budget (libraries that
-  do not check an allocation): perhaps memory, so the same, and it is called a guess.
-- SIGKILL that was not for memory: started again with the same micro-batch.
-- Any other crash would happen again: the run ends.
-
-Three deaths without a checkpoint in between and without a smaller micro-batch end the run, too.
-
-- A rank that ended because another one did: what counts is how that one ended. Where none did (a link was cut), all
-  are started again.
+it is. (SIGINT would be a traceback from whatever library is being loaded.) What is made of a death is in `_Cause` and
+`_death`: most are started again from the last good checkpoint. Three deaths without a checkpoint in between and without
+a smaller micro-batch end the run.
 
 Several ranks are started by torchrun's agent (`plimsoll.distributed.launch`). Does NOT watch other machines: there
 torchrun, started on each of them, starts the ranks again.
@@ -61,10 +48,18 @@ _MOST_DEATHS_WITHOUT_PROGRESS = 3
 class _Cause(Enum):
     """Why a process died; the value is what to type, once starting it again is of no use."""
 
+    # The first three go on with the next fallback, which may grow again (`plimsoll.step.recovery`).
+    # The machine's counters ascribe SIGKILL to the kernel's OOM killer.
     KERNEL = "give a smaller --budget, which stops it below the machine's own limit, or free memory on the machine"
+    # The process said so: memory ran out in an update, or with every fallback in a heap with holes, where it has
+    # written a checkpoint if it could.
     TOLD = "give a larger --budget"
+    # Perhaps memory: see `_death`.
     GUESS = "if it is memory, give another --budget or free memory on the machine; else stop what kills it"
+    # Not for memory: again with the same micro-batch. A rank that ended because another one did is judged by that one;
+    # where none did, a link was cut.
     OUTSIDE = "stop what kills it"
+    # It would happen again: the run ends.
     CRASH = "find what crashes: where it happened is printed above, if the process could still write it"
 
     @property
@@ -118,15 +113,15 @@ class _Retries:
         """A process wrote a checkpoint, in which its fallback is kept, too."""
         self.num_fruitless, self.fallback = -1, None
 
-    def note_death(self, cause: _Cause, in_force: int, has_held: bool) -> int:
+    def note_death(self, cause: _Cause, in_force: int, has_fit: bool) -> int:
         """Count a death; returns the fallback that is in force next."""
         self.num_deaths += 1
         self.num_fruitless += 1
         if not cause.may_be_memory:
             return in_force if self.fallback is None else self.fallback
         self.deaths_at[in_force] += 1
-        # As in a step: what held before may have died of what another program took, and gets one more try later on.
-        if not has_held or self.deaths_at[in_force] > 1:
+        # As in a step: what fit before may have died of what another program took, and gets one more try later on.
+        if not has_fit or self.deaths_at[in_force] > 1:
             self.too_large_fallback = max(in_force, self.too_large_fallback or 0)
         following = min(in_force + 1, self.num_fallbacks - 1)
         if following > max(in_force, self.fallback or 0):
@@ -144,7 +139,7 @@ def supervise(
         directory: the run directory, with its ``job.yaml``, ``plan.json`` and prepared data.
         worker_arguments: further arguments of the first ``plimsoll train-worker``.
         quiet: show no progress.
-        num_ranks: processes that train together.
+        num_ranks: processes that train the model.
 
     Returns:
         the exit code of the training process that ended by itself, 128 + n if signal n asked it to.
@@ -182,8 +177,8 @@ def supervise(
                 retries.note_saved()
         in_force = directory.fallback_in_force() or 0
         # A process that died while it was loading says nothing against a fallback.
-        has_held = not has_begun or _has_held(directory, in_force)
-        following = retries.note_death(death.cause, in_force, has_held)
+        has_fit = not has_begun or _has_fit(directory, in_force)
+        following = retries.note_death(death.cause, in_force, has_fit)
         saved_step = directory.last_saved_step()
         gives_up = death.cause is _Cause.CRASH or retries.num_fruitless >= _MOST_DEATHS_WITHOUT_PROGRESS
         _note(directory, death, None if gives_up else saved_step, following, fallbacks[following])
@@ -194,7 +189,7 @@ def supervise(
 
 
 def _complete_record(directory: RunDirectory) -> None:
-    """Write the record for which the training process had no room, or no time."""
+    """Write the record for which the training process had no memory, or no time."""
     try:
         if not directory.has_its_record():
             directory.write_record()
@@ -432,5 +427,5 @@ def _has_saved(directory: RunDirectory) -> bool:
     return False
 
 
-def _has_held(directory: RunDirectory, fallback: int) -> bool:
+def _has_fit(directory: RunDirectory, fallback: int) -> bool:
     return any(isinstance(line, StepLine) and line.fallback <= fallback for line in directory.each_line())

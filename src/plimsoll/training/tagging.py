@@ -2,7 +2,7 @@
 
 Each word is judged once. Where a long text is cut into windows that overlap, that is in the window in which it is
 farther from an edge, as the labels say (`plimsoll.data.samples.texts`). Entities may reach over windows, so a text is
-judged when all of its windows are there; where they arrive in order, no more texts are held than a batch has. Does NOT
+judged when all of its windows are there; where they arrive in order, no more texts are kept than a batch has. Does NOT
 cover models that return no ``logits``: of these both are unknown.
 
 Shapes: B samples of a batch, T tokens, L tags.

@@ -1,1 +1,1 @@
-"""Weights of models: files of them read piece by piece, and what makes them smaller."""
+"""Weights of models: files of them read tensor by tensor, and what makes them smaller."""

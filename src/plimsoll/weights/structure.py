@@ -1,21 +1,7 @@
 """A transformers model with a structure that its own configuration cannot say, built from the field ``shrunk`` of it.
 
-    "shrunk": {
-      "resized":    {"bert.encoder.layer.0.attention.self.query": [384, 192]},
-      "attributes": {"bert.encoder.layer.0.attention.self": {"num_attention_heads": 6, "all_head_size": 192}},
-      "as_linear":  ["transformer.h.0.attn.c_attn"],
-      "factored":   {"bert.encoder.layer.0.output.dense": 64},
-      "shared":     {"bert.encoder.layer.1": "bert.encoder.layer.0"},
-      "gpu_only":   ["bert.encoder.layer.0.output.dense"]
-    }
-
-They are done in this order. ``resized`` has the sizes of a module: of a Linear or Conv1D what goes in and what comes
-out, of an Embedding its rows and width, of a norm its width; ``null`` leaves one as it is. ``as_linear`` makes an
-``nn.Linear`` of a Conv1D. ``factored`` puts two factors of a rank in the place of a Linear, Conv1D or Embedding.
-``shared`` gives a module the parameters of another; the objects stay apart, so that each layer has its own place in a
-cache of keys and values. ``gpu_only`` builds nothing: it lists weights that nothing but Plimsoll computes with on a
-CPU. Names are those in the model it was noted for; with another head, or without one, the same parts are found, and
-what belongs to a head that is not there is left out.
+What the field may hold is at `KINDS`. Names are those in the model it was noted for; with another head, or without one,
+the same parts are found, and what belongs to a head that is not there is left out.
 
 This file is also copied, as it is, into the folder of such a model (``modeling_shrunk.py``), from where transformers
 loads it without Plimsoll: ``AutoModel.from_pretrained(folder, trust_remote_code=True)``. It therefore imports torch and
@@ -42,7 +28,22 @@ if TYPE_CHECKING:
 
 FIELD = "shrunk"
 CODE_FILE = "modeling_shrunk.py"
-KINDS = ("resized", "attributes", "as_linear", "factored", "shared", "gpu_only")
+KINDS = (  # in the order in which they are done
+    # {"bert.encoder.layer.0.attention.self.query": [384, 192]}: of a Linear or Conv1D the sizes of what goes in and
+    # what comes out, of an Embedding rows and width, of a norm its width; null leaves one as it is
+    "resized",
+    # {"bert.encoder.layer.0.attention.self": {"num_attention_heads": 6, "all_head_size": 192}}
+    "attributes",
+    # ["transformer.h.0.attn.c_attn"]: an nn.Linear in the place of a Conv1D
+    "as_linear",
+    # {"bert.encoder.layer.0.output.dense": 64}: two factors of a rank in the place of a Linear, Conv1D or Embedding
+    "factored",
+    # {"bert.encoder.layer.1": "bert.encoder.layer.0"}: the parameters of another module; the objects stay apart, so
+    # that each layer has its own place in a cache of keys and values
+    "shared",
+    # ["bert.encoder.layer.0.output.dense"]: weights that nothing but Plimsoll computes with on a CPU; it builds nothing
+    "gpu_only",
+)
 
 LISTS = ("as_linear", "gpu_only")  # kinds that note names alone
 UNMARKED = "shrunk_from"  # in a config.json: the fields without the marks, in pairs (a dict would be read as a model)
@@ -278,7 +279,7 @@ def note(model: Any, kind: str, name: str, value: Any = None) -> None:
         model: as it is now.
         kind: one of `KINDS`.
         name: of a module; a later note of it takes the place of an earlier one, ``attributes`` are added to.
-        value: see the top of the file; of ``as_linear`` and ``gpu_only`` none.
+        value: see `KINDS`; of ``as_linear`` and ``gpu_only`` none.
     """
     before = getattr(model.config, FIELD, None) or {}
     if kind in LISTS:

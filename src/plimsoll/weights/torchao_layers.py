@@ -4,11 +4,6 @@ Weights are changed on the live model by torchao's ``quantize_``, and the config
 ``from_pretrained(quantization_config=...)`` would have said: so ``save_pretrained`` writes torchao's own safetensors,
 and plain ``from_pretrained`` reads them where torchao is installed.
 
-The layers are the ``nn.Linear`` of the base model, and the ``Conv1D`` that GPT-2 has in their place: torchao does not
-know it, so it becomes an ``nn.Linear``, which is noted in the configuration (`plimsoll.weights.structure`). The head
-stays as it is: the output over the vocabulary (as in transformers), and the classifier, which transformers leaves out
-or not by the order of its parameters.
-
 Does NOT cover models that are not of transformers: torchao has no recurrent layers, and those of
 ``torch.ao.nn.quantized.dynamic`` are deprecated and pack their weights into objects that no safetensors file can hold.
 """
@@ -53,7 +48,11 @@ def why_not_linear(model: Any, method: str) -> str | None:
 
 
 def linear_layers(model: Any) -> dict[str, Any]:
-    """Return the linear layers of the base model by name, in its order: ``nn.Linear`` and transformers' ``Conv1D``."""
+    """Return the linear layers of the base model by name, in its order: ``nn.Linear`` and transformers' ``Conv1D``.
+
+    The head stays as it is: the output over the vocabulary (as in transformers), and the classifier, which transformers
+    leaves out or not by the order of its parameters.
+    """
     from transformers.pytorch_utils import Conv1D
 
     base = model.base_model

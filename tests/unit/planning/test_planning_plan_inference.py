@@ -10,7 +10,8 @@ import torch
 from plimsoll.device.cuda.gpus import find_gpu
 from plimsoll.device.speed import speed_of
 from plimsoll.errors import BudgetError, DeviceError, InputError
-from plimsoll.planning.plan_inference import _here, _host_free_bytes, plan_inference
+from plimsoll.planning.plan_inference import _host_free_bytes, plan_inference
+from plimsoll.planning.targets import device_here
 from plimsoll.records.units import format_bytes
 from small_checkpoints import saved
 
@@ -220,4 +221,4 @@ def test_devices_and_budgets_are_those_of_the_targets(folders):
 )
 def test_the_device_that_is_planned_for_is_the_one_here_where_none_is_named(given, has_gpu, expected, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    assert _here(given) == expected
+    assert device_here(given) == expected

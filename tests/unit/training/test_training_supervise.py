@@ -154,28 +154,28 @@ def retries():
 
 def test_memory_takes_the_next_rung_and_what_held_may_come_back_once():
     given = retries()
-    assert given.note_death(_Cause.KERNEL, 0, has_held=True) == 1
+    assert given.note_death(_Cause.KERNEL, 0, has_fit=True) == 1
     assert given.arguments()[-4:] == ["--fallback", "1", "--restarts", "1"]
     given.note_begun()
     given.note_saved()
     assert given.arguments() == ["--resume-newest", "--restarts", "1"]  # the checkpoint knows the rest
-    assert given.note_death(_Cause.KERNEL, 0, has_held=True) == 1
+    assert given.note_death(_Cause.KERNEL, 0, has_fit=True) == 1
     assert given.arguments()[1:] == ["--fallback", "1", "--too-large-fallback", "0", "--restarts", "2"]
 
 
 def test_a_rung_that_never_held_is_known_to_kill():
     given = retries()
-    given.note_death(_Cause.KERNEL, 0, has_held=False)
-    given.note_death(_Cause.KERNEL, 1, has_held=True)
+    given.note_death(_Cause.KERNEL, 0, has_fit=False)
+    given.note_death(_Cause.KERNEL, 1, has_fit=True)
     assert given.arguments()[3:] == ["--fallback", "2", "--too-large-fallback", "0", "--restarts", "2"]
 
 
 def test_a_death_from_outside_keeps_the_rung_that_was_found_before_a_checkpoint_has_it():
     given = retries()
-    given.note_death(_Cause.KERNEL, 0, has_held=True)
-    assert given.note_death(_Cause.OUTSIDE, 0, has_held=True) == 1  # it had grown again
+    given.note_death(_Cause.KERNEL, 0, has_fit=True)
+    assert given.note_death(_Cause.OUTSIDE, 0, has_fit=True) == 1  # it had grown again
     assert given.arguments()[3:5] == ["--fallback", "1"]
-    assert retries().note_death(_Cause.OUTSIDE, 2, has_held=True) == 2
+    assert retries().note_death(_Cause.OUTSIDE, 2, has_fit=True) == 2
 
 
 @pytest.mark.parametrize("cause", [_Cause.KERNEL, _Cause.OUTSIDE])
@@ -185,7 +185,7 @@ def test_deaths_count_until_a_checkpoint_is_written(cause):
     for has_saved in (False, False, True, False, False, False):
         if has_saved:
             given.note_saved()
-        given.note_death(cause, 3, has_held=True)
+        given.note_death(cause, 3, has_fit=True)
         counts.append(given.num_fruitless)
     assert counts == [1, 2, 0, 1, 2, 3]
 
@@ -195,7 +195,7 @@ def test_a_later_rung_counts_as_progress_but_only_once():
     given = retries()
     counts = []
     for in_force in (0, 1, 2, 3, 3, 0, 0):
-        given.note_death(_Cause.KERNEL, in_force, has_held=True)
+        given.note_death(_Cause.KERNEL, in_force, has_fit=True)
         counts.append(given.num_fruitless)
     assert counts == [0, 0, 0, 1, 2, 3, 4]
 

@@ -12,7 +12,7 @@ import os
 import platform
 import resource
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -44,7 +44,7 @@ class CpuBackend:
         memory = psutil.virtual_memory()
         limits = (*cgroup.limits(), *(limit for limit, _ in _resource_limits()))
         return Device(
-            name=_processor_name(),
+            name=processor_name(),
             kind="cpu",
             capacity_bytes=min([memory.total, *(limit.bytes for limit in limits)]),
             free_bytes=_free_bytes(memory.available),
@@ -100,7 +100,7 @@ class CpuBackend:
             yield
 
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None]:
-        """Allocate blocks of so many bytes together, and free them; the context raises the limit by as much.
+        """Allocate blocks of these sizes at once, and free them; the context raises the limit by as much.
 
         Pages that are not touched take no memory, but they count against the limit. Storages are no tensors, and not in
         a trace.
@@ -112,7 +112,7 @@ class CpuBackend:
         return data_limit.raised(sum(sizes))
 
     def without_holes(self) -> AbstractContextManager[None]:
-        """Inside a limit, make blocks mappings of their own where no free part of the heap has room for them."""
+        """Inside a limit, map blocks apart that fit no free part of the heap."""
         return data_limit.blocks_apart()
 
     def release(self, last_resort: bool = False) -> None:
@@ -128,7 +128,7 @@ class CpuBackend:
             data_limit.tighten_heap()
 
     def oom_family(self, error: BaseException) -> str | None:
-        """Name the kind of out-of-memory error this is (see `texts`), or return ``None``.
+        """Name the kind of out-of-memory error this is (see `oom_errors`), or return ``None``.
 
         Call it before the memory is released: a disguise counts only while the limit is nearly reached.
         """
@@ -156,8 +156,8 @@ class CpuBackend:
 
 def _free_bytes(available_bytes: int) -> int:
     """Return the least that the machine, its control groups and the resource limits still have."""
-    rooms = [available_bytes, cgroup.free_bytes(), *(limit.bytes - used for limit, used in _resource_limits())]
-    return max(0, min(room for room in rooms if room is not None))
+    free_bytes = [available_bytes, cgroup.free_bytes(), *(limit.bytes - used for limit, used in _resource_limits())]
+    return max(0, min(free for free in free_bytes if free is not None))
 
 
 def _resource_limits() -> list[tuple[Limit, int]]:
@@ -171,10 +171,12 @@ def _resource_limits() -> list[tuple[Limit, int]]:
     return found
 
 
-def _processor_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
+def processor_name() -> str:
+    """Return what the kernel calls the processor, or else its architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()  # ARM writes no model name
 
 

@@ -1,23 +1,13 @@
 """A limit on this process's private memory that raises an error where the kernel would kill.
 
-``RLIMIT_DATA`` makes the kernel refuse private memory, so that the allocator raises. It counts address space (VmData),
-and a process with torch has some 150 MiB of it that is never touched: thread stacks and the .bss of libraries. The
-limit is therefore set to
+``RLIMIT_DATA`` makes the kernel refuse private memory, so that the allocator raises. Only the soft limit is set: a
+child can raise its own. Needs no torch.
 
-    budget + untouched bytes + code made since - MARGIN_BYTES
-
-with the untouched bytes as they are when the limit begins, less the heap's free blocks, which will be touched. As long
-as the untouched pages stay so, resident private memory cannot pass ``budget - MARGIN_BYTES``; `follow` lowers the limit
-as they do not. It raises it by the code that was made since it began, and lowers it as that goes: oneDNN compiles
-kernels for each new shape, which take a hundred times the addresses that they fill (3 MiB for each length of text in
-bfloat16, and a budget that is nearly used would hold three lengths). Code that goes and addresses that are filled in
-its place between two calls are seen at the second. Only the soft limit is set: a child can raise its own.
-
-Not covered: mapped files and shared memory (they do not count), memory of child processes (a forked child gets room of
-its own, see `WORKER_ALLOWANCE_BYTES`; one that is executed inherits the soft limit and may raise it), systems other
-than Linux 4.7 or newer. libgomp ends the process where it cannot start a thread: start every thread pool before
+Not covered: mapped files and shared memory (they do not count), memory of child processes (a forked child may take
+`WORKER_ALLOWANCE_BYTES`; one that is executed inherits the soft limit and may raise it), systems other than Linux 4.7
+or newer. libgomp ends the process where it cannot start a thread: start every thread pool before
 (`CpuBackend.limited` does). A Python thread takes its whole stack, usually 8 MiB, from the limit. What an allocator has
-reserved before the limit begins (pyarrow: 1 GiB) it may fill until the next `follow`. Needs no torch.
+reserved before the limit begins (pyarrow: 1 GiB) it may fill until the next `follow`.
 """
 
 from __future__ import annotations
@@ -37,8 +27,8 @@ from plimsoll.records.units import format_bytes
 MARGIN_BYTES = 16 << 20
 """Kept back for pages counted as untouched that are touched before the next `follow`."""
 
-_LOOK_AGAIN_BYTES = 1 << 20
-"""Change of the untouched bytes at which `follow` looks for new code: reading the maps takes half a millisecond."""
+_READ_AGAIN_BYTES = 1 << 20
+"""Change of the untouched bytes at which `follow` counts new code: reading the maps takes half a millisecond."""
 
 WORKER_ALLOWANCE_BYTES = 512 << 20
 """What a forked child, such as a DataLoader worker, may allocate on top of what it inherits."""
@@ -50,7 +40,7 @@ class _Limit:
     untouched_bytes: int
     previous_soft_bytes: int
     code_at_first_bytes: int
-    untouched_when_looked_bytes: int
+    untouched_when_read_bytes: int
     new_code_bytes: int = 0
     raised_bytes: int = 0
     is_tight: bool = False
@@ -74,10 +64,10 @@ def limited(budget_bytes: int) -> Iterator[None]:
             f"{format_bytes(memory.private_bytes)} of private memory already, and {format_bytes(MARGIN_BYTES)} are "
             f"kept back; give more than {format_bytes(least_bytes)}"
         )
-    _make_room_in_children()
+    _raise_limit_in_children()
     tightest_bytes = min([budget_bytes, *(limit.budget_bytes for limit in _IN_FORCE)])
     all_untouched_bytes = memory.data_bytes - memory.private_bytes
-    untouched_bytes = all_untouched_bytes - heap.free_bytes()
+    untouched_bytes = all_untouched_bytes - heap.free_bytes()  # the heap's free blocks will be touched
     soft_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if not _IN_FORCE:
         heap.map_blocks_from(heap.FAST_BYTES)
@@ -134,7 +124,7 @@ def count_untouched(num_bytes: int) -> None:
     """Count so many of the untouched bytes from now on: they are about to be written.
 
     Raises:
-        MemoryError: if the limit has no room for them; they stay uncounted.
+        MemoryError: if the limit does not allow them; they stay uncounted.
     """
     if not _IN_FORCE:
         return
@@ -192,8 +182,11 @@ def follow(memory: process.PrivateMemory) -> None:
         return
     limit = _IN_FORCE[-1]
     untouched_bytes = memory.data_bytes - memory.private_bytes
-    if abs(untouched_bytes - limit.untouched_when_looked_bytes) >= _LOOK_AGAIN_BYTES:
-        limit.untouched_when_looked_bytes = untouched_bytes
+    if abs(untouched_bytes - limit.untouched_when_read_bytes) >= _READ_AGAIN_BYTES:
+        limit.untouched_when_read_bytes = untouched_bytes
+        # oneDNN compiles kernels for each new shape, which take a hundred times the addresses that they fill: 3 MiB for
+        # each length of text in bfloat16, and a budget that is nearly used would hold three lengths. Code that goes and
+        # addresses that are filled in its place between two calls are seen at the second.
         limit.new_code_bytes = process.code_bytes() - limit.code_at_first_bytes  # below 0: some has gone
     limit.untouched_bytes = min(limit.untouched_bytes, untouched_bytes - limit.new_code_bytes)
     _apply(limit)
@@ -226,6 +219,8 @@ def _apply_last() -> None:
 
 
 def _soft_bytes(limit: _Limit) -> int:
+    # The kernel counts address space (VmData), and a process with torch has some 150 MiB of it that is never touched:
+    # thread stacks and the .bss of libraries. As long as these stay so, resident private memory cannot pass the budget.
     bytes_now = limit.budget_bytes + limit.raised_bytes
     return bytes_now + limit.untouched_bytes + limit.new_code_bytes - MARGIN_BYTES
 
@@ -240,7 +235,7 @@ def _set_soft(soft_bytes: int) -> None:
 
 
 @functools.cache
-def _make_room_in_children() -> None:
+def _raise_limit_in_children() -> None:
     os.register_at_fork(after_in_child=_leave_in_child)
 
 

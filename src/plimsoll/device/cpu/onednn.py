@@ -1,21 +1,4 @@
-"""What oneDNN keeps: kernels for every shape that it has seen, and the memory of a failure.
-
-It compiles a kernel for each new shape and keeps 1,024 of them, and so does torch's layer above it
-(https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html). In bfloat16 those of 64 lengths of text take
-50 MiB of private memory in an LSTM, and 776 MiB of addresses; of GPT-2, over 400 shapes, 600 MiB of memory.
-`keep_few_kernels` has both keep 32, which is more than a step of one shape has, and costs no time that can be measured
-where every step has another (docs/LOG.md, 2026-11-23).
-
-After one code buffer that it could not allocate it refuses new shapes for ever after: Xbyak, by which it compiles,
-notes an error in a variable of the thread and never clears it (https://github.com/uxlfoundation/oneDNN/pull/5907, fixed
-in August 2026; the oneDNN of torch 2.13 has it). Every shape that it has not seen fails with "could not create a
-primitive", however much memory is free, so that smaller micro-batches fail as well. The variable has no interface, only
-a symbol: `clear_error` finds it in the library's symbol table and sets it to zero.
-
-Its own matrix product in float32, which an LSTM uses, compiles its kernels in its first call and never again
-(``std::call_once`` in oneDNN's ``src/cpu/x64/gemm/gemm_info.cpp``). If memory is short in that call, every LSTM of the
-process fails from then on with "could not execute a primitive", or computes other bits, or the process dies.
-`prepare_for` makes that call early; it takes 4 MiB, which the first step of an LSTM would take as well.
+"""What oneDNN keeps: kernels for every shape that it has seen (`keep_few_kernels`), and a failure (`clear_error`).
 
 Not covered: other systems than Linux on x86-64, a library without a symbol table; nothing is done there. Other threads
 than the one that calls. Source: elf(5), dl_iterate_phdr(3).
@@ -35,14 +18,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+# oneDNN compiles a kernel for each new shape and keeps 1,024 of them, and so does torch's layer above it
+# (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html). In bfloat16 those of 64 lengths of text take
+# 50 MiB of private memory in an LSTM, and 776 MiB of addresses; of GPT-2, over 400 shapes, 600 MiB of memory. 32 are
+# more than a step of one shape has, and cost no time that can be measured where every step has another (docs/LOG.md,
+# 2026-11-23).
 _KEPT = "32"
 _CAPACITY, _OLD_CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"
 _CAPACITY_ABOVE = "LRU_CACHE_CAPACITY"  # of ideep, the layer in torch
 
+# Xbyak, by which oneDNN compiles, notes an error in this variable of the thread and never clears it
+# (https://github.com/uxlfoundation/oneDNN/pull/5907, fixed in August 2026; the oneDNN of torch 2.13 has it). After one
+# code buffer that could not be allocated every shape that was not seen fails with "could not create a primitive",
+# however much memory is free, so that smaller micro-batches fail as well. It has no interface, only a symbol.
 _SYMBOL = b"_ZZN5Xbyak5local11GetErrorRefEvE3err\0"  # Xbyak::local::GetErrorRef()::err, a thread-local int
 _SYMBOL_TABLE, _THREAD_LOCAL = 2, 6  # SHT_SYMTAB, STT_TLS
 _SECTION = struct.Struct("<IIQQQQIIQQ")  # name, type, flags, address, offset, size, link, info, alignment, entry size
-_PIECE_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
 _ENTRY = struct.Struct("<IBBHQQ")  # name, info, other, section, value, size
 
 
@@ -105,6 +97,10 @@ def _compile_products() -> None:
     """Run a small LSTM forwards and backwards; it draws no random numbers."""
     import torch
 
+    # oneDNN's own float32 product compiles its kernels in its first call and never again (``std::call_once`` in
+    # ``src/cpu/x64/gemm/gemm_info.cpp``). If memory is short in that call, every LSTM of the process fails from then on
+    # with "could not execute a primitive", or computes other bits, or the process dies. The call takes 4 MiB, which the
+    # first step of an LSTM would take as well.
     keep_few_kernels()
     size, num_gates = 8, 4  # with one unit a product is one of vectors, which compiles less
     with torch.inference_mode(False), torch.enable_grad():
@@ -178,11 +174,11 @@ def _value_of(symbol: bytes, file: int) -> int | None:
 def _places_of(wanted: bytes, file: int, start: int, num_bytes: int) -> Iterator[int]:
     """Where bytes occur in a part of a file, counted from its start.
 
-    It is read piece by piece: pages of a mapping would count as this process's peak.
+    It is read in blocks: pages of a mapping would count as this process's peak.
     """
-    for offset in range(0, num_bytes, _PIECE_BYTES):
-        piece = os.pread(file, min(_PIECE_BYTES + len(wanted) - 1, num_bytes - offset), start + offset)
-        place = piece.find(wanted)
+    for offset in range(0, num_bytes, _BLOCK_BYTES):
+        block = os.pread(file, min(_BLOCK_BYTES + len(wanted) - 1, num_bytes - offset), start + offset)
+        place = block.find(wanted)
         while place >= 0:
             yield offset + place
-            place = piece.find(wanted, place + 1)
+            place = block.find(wanted, place + 1)

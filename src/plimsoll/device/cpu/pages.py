@@ -3,13 +3,8 @@
     bring(stretches_of(block.parameters()))     # before it computes
     drop(stretches_of(block.parameters()))      # after it, where the page cache cannot hold the whole model
 
-Bringing is ``MADV_POPULATE_READ``: in a thread it reads with the device's full depth, copies nothing, and leaves the
-page table filled; Linux before 5.14 has ``MADV_WILLNEED`` instead, which does less. Which of these pays is measured in
-docs/LOG.md. Both are hints: where the kernel refuses one, the pages come when they are touched. Dropped are only pages
-of shared mappings, which change no value: of private ones what was written would be lost.
-
-A page of a private mapping (copy on write) is private memory once it was written, and the file's before. The kernel
-says which it is; where it does not (no ``/proc/self/pagemap``), all of them count as written.
+Both are hints: where the kernel refuses one, the pages come when they are touched. A page of a private mapping (copy on
+write) is private memory once it was written, and the file's before.
 
 Source: madvise(2), posix_fadvise(2), proc_pid_maps(5), proc_pid_pagemap(5). Covers Linux; elsewhere the kernel keeps
 its own order.
@@ -35,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _WILL_NEED, _DO_NOT_NEED, _HUGE_PAGE, _PAGE_OUT, _POPULATE_READ = 3, 4, 14, 21, 22
-_PIECE_BYTES = 2 << 20  # of one call: between calls the process can map and unmap, which a long one holds up
+_BYTES_AT_ONCE = 2 << 20  # of one call: between calls the process can map and unmap, which a long one holds up
 _SAMPLE_BYTES, _MOST_SAMPLES = 8 << 20, 8
 
 # asm-generic/mman.h; Python has it from 3.13 on. Or a file larger than the machine's memory is refused (vm.overcommit).
@@ -76,7 +71,7 @@ def copied_on_write(descriptor: int) -> mmap.mmap:
     A limit of ours counts what is written of it, ``ulimit -d`` all of it.
 
     Raises:
-        OSError: if a limit has no room for it.
+        OSError: if a limit refuses the address space.
     """
     num_bytes = os.fstat(descriptor).st_size
     with data_limit.with_untouched(num_bytes):
@@ -87,15 +82,16 @@ def bring(stretches: Iterable[Stretch]) -> None:
     """Have the pages of some stretches in memory; returns when they are there."""
     for stretch in stretches:
         begin, end = _outer(stretch)
-        for piece in range(begin, end, _PIECE_BYTES):
-            num_bytes = min(_PIECE_BYTES, end - piece)
-            if _advise(piece, num_bytes, _POPULATE_READ) == errno.EINVAL:
-                _advise(piece, num_bytes, _WILL_NEED)
+        for address in range(begin, end, _BYTES_AT_ONCE):
+            num_bytes = min(_BYTES_AT_ONCE, end - address)
+            # In a thread it reads with the device's full depth, copies nothing and fills the page table (docs/LOG.md).
+            if _advise(address, num_bytes, _POPULATE_READ) == errno.EINVAL:  # Linux before 5.14
+                _advise(address, num_bytes, _WILL_NEED)
 
 
 def drop(stretches: Iterable[Stretch]) -> None:
     """Let the kernel have the whole pages of some stretches back, in this process and in the page cache."""
-    mappings = [mapping for mapping in _mappings() if mapping.is_shared]
+    mappings = [mapping for mapping in _mappings() if mapping.is_shared]  # of others what was written would be lost
     for stretch in stretches:
         begin, end = _inner(stretch)
         number = bisect_right(mappings, begin, key=lambda mapping: mapping.begin) - 1
@@ -110,8 +106,8 @@ def cache_free_bytes() -> int:
     """Return what the page cache may grow to: what the machine and its control groups have left, now."""
     import psutil
 
-    rooms = [psutil.virtual_memory().available, cgroup.free_bytes()]
-    return min(room for room in rooms if room is not None)
+    free_bytes = [psutil.virtual_memory().available, cgroup.free_bytes()]
+    return min(free for free in free_bytes if free is not None)
 
 
 def cold_bytes_per_second(files: Sequence[Path]) -> float:
@@ -120,7 +116,7 @@ def cold_bytes_per_second(files: Sequence[Path]) -> float:
     What another process has mapped stays in the cache, and reads faster than the disk.
 
     Args:
-        files: the files, of some bytes together.
+        files: the files, not all of them empty.
 
     Raises:
         OSError: if one cannot be read.
@@ -214,7 +210,7 @@ def _written_bytes(stretch: Stretch) -> int:
                 file.seek(first * _ENTRY_BYTES)
                 entries = memoryview(file.read(_ENTRY_BYTES * min(_PAGES_AT_ONCE, end - first))).cast("Q")
                 num_pages += sum(entry & _IS_FILES == 0 and entry & _IS_THERE != 0 for entry in entries)
-    except OSError:
+    except OSError:  # the kernel does not say
         return stretch.num_bytes
     return min(num_pages * mmap.PAGESIZE, stretch.num_bytes)
 

@@ -133,7 +133,7 @@ class CudaBackend:
         """Say that it cannot be kept: what other processes take is not known here."""
 
     def without_holes(self) -> nullcontext[None]:
-        """Do nothing: what a block leaves has room for one of its size, since all sizes are rounded."""
+        """Do nothing: what a block leaves fits one of its size, since all sizes are rounded."""
         return nullcontext()
 
     def release(self, last_resort: bool = False) -> None:
@@ -150,7 +150,7 @@ class CudaBackend:
             segments.set_up(f"{segments.GROWING}:True")
 
     def oom_family(self, error: BaseException) -> str | None:
-        """Name the kind of out-of-memory error this is (see `texts`), or return ``None``.
+        """Name the kind of out-of-memory error this is (see `oom_errors`), or return ``None``.
 
         Call it before the memory is released: a disguise counts only while the device is nearly full.
         """

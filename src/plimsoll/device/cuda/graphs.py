@@ -5,13 +5,9 @@
     graph.replay()                     # now it has
     graph.release()
 
-Kernels are captured on a stream of the graph's own. What they allocate comes from a private pool of torch's allocator
-and stays reserved until `release`, also where the capture fails: torch (2.11 to 2.13) then leaves the pool open and the
-generator of random numbers capturing (``CUDAGraph::capture_end``, aten/src/ATen/cuda/CUDAGraph.cpp), which is put right
-here. Python code that asks whether a capture is under way is told that none is, so that it goes the way it goes without
-one. Random numbers of the device's default generator are drawn from where it is at each replay, and advance it.
-
-Does NOT cover work on several streams of its own, and the generators that a program makes itself.
+What its kernels allocate comes from a private pool of torch's allocator and stays reserved until `release`. Random
+numbers of the device's default generator are drawn from where it is at each replay, and advance it. Does NOT cover work
+on several streams of its own, and the generators that a program makes itself.
 """
 
 from __future__ import annotations
@@ -75,6 +71,8 @@ class CudaGraph:
         try:
             self._graph.capture_end()
         except RuntimeError:
+            # torch (2.11 to 2.13) leaves the pool open and the generator of random numbers capturing
+            # (``CUDAGraph::capture_end``, aten/src/ATen/cuda/CUDAGraph.cpp).
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             _close(index, self._pool)
             generator = torch.cuda.default_generators[index]

@@ -57,7 +57,7 @@ class GpuUse(NamedTuple):
 
 @contextmanager
 def gpu_uses() -> Iterator[Callable[[], tuple[GpuUse, ...]]]:
-    """Keep NVML open, which takes long to open, and yield what looks at every GPU; none where there is no driver."""
+    """Keep NVML open, which takes long to open, and yield what reads every GPU; none where there is no driver."""
     import pynvml
 
     try:
@@ -82,7 +82,7 @@ def _handles() -> list[Any]:
 
 
 def _use_of(index: int, handle: Any) -> GpuUse | None:
-    """One look at a GPU; ``None`` where the driver refuses it (lost, being reset)."""
+    """Read a GPU; ``None`` where the driver refuses it (lost, being reset)."""
     import pynvml
 
     try:

@@ -1,18 +1,11 @@
 """What torch's caching allocator for CUDA reserves for a sequence of allocations, in pure Python.
 
 After ``c10/cuda/CUDACachingAllocator.cpp`` (read at pytorch 001074d2; the sizes and options are those of torch 2.13,
-see `plimsoll.records.allocator`): requests are rounded, served by the best fit among the free blocks of a small and a
-large pool, split off them, merged with free neighbours when freed; segments are asked from the driver where nothing
-fits and given back only where memory runs out. Each method names the function it follows.
+see `plimsoll.records.allocator`). Each method names the function it follows.
 
-A captured CUDA graph has a private pool: blocks of its own, whose segments are not given back (`allocate`).
-
-NOT covered: several streams (a block freed on one is not reused on another), several graphs, ``cudaMallocAsync``, and
-memory taken past the allocator (context, NCCL, cuFFT).
-
-Among free blocks of equal size torch prefers the one at the lowest address, so where the driver puts a segment decides
-what is split. It fills addresses from above: a new segment lies below all others, as the events of ``tests/recordings``
-tell. NOT covered: addresses that are used again after a segment was given back, and gaps that alignment leaves.
+NOT covered: several streams (a block freed on one is not reused on another), several graphs, ``cudaMallocAsync``,
+memory taken past the allocator (context, NCCL, cuFFT), addresses that are used again after a segment was given back,
+and gaps that alignment leaves.
 """
 
 from __future__ import annotations
@@ -145,7 +138,7 @@ class CachingAllocator:
         self.num_retries = 0
         self._small = _Pool(True, self.rules.small_segment_bytes)
         self._large = _Pool(False, self.rules.large_segment_bytes)
-        self._private: tuple[_Pool, _Pool] | None = None  # small and large, of a graph
+        self._private: tuple[_Pool, _Pool] | None = None  # small and large, of a captured graph; its segments are kept
         self._live: dict[int, _Block] = {}
         self._lowest_address = _HIGHEST_ADDRESS
 
@@ -275,14 +268,14 @@ class CachingAllocator:
     def _new_block(self, pool: _Pool, size_bytes: int) -> _Block | None:
         """Reserve a segment, or more of the expandable one (`alloc_block`)."""
         segment_bytes = self.segment_bytes(size_bytes)
-        if not self._has_room(segment_bytes):
+        if not self._fits(segment_bytes):
             return None
         if self.rules.expandable_segments:
             return self._grow(pool, size_bytes)
         self._reserve(segment_bytes)
         return _Block(pool, self._new_address(segment_bytes), segment_bytes)
 
-    def _has_room(self, num_bytes: int) -> bool:
+    def _fits(self, num_bytes: int) -> bool:
         return self.limit_bytes is None or self.reserved_bytes + num_bytes <= self.limit_bytes
 
     def _reserve(self, num_bytes: int) -> None:
@@ -290,6 +283,8 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _new_address(self, num_bytes: int) -> int:
+        # The driver fills addresses from above (tests/recordings). This decides what is split: among free blocks of
+        # equal size torch takes the one at the lowest address.
         self._lowest_address -= _round_up(num_bytes, _ADDRESS_SPACE_BYTES)
         return self._lowest_address
 
@@ -354,7 +349,7 @@ class CachingAllocator:
         """Put whole pages behind the start of a range and merge it with free neighbours (`map_block`)."""
         pool = block.pool
         mapped_bytes = _round_up(num_bytes, pool.page_bytes)
-        if not self._has_room(mapped_bytes):
+        if not self._fits(mapped_bytes):
             return False
         pool.remove(block)
         if mapped_bytes < block.num_bytes:

@@ -1,25 +1,13 @@
 """glibc's malloc, simulated: what a sequence of allocations and frees of CPU tensors leaves resident.
 
 Source: malloc/malloc.c of glibc 2.36 (``_int_malloc``, ``_int_memalign``, ``_int_free``, ``sysmalloc``, ``systrim``,
-``mtrim``), the main arena. A block is searched in this order, as there: a free block of just that size among those
-freed since the last search, the smallest free block that is large enough, the top of the heap, a mapping of its own
-(from the threshold on), a larger heap. A free block is joined with its free neighbours, and the top goes back to the
-system from the trim threshold on; what is freed below a live block stays resident.
+``mtrim``), the main arena. For a process that does nothing else the simulation is exact to a few pages. In a training
+small blocks between the tensors decide about the rest; those of tensors and of autograd are simulated
+(`plimsoll.memory.allocator.heap_calls`). A plainer simulation in ``tests/plain_heap.py`` agrees after every event.
 
-torch asks for its tensors with ``posix_memalign(64)``, which takes some 100 bytes more than the block, cuts off what
-lies before the aligned address and what is left behind, and frees both. So a free block does not fit a new one of its
-own size unless something beside it is free: one reason for the holes of a heap.
-
-For a process that does nothing else the simulation is exact to a few pages. In a training small blocks decide about the
-rest: they lie between the tensors, take what was cut off, and keep what is free from being joined. Those of the tensors
-themselves and autograd's are simulated (`plimsoll.memory.allocator.heap_calls`). Not covered: Python's; other
-arenas, so what another thread allocates (torch's backward on a CPU runs in the calling thread);
-glibc from 2.38 on, whose memalign searches for an aligned block first; transparent huge pages; other C libraries.
-
-A plan replays a million calls. So what most of them need is done in one loop, chunks are numbers, which the garbage
-collector need not look through, and the last remainder, from which most small blocks are cut, is filed with the other
-free chunks only when it has to be. The same simulation, written as plainly as can be, is in the tests
-(``tests/plain_heap.py``); the two agree after every event.
+Not covered: small blocks of Python; other arenas, so what another thread allocates (torch's backward on a CPU runs in
+the calling thread); glibc from 2.38 on, whose memalign searches for an aligned block first; transparent huge pages;
+other C libraries.
 """
 
 from __future__ import annotations
@@ -108,6 +96,7 @@ class _Heap:
         self._starts = [0] * len(calls.block_bytes)
         self._bytes_of: list[int] = _chunk_bytes(np.asarray(calls.block_bytes)).tolist()
         self._mappings: dict[int, tuple[int, int, int]] = {}  # by block: bytes mapped, of the chunk, and resident
+        # Chunks are numbers, which the garbage collector need not traverse: a plan replays a million calls.
         # Starts of small chunks that were freed and are not joined with others, in lists by size.
         self._cached: list[list[int]] = [[] for _ in range(0, _CACHED_BYTES + 1, _CHUNK_ALIGNMENT_BYTES)]
         self._fast: list[list[int]] = [[] for _ in range(0, _FAST_BYTES + 1, _CHUNK_ALIGNMENT_BYTES)]
@@ -120,7 +109,9 @@ class _Heap:
         self._sorted: dict[int, list[int]] = {}
         self._sizes: list[int] = []  # in order, of those that were sorted
         self._last_remainder = -1  # where the one starts that was left when a small block was cut off last
-        self._rest_start = self._rest_end = 0  # it, while nothing else is unsorted; then it is in none of these
+        # The last remainder, while nothing else is unsorted; then it is in none of these. Most small blocks are cut off
+        # it, and to file it each time would take long.
+        self._rest_start = self._rest_end = 0
         self._start = self._top = self._end = start_bytes  # of the heap, its top chunk, and what the system gave
         self._mapped_bytes = self._mapped_resident_bytes = 0
         self._touched_end = 0
@@ -179,6 +170,8 @@ class _Heap:
 
     def _memalign(self, block: int, chunk_bytes: int) -> None:
         """Find more than is asked for, cut the aligned chunk out of that, and free what is left on both sides."""
+        # Some 100 bytes more, as torch asks for blocks aligned to 64: a free chunk fits no new block of its own size
+        # unless it was joined with a neighbour, which is one reason for the holes of a heap.
         wanted_bytes = chunk_bytes + (self._alignment_bytes + _LEAST_CHUNK_BYTES + _CHUNK_ALIGNMENT_BYTES)
         start, end = self._find(wanted_bytes)
         if start == _NOWHERE:
@@ -224,6 +217,8 @@ class _Heap:
 
     def _find(self, wanted_bytes: int) -> tuple[int, int]:
         """Take a chunk of the heap and return its start and end; it starts nowhere if the block becomes a mapping."""
+        # The order of `_int_malloc`: a chunk of just that size among those freed since the last search, the smallest
+        # that is large enough, the top, a mapping of its own (from the threshold on), a larger heap.
         if self._has_fast and wanted_bytes >= _SMALL_BYTES:
             self._join_fast()
         if self._rest_end:
@@ -420,9 +415,9 @@ class _Heap:
         self._count()
 
     def _shrink(self, pad_bytes: int) -> None:
-        spare_bytes = self._end - self._top - _LEAST_CHUNK_BYTES - 1 - pad_bytes
-        if spare_bytes >= self._page_bytes:
-            self._end -= spare_bytes // self._page_bytes * self._page_bytes
+        free_bytes = self._end - self._top - _LEAST_CHUNK_BYTES - 1 - pad_bytes
+        if free_bytes >= self._page_bytes:
+            self._end -= free_bytes // self._page_bytes * self._page_bytes
             self._touched_end = min(self._touched_end, self._end)
             self._given_back.remove(_round_up(self._touched_end, self._page_bytes), None)
             self._count()

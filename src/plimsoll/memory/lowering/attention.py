@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plimsoll.memory.lowering.attention_choice import HALF, Capability, choose_backend
+from plimsoll.memory.lowering.attention_choice import HALF, Call, Capability, choose_backend
 from plimsoll.memory.lowering.autocast import cast_to_lower_precision
 
 aten = torch.ops.aten
@@ -62,7 +62,7 @@ def scaled_dot_product_attention(  # noqa: PLR0917 -- the signature of torch's
     query, key, value, mask = cast_to_lower_precision(query, key, value, attn_mask)  # type: ignore[assignment]
     with _below_autocast():
         trains = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-        backend = choose_backend(
+        call = Call(
             query.shape,
             key.shape,
             value.shape,
@@ -77,6 +77,7 @@ def scaled_dot_product_attention(  # noqa: PLR0917 -- the signature of torch's
             mask_shape=None if mask is None else mask.shape,
             last_strides_are_one=all(one is None or one.stride(-1) == 1 for one in (query, key, value, mask)),
         )
+        backend = choose_backend(call)
         own_scale = query.shape[-1] ** -0.5 if scale is None else scale
         how = How(trains, dropout_p, is_causal, own_scale, enable_gqa, capability)
         if backend == "math":
@@ -261,7 +262,7 @@ def efficient_tile(width: int, value_width: int, dtype: torch.dtype, dropout_p: 
     """The first kernel of `dispatch_cutlassB` that takes these."""
     number, half, most = capability[0] * 10 + capability[1], dtype in HALF, max(width, value_width)
     architecture = 80 if number >= 80 else 75 if number >= 75 else 70 if number >= 70 else 50
-    roomy = number in (70, 80) or 90 <= number < 120
+    has_large_shared_memory = number in (70, 80) or 90 <= number < 120
 
     def tile(rows: int, columns: int, most_width: int) -> Tile:
         return Tile(rows, columns, most_width, half, architecture)
@@ -271,7 +272,7 @@ def efficient_tile(width: int, value_width: int, dtype: torch.dtype, dropout_p: 
     if number in (86, 89) and half and most <= 96 and not dropout_p > 0:
         return tile(128, 64, 96)
     most_width = 128 if most <= 128 else 65536
-    if not roomy or architecture == 50 or (architecture == 70 and not half):
+    if not has_large_shared_memory or architecture == 50 or (architecture == 70 and not half):
         return tile(64, 64, most_width)
     return tile(128, 128 if half and architecture == 80 and most <= 128 else 64, most_width)
 

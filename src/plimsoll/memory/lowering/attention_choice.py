@@ -28,44 +28,9 @@ _CUDNN_VERSION = 91900  # of the wheels of torch 2.13
 
 
 class Call(NamedTuple):
-    """What the choice of a kernel depends on."""
+    """What the choice of a kernel depends on.
 
-    query_shape: Sequence[int]
-    key_shape: Sequence[int]
-    value_shape: Sequence[int]
-    dtype: torch.dtype
-    has_mask: bool
-    mask_requires_grad: bool
-    dropout_p: float
-    is_causal: bool
-    enable_gqa: bool
-    requires_grad: bool
-    capability: Capability
-    mask_shape: Sequence[int] | None
-    last_strides_are_one: bool
-    cudnn_version: int
-
-
-def choose_backend(  # noqa: PLR0917 -- what torch asks, in its order
-    query_shape: Sequence[int],
-    key_shape: Sequence[int],
-    value_shape: Sequence[int],
-    dtype: torch.dtype,
-    has_mask: bool,
-    mask_requires_grad: bool,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-    requires_grad: bool,
-    capability: Capability,
-    *,
-    mask_shape: Sequence[int] | None = None,
-    last_strides_are_one: bool = True,
-    cudnn_version: int = _CUDNN_VERSION,
-) -> Backend:
-    """The kernel CUDA picks.
-
-    Args:
+    Attributes:
         query_shape: batch, heads, length, width; other numbers of dimensions are for `math`.
         key_shape: as `query_shape`.
         value_shape: as `query_shape`.
@@ -80,14 +45,30 @@ def choose_backend(  # noqa: PLR0917 -- what torch asks, in its order
         mask_shape: of the mask; by default one that every kernel takes.
         last_strides_are_one: the last dimensions of all inputs are dense.
         cudnn_version: as `torch.backends.cudnn.version` says it.
+    """
+
+    query_shape: Sequence[int]
+    key_shape: Sequence[int]
+    value_shape: Sequence[int]
+    dtype: torch.dtype
+    has_mask: bool
+    mask_requires_grad: bool
+    dropout_p: float
+    is_causal: bool
+    enable_gqa: bool
+    requires_grad: bool
+    capability: Capability
+    mask_shape: Sequence[int] | None = None
+    last_strides_are_one: bool = True
+    cudnn_version: int = _CUDNN_VERSION
+
+
+def choose_backend(call: Call) -> Backend:
+    """The kernel CUDA picks.
 
     Raises:
         DeviceError: if no kernel that is switched on can run it.
     """
-    call = Call(
-        *(query_shape, key_shape, value_shape, dtype, has_mask, mask_requires_grad, dropout_p, is_causal, enable_gqa),
-        *(requires_grad, capability, mask_shape, last_strides_are_one, cudnn_version),
-    )
     enabled: Any = torch.backends.cuda
     usable: dict[Backend, Callable[[], bool]] = {
         "flash": lambda: enabled.flash_sdp_enabled() and _flash_can(call),
@@ -98,9 +79,10 @@ def choose_backend(  # noqa: PLR0917 -- what torch asks, in its order
     for backend in _order(call):
         if usable[backend]():
             return backend
+    major, minor = call.capability
     raise DeviceError(
-        f"attention: no kernel that is switched on runs query {list(query_shape)}, key {list(key_shape)} of {dtype} on "
-        f"a device of capability {capability[0]}.{capability[1]}, and `math` is switched off: allow SDPBackend.MATH"
+        f"attention: no kernel that is switched on runs query {list(call.query_shape)}, key {list(call.key_shape)} of "
+        f"{call.dtype} on a device of capability {major}.{minor}, and `math` is switched off: allow SDPBackend.MATH"
     )
 
 

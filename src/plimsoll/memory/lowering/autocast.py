@@ -2,14 +2,7 @@
 
 On a build without CUDA, `torch.autocast("cuda")` does nothing to tensors of the CPU, and `torch.autocast("cpu")` casts
 by lists of its own. Inside `cuda_autocast_lists` the CPU's autocast casts as CUDA's does, and what a program asks of
-"cuda"'s autocast is answered by it. How it works: torch keeps a table of kernels for each device's autocast. As long as
-the context lasts, every op of CUDA's lists has here a kernel that casts and goes on below autocast, and every op that
-only the CPU's lists have is left alone.
-
-The lists are read from the header of the torch that is installed (``ATen/autocast_mode.h``); how each is treated is
-`WrapFunction_` of the same file, and what is cast once for a whole region is `cached_cast` of ``autocast_mode.cpp``.
-Recurrent layers follow ``aten/src/ATen/cudnn/AutocastRNN.cpp``: half precision whatever the region asked for, and their
-weights copied at every call.
+"cuda"'s autocast is answered by it.
 
 It does NOT know a tensor that a program for CUDA would keep on the CPU: here it is cast like the others. It does not
 see a function of torch that was imported by name before the context began, nor `torch.autocast("cuda")` made before it.
@@ -19,7 +12,6 @@ The tables are the process's: nothing else may autocast on the CPU meanwhile, an
 from __future__ import annotations
 
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,6 +23,7 @@ import torch
 from torch.library import Library, fallthrough_kernel
 
 from plimsoll.errors import DeviceError
+from plimsoll.memory.lowering.base import kernels_replaced
 
 Policy = Literal["lower_precision", "fp32", "fp32_set_opt_dtype", "fp32_append_dtype", "promote", "banned", "recurrent"]
 
@@ -72,14 +65,7 @@ def cuda_autocast_lists() -> Iterator[None]:
     if _casts.active:
         yield
         return
-    # IMPL: kernels for ops that exist. The warning says that a kernel was replaced, which is the purpose.
-    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    with ExitStack() as undo:
-        undo.callback(library._destroy)  # the one way to take kernels back; torch's own tests use it
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r"\s*Warning only once for all operators", category=UserWarning)
-            for name, kernel in _kernels():
-                library.impl(name, kernel, _KEY)  # type: ignore[no-untyped-call]
+    with kernels_replaced(dict(_kernels()), [_KEY]), ExitStack() as undo:
         undo.callback(_casts.end)
         _casts.active = True
         _answer_for_cuda(undo)
@@ -126,7 +112,7 @@ def cuda_policies() -> dict[str, Policy]:
 
 
 def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """All kernels to install, by the op's name: CUDA's, and none for what only the CPU casts."""
+    """All kernels to install in torch's table for the CPU's autocast: CUDA's, and none for what only the CPU casts."""
     policies = cuda_policies() | dict.fromkeys(_RECURRENT, "recurrent")
     for name in policies:
         if (operator := _operator(name)) is not None:
@@ -146,7 +132,7 @@ def _operator(name: str) -> Any:
 
 
 def _run(policy: Policy, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `WrapFunction_` does for each policy, and for RNNs `_cudnn_rnn_cast_reflatten`."""
+    """What `WrapFunction_` (ATen/autocast_mode.h) does for each policy, and for RNNs `_cudnn_rnn_cast_reflatten`."""
     # Private names, both what torch.library.register_autocast uses: below this guard an op is not autocast again.
     below = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
     # As in C++, neither a TorchFunctionMode nor a subclass of Tensor is asked about casts.
@@ -168,6 +154,7 @@ def _run(policy: Policy, operator: Any, *args: Any, **kwargs: Any) -> Any:
                 args, kwargs = _with_dtype(operator, args, kwargs)
             return operator(*args, **kwargs)
         if policy == "recurrent":
+            # As ATen/cudnn/AutocastRNN.cpp: float16 whatever the region asked for, and weights copied at every call.
             args = _with_weights_in_one_buffer(args)
             cast = partial(_cast, dtype=RECURRENT_DTYPE, may_keep=False)
         else:

@@ -92,21 +92,25 @@ def tensors_in(values: Iterable[Any]) -> list[Any]:
 
 
 @contextmanager
-def kernels_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def kernels_replaced(
+    kernels: Mapping[str, Callable[..., Any]], keys: Sequence[str] = ("AutogradCPU", "CPU")
+) -> Iterator[None]:
     """Let other functions do what ``aten`` ops do on CPU tensors, with and without autograd; undone on exit.
 
     Args:
         kernels: functions with the op's signature, by the op's name (with its overload, if it has one).
+        keys: of torch's tables of kernels.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():  # torch warns of a kernel that is replaced, which is the purpose
             warnings.filterwarnings("ignore", message=r"\s*Warning only once for all operators", category=UserWarning)
             for name, kernel in kernels.items():
-                for key in ("AutogradCPU", "CPU"):
+                for key in keys:
                     library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
         yield
     finally:
+        # The one way to take kernels back; torch's own tests use it.
         library._destroy()  # type: ignore[no-untyped-call]
 
 
@@ -114,7 +118,7 @@ def kernels_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None
 def foreach_as_on(device_types: tuple[str, ...]) -> Iterator[None]:
     """Let optimizers default to `foreach` as they do on some devices, also for fake tensors; undone on exit.
 
-    What decides it looks at the exact class of a parameter and at the type of its device; both lists are private.
+    It depends on the exact class of a parameter and on the type of its device; both lists are private.
 
     Args:
         device_types: the devices on which it is the default.

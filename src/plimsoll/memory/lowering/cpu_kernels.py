@@ -1,18 +1,6 @@
 """Where a CPU kernel of torch gives other memory than its version for fake tensors says.
 
-Found by running ops on both (``benchmarks/predict_live_cpu.py``, torch 2.13); sources in ``aten/src/ATen/native``:
-
-- layer, group and batch norm of half-precision input with float32 weights keep mean and deviation in float32
-  (``mixed_data_type.h``, `param_scalar_type`); the fake ones have the input's type. Weight norm keeps float32 norms
-  (``WeightNorm.cpp``) of float16.
-- group norm's backward gives the gradient of half-precision input in its type (``group_norm.cpp``), not in float32.
-- some losses that are a mean or a sum (``Loss.cpp``) are reduced into the memory of the losses of all elements, which
-  stays as large as it was.
-- ``embedding_bag`` (``EmbeddingBag.cpp``) has one element more to count bags in, and none where it sums bfloat16 rows
-  in one pass.
-
-- an LSTM layer of oneDNN: see `mkldnn_rnn`.
-
+Found by running ops on both (``benchmarks/predict_live_cpu.py``, torch 2.13); sources are in ``aten/src/ATen/native``.
 It does NOT know other differences; a comparison shows them.
 """
 
@@ -45,6 +33,8 @@ def corrected(run: Run) -> Run:
 
 
 def _statistics_in_float32(result: Any, args: tuple[Any, ...]) -> Any:
+    # Norms of half-precision input with float32 weights keep mean and deviation in float32 (``mixed_data_type.h``,
+    # `param_scalar_type`); the fake ones have the input's type.
     data, parameters = args[0], [arg for arg in args[1:] if isinstance(arg, Tensor)]
     is_mixed = data.dtype in _HALF and any(parameter.dtype is torch.float32 for parameter in parameters)
     if not is_mixed:
@@ -54,16 +44,19 @@ def _statistics_in_float32(result: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _norms_in_float32(result: Any, args: tuple[Any, ...]) -> Any:
+    # Of float16 (``WeightNorm.cpp``).
     weight, norms = result
     return weight, norms.new_empty(norms.shape, dtype=torch.float32) if norms.dtype is torch.float16 else norms
 
 
 def _in_the_memory_of_the_losses(result: Any, args: tuple[Any, ...]) -> Any:
+    # A mean or a sum is reduced into the memory of the losses of all elements, which stays that large (``Loss.cpp``).
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
     return result if result.dim() else result.new_empty(shape).resize_(())
 
 
 def _gradient_like_the_input(result: Any, args: tuple[Any, ...]) -> Any:
+    # Of half-precision input in its type (``group_norm.cpp``), and not in float32.
     gradient, *others = result
     if gradient is not None and gradient.dtype is not args[1].dtype:
         gradient = gradient.new_empty(gradient.shape, dtype=args[1].dtype)
@@ -71,6 +64,7 @@ def _gradient_like_the_input(result: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _bags_counted(result: Any, args: tuple[Any, ...]) -> Any:
+    # One element more to count bags in, and none where it sums bfloat16 rows in one pass (``EmbeddingBag.cpp``).
     output, bag_of_each, bag_sizes, largest = result
     defaults = (None, None, None, False, 0, False, None, False, -1)
     mode, includes_last, padding_index = ((*args, *defaults[len(args) :])[place] for place in (4, 7, 8))

@@ -2,15 +2,8 @@
 
 A CPU torch unrolls ``nn.LSTM`` or calls oneDNN; CUDA calls cuDNN, which keeps an opaque *reserve* from forward to
 backward and takes a *workspace* for each call. The methods of `CudnnRnn` stand for ``aten``'s ops: they allocate
-(``torch.empty``) what ``aten/src/ATen/native/cudnn/RNN.cpp`` allocates, in its order, and compute nothing.
-
-For one buffer of weights, as ``flatten_parameters`` makes on CUDA, see `weights_flattened`: parameters then share one
-storage, and so do their gradients after a backward.
-Without it every call copies the weights into a buffer of its own and keeps that for backward, as torch does there.
-
-How large cuDNN's two buffers are is not published: ``cudnn_rnn_sizes`` says what is known, and how far off it may be.
-
-A call of more than `MOST_STEPS` is refused, as cuDNN does, where the layer is run: what cuts a sequence passes.
+(``torch.empty``) what ``aten/src/ATen/native/cudnn/RNN.cpp`` allocates, in its order, and compute nothing. How large
+cuDNN's two buffers are is not published: ``cudnn_rnn_sizes`` says what is known, and how far off it may be.
 
 It does NOT cover: the copy of the reserve that ``backward(retain_graph=True)`` makes, double backward, a packed
 sequence without cuDNN, and padding inside the weight buffer.
@@ -66,7 +59,10 @@ def shape_of(module: nn.RNNBase, num_steps: int, batch: int) -> RnnShape:
 
 @contextmanager
 def weights_flattened(on_host: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Let ``flatten_parameters`` do what it does on CUDA, for weights that are not on the host; undone on exit."""
+    """Let ``flatten_parameters`` do what it does on CUDA, for weights that are not on the host; undone on exit.
+
+    Parameters of a layer then share one storage, and so do their gradients after a backward pass.
+    """
     original = nn.RNNBase.flatten_parameters
 
     def flatten(module: nn.RNNBase) -> None:
@@ -139,6 +135,7 @@ class _CudnnRnnFunction(torch.autograd.Function):
         output = x.new_empty(*x.shape[:-1], call.shape.num_outputs * call.shape.num_directions)
         hy = torch.empty_like(hx)
         cy = None if cx is None else torch.empty_like(cx)
+        # Without `weights_flattened` every call copies the weights into a buffer and keeps that for backward.
         # `_cudnn_rnn_cast_reflatten` casts all weights into one buffer; here each cast is a tensor, of as many bytes.
         has_buffer = call.weights_are_cast or _are_flat(weights, inputs.dtype)
         buffer = None if has_buffer else x.new_zeros(call.shape.weight_elements)
@@ -414,6 +411,7 @@ class CudnnRnn:
 
 
 def _require_steps(a: _Arguments) -> None:
+    """Refuse too many steps where the layer is run, as cuDNN does, so that what cuts a sequence passes."""
     if a.num_steps > MOST_STEPS:
         raise InputError(
             f"a recurrent layer ({a.cell}) cannot read on CUDA a sequence of {a.num_steps:,} steps: cuDNN takes at "

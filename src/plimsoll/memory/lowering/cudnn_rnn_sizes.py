@@ -54,7 +54,7 @@ class RnnShape(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Steps of all samples together; of a packed batch those that are there."""
+        """Steps of all samples; of a packed batch those that are there."""
         return self.num_steps * self.batch if self.packed_rows is None else self.packed_rows
 
     @property
@@ -143,6 +143,6 @@ def _range(shape: RnnShape, likely: int) -> SizeRange:
 
 
 def uncertainty_bytes(shape: RnnShape, train: bool = True) -> tuple[int, int]:
-    """How much less and how much more than traced one call may take, its reserve and its workspace together."""
+    """How much less and how much more than traced one call may take, its reserve and its workspace in all."""
     ranges = [workspace_bytes(shape), *([reserve_bytes(shape)] if train else [])]
     return sum(size.likely - size.low for size in ranges), sum(size.high - size.likely for size in ranges)

@@ -32,13 +32,13 @@ class _Pack(torch.autograd.Function):
     def forward(ctx: Any, time_first: Tensor, counts: Tensor, batch_sizes: list[int]) -> Tensor:
         ctx.shape = time_first.shape
         ctx.save_for_backward(counts)
-        pieces, start = [], 0
+        runs, start = [], 0
         for size, run in groupby(batch_sizes):
             num_steps = len(list(run))
-            piece = time_first[start : start + num_steps, :size].contiguous()
-            pieces.append(piece.view(-1, *time_first.shape[2:]))
+            samples = time_first[start : start + num_steps, :size].contiguous()
+            runs.append(samples.view(-1, *time_first.shape[2:]))
             start += num_steps
-        return torch.cat(pieces)
+        return torch.cat(runs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

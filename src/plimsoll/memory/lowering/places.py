@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from plimsoll.device.off_device import MARK
+from plimsoll.device.off_device import MARK, is_marked, mark_outside
 from plimsoll.memory.lowering.base import Run, tensors_in
 
-_ON_HOST = MARK
 _FACTORIES = {
     getattr(torch, name)
     for name in [
@@ -56,12 +55,11 @@ class Places(TorchFunctionMode):
 
     def put_on_host(self, tensor: Tensor) -> Tensor:
         """Say that a tensor is in the host's memory."""
-        setattr(tensor, _ON_HOST, True)
-        return tensor
+        return mark_outside(tensor)
 
     def on_host(self, tensor: Tensor) -> bool:
         """Whether a tensor is in the host's memory."""
-        return hasattr(tensor, _ON_HOST)
+        return is_marked(tensor)
 
     def run_with(self, run: Run) -> Run:
         """Let what an op makes be where its inputs are."""
@@ -126,7 +124,7 @@ _UNDERSTOOD = {Tensor.__deepcopy__, Tensor.cuda, Tensor.to, Tensor.cpu, *_FACTOR
 
 def _are_on_host(tensors: list[Tensor]) -> bool:
     for tensor in tensors:  # noqa: SIM110 -- asked of each op, and a generator takes as long as all else
-        if isinstance(tensor, FakeTensor) and not hasattr(tensor, _ON_HOST):
+        if isinstance(tensor, FakeTensor) and not hasattr(tensor, MARK):
             return False
     return True
 

@@ -5,7 +5,7 @@ prediction and a run cannot drift apart. Three steps are dry-run: the first make
 has them, the third comes after an evaluation; a fourth would be like the third. A batch of many micro-batches is
 dry-run with two of them and a smaller last one: the first meets no gradients, those after it do. Of a batch
 that is given, and whose samples are of different lengths, these are the two that need most. What was done before is
-noted again: passes (`plimsoll.step.folding.passes`), blocks of one (`plimsoll.step.folding.blocks`) and pieces of an
+noted again: passes (`plimsoll.step.folding.passes`), blocks of one (`plimsoll.step.folding.blocks`) and parts of an
 update (`plimsoll.step.folding.updates`).
 
 Does NOT read the data: every sample is as long as the longest there can be, unless the lengths of batches are given.
@@ -54,7 +54,7 @@ from plimsoll.techniques import Choices, technique_of
 from plimsoll.techniques.mechanisms.building import builds_outside, put_where_needed
 from plimsoll.techniques.mechanisms.lengths import groups_by_length, lengths_of
 
-_MOST_PIECES = 2
+_MOST_MICRO_BATCHES = 2
 _FEW, _SHORT = 8, 64  # samples and tokens that are made up to compute with
 
 
@@ -84,7 +84,7 @@ class StageBackend:
         return nullcontext()
 
     def reserved(self, sizes: list[int]) -> nullcontext[None] | None:
-        """Say that there is room, where a backend can keep it."""
+        """Say that the blocks are there, where a backend can keep them."""
         return nullcontext() if self.kind == "cpu" else None
 
     def without_holes(self) -> nullcontext[None]:
@@ -266,7 +266,7 @@ def dry_run_step(
 
 
 def _folding_blocks(trace_with: Callable[[bool, bool], Trace]) -> Callable[[bool], Trace]:
-    """Fold blocks that look alike; if they turn out to differ, trace again and run all blocks."""
+    """Fold blocks that seem alike; if they turn out to differ, trace again and run all blocks."""
 
     def traced(keeps_all: bool) -> Trace:
         with suppress(BlocksDiffer):
@@ -277,7 +277,7 @@ def _folding_blocks(trace_with: Callable[[bool, bool], Trace]) -> Callable[[bool
 
 
 @contextmanager
-def _stage(lowering: Lowering, position: Position, keeps_all: bool, folds_blocks: bool = True) -> Iterator[DryRun]:
+def _stage(lowering: Lowering, position: Position, keeps_all: bool, folds_blocks: bool) -> Iterator[DryRun]:
     with dry_run(lowering, lambda: _phase(position), keeps_all) as stage, _fake_tensors_are_plain():
         stage.folds_blocks = folds_blocks
         yield stage
@@ -316,17 +316,17 @@ def _take_steps(stage: DryRun, step: TrainStep, batches: list[Any], held_out: An
 
 
 def dry_run_samples(batch_size: int, micro_batch: int) -> int:
-    """A batch of at most `_MOST_PIECES` whole micro-batches that ends as the whole batch does.
+    """A batch of at most `_MOST_MICRO_BATCHES` whole micro-batches that ends as the whole batch does.
 
     The second meets gradients, and where the last is smaller it is not the one that needs most.
     """
-    return min(batch_size, _MOST_PIECES * micro_batch + batch_size % micro_batch)
+    return min(batch_size, _MOST_MICRO_BATCHES * micro_batch + batch_size % micro_batch)
 
 
 def _evaluated_samples(num_samples: int, at_once: Callable[[int], int]) -> int:
-    """The fewest of a batch that are evaluated as all of it is: in whole pieces of that size and as small a last."""
+    """The fewest of a batch that are evaluated as all of it is: in micro-batches of that size and as small a last."""
     size = at_once(num_samples)
-    fewer = range(_MOST_PIECES * size + num_samples % size, num_samples, size)
+    fewer = range(_MOST_MICRO_BATCHES * size + num_samples % size, num_samples, size)
     return next((number for number in fewer if at_once(number) == size), num_samples)
 
 
@@ -347,7 +347,7 @@ def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Ch
         return first
     cut = [range(start, min(start + micro_batch, num_samples)) for start in range(0, num_samples, micro_batch)]
     passes: list[Sequence[int]] = [numbers for numbers, _ in groups] if is_by_length else [*cut]
-    if len(passes) <= _MOST_PIECES:
+    if len(passes) <= _MOST_MICRO_BATCHES:
         return batch
 
     def num_tokens(numbers: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Checkpointing of some blocks: which ones, for a room between that of none and that of all.
+"""Checkpointing of some blocks: which ones, for a limit between what none and what all of them need.
 
 What a block keeps is read from the trace of the plain training, what it costs to run again from the work of its forward
 ops; which blocks to take is the integer program's (`plimsoll.planning.search.block_subset`). The choices are guesses

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_TIGHTER = 1e-6  # of the room, taken off when a solution is over it by the solver's tolerance
+_TIGHTER = 1e-6  # of the free bytes, taken off when a solution is over them by the solver's tolerance
 _MOST_TRIES = 8
 
 
@@ -29,7 +29,7 @@ def choose_blocks(
         saved_bytes: what each block keeps for backward, in order of the forward pass.
         recompute_seconds: how long each takes to run forward again, 0 or more.
         kept_bytes: what stays of each if it is checkpointed.
-        free_bytes: for the activations of all blocks together.
+        free_bytes: for the activations of all blocks.
     """
     num_blocks = len(saved_bytes)
     saved, kept = np.asarray(saved_bytes, dtype=np.int64), np.asarray(kept_bytes, dtype=np.int64)
@@ -46,12 +46,12 @@ def choose_blocks(
     scale = max(int(need[-1]), 1)
     seconds = np.asarray(recompute_seconds, dtype=float)
     for tries in range(_MOST_TRIES):
-        room_share = free_bytes / scale * (1 - tries * _TIGHTER)
+        free_share = free_bytes / scale * (1 - tries * _TIGHTER)
         solution = milp(
             seconds / (seconds.max() or 1.0),
             integrality=np.ones(num_blocks),
             bounds=Bounds(0, can_help),
-            constraints=LinearConstraint(earlier * gains / scale, lb=need / scale - room_share),
+            constraints=LinearConstraint(earlier * gains / scale, lb=need / scale - free_share),
             options={"mip_rel_gap": 0},
         )
         if solution.x is None:

@@ -22,8 +22,8 @@ class Problem:
     """What a plan is searched for: a training, the line, and what the user has decided already.
 
     ``limit_bytes`` is what a combination may need, and ``margin_bytes`` what the device may hold beyond that, since a
-    look may say too little. ``update_seconds`` are what an update takes without techniques, and more than what one
-    could save.
+    short dry run may say too little. ``update_seconds`` are what an update takes without techniques, and more than what
+    one could save.
     """
 
     workload: Workload
@@ -111,7 +111,7 @@ def _sizes(problem: Problem) -> tuple[int, ...] | str:
 
 
 class Compatibility:
-    """Which choices can be installed together; each pair is asked once."""
+    """Which choices can be in one combination; each pair is asked once."""
 
     def __init__(self, problem: Problem) -> None:
         self._reason = cache(lambda choices: conflict_among(choices, problem.workload, problem.setting))

@@ -1,6 +1,4 @@
-"""What a search knows: what it has looked at, what that teaches of techniques, and the combinations that there are of
-them.
-"""
+"""What a search knows: its evaluations, what they show of techniques, and the combinations of these."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Choices, technique_of
 
-_GUESSES_OFF = 0.025  # of the limit: what is guessed to need more is looked at if nothing else may fit
+_GUESSES_OFF = 0.025  # of the limit: what is guessed to need more is evaluated if nothing else may fit
 
 
 class Known:
-    """Looks, what they teach (a surrogate for each heap), and the options of each technique that may be used.
+    """Evaluations, what they show (a surrogate for each heap), and the options of each technique that may be used.
 
     ``only_guessed`` are options of which no trace has told yet.
     """
@@ -95,13 +93,13 @@ class Known:
         return guesses_of(combinations, self.surrogates, self.evaluations.values())
 
     def best_guess(self, combinations: Sequence[Combination], limit_bytes: int) -> Choices | None:
-        """The choices to take: what is traced or guessed to fit with room to spare, or is faster and may just fit."""
+        """The choices to take: what is traced or guessed to fit with a margin, or is faster and may just fit."""
         if not combinations:
             return None
         guesses = self.guesses(combinations)
         may_fit = np.flatnonzero((guesses.needs <= limit_bytes) & guesses.possible)
-        spare_bytes = np.where(guesses.traced, 0, _GUESSES_OFF * limit_bytes)[may_fit]
-        fitting, seconds = may_fit[guesses.needs[may_fit] + spare_bytes <= limit_bytes], guesses.seconds
+        margin_bytes = np.where(guesses.traced, 0, _GUESSES_OFF * limit_bytes)[may_fit]
+        fitting, seconds = may_fit[guesses.needs[may_fit] + margin_bytes <= limit_bytes], guesses.seconds
         best = guesses.best_of(fitting)
         if best is not None and best not in self.evaluations:
             return best

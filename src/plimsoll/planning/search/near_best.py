@@ -23,7 +23,7 @@ FALLS_SHARE = 0.95
 
 def can_follow(before: Choices, combination: Choices) -> bool:
     """Whether a combination can come after another in a run: it keeps what changes the training and moves states."""
-    moved = [tuple(one for one in both if _takes_room_to_undo(one)) for both in (before, combination)]
+    moved = [tuple(one for one in both if _takes_memory_to_undo(one)) for both in (before, combination)]
     return _for_the_run(before) == _for_the_run(combination) and moved[1][: len(moved[0])] == moved[0]
 
 
@@ -102,7 +102,7 @@ def _for_the_run(combination: Choices) -> Choices:
     return tuple(choice for choice in combination if technique_of(choice.technique).is_for_the_run)
 
 
-def _takes_room_to_undo(choice: Choice) -> bool:
+def _takes_memory_to_undo(choice: Choice) -> bool:
     """Whether what has moved would have to come back, in the crisis."""
     return not technique_of(choice.technique).moves.isdisjoint({"states", "parameters"})
 

@@ -6,8 +6,8 @@ where it does not hold.
 
 A pass takes what its computing takes or what reading takes, whichever is longer. What is read in every pass are the
 streamed parts that the page cache cannot keep; beside a GPU it is everything that is streamed, over the link. Larger
-passes read less for a row, and leave less of the limit for parts that stay. What the host's memory has no room for has
-to stay on the device, whatever is streamed.
+passes read less for a row, and leave less of the limit for parts that stay. What does not fit the host's memory
+has to stay on the device, whatever is streamed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Reading:
         return max(streamed_bytes - max(self.free_bytes - used_bytes, 0), 0)
 
     def missing_bytes(self, streamed_bytes: int) -> int:
-        """What the host's memory has no room for, as far as is known; files are there."""
+        """What does not fit the host's memory, as far as is known; files are there."""
         return max(streamed_bytes - self.free_bytes, 0) if self.is_linked and self.free_bytes is not None else 0
 
 
@@ -166,12 +166,12 @@ class Placer:
         return next(guess for guess in fitting if guess.rows_per_second >= most * (1 - _AS_GOOD_SHARE))
 
     def holds(self, guess: Guess) -> bool:
-        """Whether the device and the host have room for a guess."""
+        """Whether a guess fits the device and the host."""
         is_on_host = self._reading.missing_bytes(self._streamed_bytes(guess.resident)) == 0
         return is_on_host and guess.need.high_bytes <= self._limit_bytes
 
     def least(self) -> frozenset[str]:
-        """What is on the device at the least: what always is, and blocks that the host has no room for."""
+        """What is on the device at the least: what always is, and blocks that do not fit the host."""
         missing_bytes = self._reading.missing_bytes(self._streamed_bytes(self.always))
         blocks = [part for part in self._parts if part.kind == "block" and part.name not in self.always]
         smallest_bytes = min((part.num_bytes for part in blocks), default=0)
@@ -229,7 +229,7 @@ class Placer:
         return sum(part.num_bytes for part in self._parts if part.is_streamable and part.name not in resident)
 
     def _kept_in(self, free_bytes: int) -> frozenset[str]:
-        """The parts that stay on the device: all, or of those that every pass reads as many as there is room for."""
+        """The parts that stay on the device: all, or of those that every pass reads as many as fit."""
         free = [part for part in self._parts if part.name not in self.always]
         if self._with_spread(sum(part.num_bytes for part in free)) <= free_bytes:
             return self.all_names

@@ -1,4 +1,4 @@
-"""Why a combination that was looked at is not the plan, in words that say only what its numbers say."""
+"""Why a combination that was evaluated is not the plan, in words that say only what its numbers say."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ SAME_SECONDS = 0.02
 
 
 def rejected(evaluation: Evaluation, chosen: Evaluation, problem: Problem) -> Rejected:
-    """Say why ``chosen`` was taken and ``look`` was not."""
-    is_compared, need, line_bytes = (
-        False,
-        format_bytes(evaluation.need_bytes),
-        problem.limit_bytes + problem.margin_bytes,
-    )
+    """Say why ``chosen`` was taken and ``evaluation`` was not."""
+    is_compared, need = False, format_bytes(evaluation.need_bytes)
+    line_bytes = problem.limit_bytes + problem.margin_bytes
     if not evaluation.fits or evaluation.need_bytes > line_bytes:
         line, excess_bytes = format_bytes(line_bytes), evaluation.need_bytes - line_bytes
         more = f"{format_bytes(excess_bytes)} more" if need == line and excess_bytes > 0 else "more"

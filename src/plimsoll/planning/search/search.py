@@ -1,5 +1,4 @@
-"""Which combination: the fastest that fits, jointly over all techniques and micro-batches, and the smaller ones behind
-it.
+"""The fastest combination that fits, jointly over all techniques and micro-batches, and its fallbacks.
 
 A trace of a combination is exact and slow, so few are made: the plain training at two or three micro-batches, each
 technique that can reach what the peak is made of once on top of it, with the option that saves most, and then the
@@ -7,7 +6,7 @@ combinations that a surrogate (`plimsoll.planning.search.surrogate`) takes for t
 guess is one that has been traced. Nothing is chosen untraced. The other options of a technique are traced once it may
 be in the plan, those of what may be faster once something fits. Every trace is counted with each heap (on CUDA: each
 way to set up the allocator), which costs little, and each heap has a surrogate of its own. Where the plain training
-fits and no room could make it faster, only techniques that may be faster are traced.
+fits and more memory could not make it faster, only techniques that may be faster are traced.
 
 The same problem always has the same plan: nothing is drawn, and nothing depends on the clock.
 """
@@ -41,12 +40,12 @@ from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.trace import Phase
 from plimsoll.techniques import Choices, in_order, technique_of
 
-_MOST_EVALUATIONS = 8  # at combinations, for the plan
+_MOST_EVALUATIONS = 8  # of combinations, for the plan
 _MOST_LEANEST_EVALUATIONS = 2  # for what needs least, after a descent
 _SLOW = 1.1  # of the time with the whole batch: passes are too small
 _MAY_BE_AS_FAST = 1.1  # of the time of the fastest: where a guess says more, it is
-# What is guessed to need up to so much of the limit, and to take no more than so much of the time, is looked at, until
-# so many looks in a row have found nothing: guesses of many techniques together are up to a third too high.
+# What is guessed to need up to so much of the limit, and to take no more than so much of the time, is evaluated, until
+# so many evaluations in a row have found nothing: guesses of many techniques at once are up to a third too high.
 _FAR_OFF, _MUCH_FASTER, _MOST_MISSED = 1.25, 0.95, 3
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 # Of what the plan needs: close by where it needs most of the limit, since most that runs out lacked a little. A peak
@@ -67,8 +66,10 @@ def search(
         problem: the training, the limit, and what is decided already.
         evaluate: traces a combination.
         expect: told of several combinations that will be traced whatever each of them says, so that they can be side by
-        side. at_length: looks at a combination in as many steps as show all that the training does; what is chosen
-        holds there, too. suppose: told of what may be traced next, while something else is.
+            side.
+        at_length: evaluates a combination in as many steps as show all that the training does; what is chosen fits
+            there, too.
+        suppose: told of what may be traced next, while something else is.
 
     Raises:
         InputError: if the pinned choices contradict each other, or the training.
@@ -88,7 +89,7 @@ class _Search:
         self._usual_heap = heap_of(self._available.base)
         self._reference: Evaluation
         self._asked: set[str] = set()
-        self._num_missed = 0  # looks in a row
+        self._num_missed = 0  # evaluations in a row
 
     def found(self) -> Found:
         """Search."""
@@ -135,12 +136,12 @@ class _Search:
     def _likely(self, choices: Choices | None = None) -> Iterator[Likely]:
         """What is asked for next if these choices are as guessed, and so on."""
         ahead = copy(self)
-        known, held = self._known.copied(), dict[Choices, Evaluation]()
+        known, at_length = self._known.copied(), dict[Choices, Evaluation]()
         ahead._known, ahead._evaluator, ahead._suppose = known, not_traced, lambda combinations: None
-        ahead._at_length = lambda choices: held.setdefault(choices, known.evaluations[choices])
+        ahead._at_length = lambda choices: at_length.setdefault(choices, known.evaluations[choices])
         if choices is not None:
             known.take_guess(choices)
-        yield from asked_in_turn(ahead._go_on, known.take_guess, held)
+        yield from asked_in_turn(ahead._go_on, known.take_guess, at_length)
 
     def _go_on(self) -> None:
         """Search on from what was learned of the techniques."""
@@ -150,7 +151,7 @@ class _Search:
         else:
             self._around(chosen)
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- evaluating ----------------------------------------------------------------------------------------------------
 
     def _evaluate(self, combination: Choices, micro_batch: int) -> Evaluation:
         return self._evaluate_choices(whole(combination, micro_batch))
@@ -165,16 +166,16 @@ class _Search:
         base, sizes = self._available.base, self._available.sizes
         large = self._evaluate(base, sizes[0])
         # What grows takes its part of what the allocator holds beyond it, too.
-        held_bytes = large.need_bytes - large.parts.get("fragmentation", 0)
-        growing_bytes = large.largest_phase.growing_bytes * large.need_bytes / max(held_bytes, 1)
-        room = (limit_bytes - large.need_bytes + growing_bytes) / max(growing_bytes, 1)  # of the whole batch
-        wanted = max(1, min(int(0.9 * room * sizes[0]), sizes[0] // 2))
+        alive_bytes = large.need_bytes - large.parts.get("fragmentation", 0)
+        growing_bytes = large.largest_phase.growing_bytes * large.need_bytes / max(alive_bytes, 1)
+        fitting_share = (limit_bytes - large.need_bytes + growing_bytes) / max(growing_bytes, 1)  # of the whole batch
+        wanted = max(1, min(int(0.9 * fitting_share * sizes[0]), sizes[0] // 2))
         smaller = max(size for size in sizes if size <= max(wanted, sizes[-1]))
         self._reference = learned = small = self._evaluate(base, smaller)
         evaluations = {smaller: small, sizes[0]: large}
         middle = max(size for size in sizes if size <= max(isqrt(smaller * sizes[0]), smaller))
         if middle > 2 * smaller and small.seconds > _SLOW * large.seconds:
-            # Small passes are bound by their calls: what gives larger ones room is told where it would be used.
+            # Small passes are bound by their calls: what makes larger ones fit is told where it would be used.
             evaluations[middle] = self._evaluate(base, middle)
             learned = evaluations[middle] if self._is_faster(evaluations[middle]) else small
         self._plain_evaluations, self._learned_at = tuple(evaluations.values()), learned.micro_batch
@@ -191,7 +192,7 @@ class _Search:
         return self._compatibility.allows(in_order((*self._available.base, choice)))
 
     def _judge_plain(self, limit_bytes: int) -> tuple[bool, bool]:
-        """Whether the base fits, and whether more room could make it faster by more than can be told."""
+        """Whether the base fits, and whether more memory could make it faster by more than can be told."""
         guesses = self._known.guesses([Combination(self._available.base, np.asarray(self._available.sizes))])
         fits, seconds = guesses.needs <= limit_bytes, guesses.seconds
         if not fits.any():
@@ -221,14 +222,14 @@ class _Search:
             self._learn_pairs([self._available.options[name][-1] for name in wanted if name in self._known.learned])
 
     def _learn_pairs(self, choices: Sequence[Choice]) -> None:
-        """Trace two that save the same category together: one may move what the other leaves, or have no more to do."""
+        """Trace pairs that save the same category: one may move what the other leaves, or have no more to do."""
         self._expect(list(self._pairs(choices)))
         self._suppose(self._likely())
         for first, second in _alike(choices):
             for heap, surrogate in self._known.surrogates.items():
                 combination = in_heap(whole((*self._available.base, first, second), self._learned_at), heap)
                 if self._compatibility.allows(combination):
-                    surrogate.learn_together(first, second, self._evaluate_choices(combination))
+                    surrogate.learn_pair(first, second, self._evaluate_choices(combination))
 
     def _pairs(self, choices: Sequence[Choice]) -> Iterator[Choices]:
         """What is traced of two that save the same category."""
@@ -258,7 +259,7 @@ class _Search:
         return share * self._reference.need_bytes > self._problem.limit_bytes
 
     def _is_faster(self, evaluation: Evaluation) -> bool:
-        """Whether larger micro-batches than the reference would be worth a technique that gives them room."""
+        """Whether larger micro-batches than the reference would be worth a technique that makes them fit."""
         return evaluation.seconds * (1 + SAME_SECONDS) < self._reference.seconds
 
     def _learn_each(self, choices: Sequence[Choice]) -> list[Choice]:
@@ -300,7 +301,7 @@ class _Search:
         """Trace what should need least, and one technique more on top of another, until it fits or none is of use.
 
         A guess does not know what a technique does on top of others, with which another phase sets the peak: before a
-        training is called impossible, that is looked at. Some go with the whole batch only, so that is looked at, too.
+        training is called impossible, that is traced. Some go with the whole batch only, so that is traced, too.
         Returns whether something fits.
         """
         strongest = {name: options[-1] for name, options in self._available.options.items()}
@@ -328,7 +329,7 @@ class _Search:
         return False
 
     def _next_down(self, evaluation: Evaluation, rest: dict[str, Choice]) -> Evaluation | None:
-        """A look at one more technique that needs less, those first that reach most; what does not is taken out."""
+        """Evaluate one more technique that needs less, those first that reach most; what does not is taken out."""
         reached = {name: sum(evaluation.parts.get(part, 0) for part in technique_of(name).reaches) for name in rest}
         least_bytes = SAME_BYTES * evaluation.need_bytes
         for name in sorted(rest, key=lambda name: -reached[name]):
@@ -361,7 +362,7 @@ class _Search:
         return self._traced_within(limit_bytes, None)
 
     def _stretched(self, chosen: Evaluation, limit_bytes: int) -> Evaluation:
-        """Look at what would be much faster and is guessed not to fit by so much as guesses may be off."""
+        """Evaluate what would be much faster and is guessed not to fit by so much as guesses may be off."""
         while self._num_missed < _MOST_MISSED:
             guesses = self._known.guesses(self._known.combinations())
             may_be = guesses.possible & ~guesses.traced & (guesses.needs <= _FAR_OFF * limit_bytes)
@@ -377,9 +378,7 @@ class _Search:
         return chosen
 
     def _holds(self, choices: Choices) -> bool:
-        """Whether a combination needs no more at full length than the line; else what it needs there is what is known
-        of it.
-        """
+        """Whether a combination fits at full length; else what it needs there is what is known of it."""
         at_length = self._known.evaluations[choices] if self._at_length is None else self._at_length(choices)
         if at_length.fits and at_length.need_bytes <= self._problem.limit_bytes + self._problem.margin_bytes:
             return True
@@ -415,7 +414,7 @@ class _Search:
         return next((one for one in map(guesses.choices, rows.tolist()) if one not in self._known.evaluations), None)
 
     def _correct(self, choices: Choices) -> None:
-        """Look at choices with each heap, and let the surrogates learn from it."""
+        """Evaluate choices with each heap, and let the surrogates learn from it."""
         if in_heap(choices, self._usual_heap) not in self._known.evaluations:
             self._suppose(self._likely(choices))
         for heap, surrogate in self._known.surrogates.items():
@@ -425,7 +424,7 @@ class _Search:
         self._known.only_guessed.difference_update(choices)
 
     def _can_be(self, evaluation: Evaluation, after: Choices | None) -> bool:
-        """Whether a look has what every plan must have, and can come after another."""
+        """Whether an evaluation has what every plan must have, and can come after another."""
         names = {choice.technique for choice in evaluation.combination}
         has_size = evaluation.micro_batch in self._available.sizes
         has_all = set(self._available.base) <= set(evaluation.combination) and self._problem.decided.required <= names
@@ -476,7 +475,7 @@ class _Search:
                 yield evaluation
 
     def _least_after(self, evaluation: Evaluation, combination: Choices) -> Evaluation:
-        """What needs least after a look, of what was traced and, with the smallest micro-batch, of one combination."""
+        """What needs least after another, of what was traced and, with the smallest micro-batch, of one combination."""
         if combination != evaluation.combination:
             self._suppose(self._likely(whole(combination, self._available.sizes[-1])))
             self._evaluate(combination, self._available.sizes[-1])

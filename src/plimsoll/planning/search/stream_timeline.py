@@ -6,14 +6,7 @@
     timeline.wait(row, by_processor=False)
     timeline.seconds
 
-The processor calls one op after the other. The device has a queue: an op of it begins when it has been called and the
-one before it has ended. The link carries one copy at a time in each direction; one that runs beside the queue begins
-when what was asked of the device before it is done, as `plimsoll.techniques.mechanisms.side_stream` has it. A thread of
-its own adds up gradients on the host while backward goes on. Where nothing overlaps, the processor does it all, and
-copies are ops like others.
-
-Gradients that ranks add up when a pass has ended are ``waited`` for; what a pass exchanges with them is ``fetched``
-beside it. Does NOT know that a link is slower in each direction while both are in use, nor how long the queue may get.
+Does NOT know that a link is slower in each direction while both are in use, nor how long the queue may get.
 """
 
 from __future__ import annotations
@@ -23,7 +16,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StreamTimeline:
-    """The seconds from the begin of a stretch from which on processor, device and link run nothing."""
+    """The seconds from the begin of a stretch from which on processor, device and link run nothing.
+
+    ``waited`` is what ranks take to add up gradients when a pass has ended, ``fetched`` what a pass exchanges with them
+    beside its kernels. Where nothing overlaps, the processor does it all, and copies are ops like others.
+    """
 
     overlaps: bool
     processor: float = 0.0
@@ -39,12 +36,14 @@ class StreamTimeline:
         self.processor += call_seconds
         if not self.overlaps:
             self.processor += seconds
-        elif seconds:
+        elif seconds:  # it begins when it has been called and the one before it in the queue has ended
             self.device = max(self.device, self.processor) + seconds
 
     def copy(self, row: int, call_seconds: float, seconds: float, *, to_device: bool) -> None:
         """Ask for a copy beside the queue, by which ``row`` it will be waited for."""
         self.processor += call_seconds
+        # The link carries one at a time in each direction. It begins when what was asked of the device before is done
+        # (`plimsoll.techniques.mechanisms.side_stream`).
         begin = max(self.link[to_device], self.device, self.processor)
         self.link[to_device] = self.arrivals[row] = begin + seconds
 

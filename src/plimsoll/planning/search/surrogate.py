@@ -32,7 +32,7 @@ _FASTER_SHARE = 0.05  # of the time, which a weaker option may save
 _WEAKER_SECONDS = 0.5  # of the time that the strongest option of a technique adds
 _OF_AN_UPDATE: frozenset[Category] = frozenset({"gradients", "optimizer states"})
 _OF_A_PASS = _OF_AN_UPDATE | {"parameters"}  # moved in each pass, whatever its size
-_TOGETHER: frozenset[Category] = frozenset({"activations", "gradients"})  # no single one, and none of an update
+_OF_A_PAIR: frozenset[Category] = frozenset({"activations", "gradients"})  # no single one, and none of an update
 _ALIKE = 4  # choices in which combinations may differ for the error of one to be taken for the other's
 
 
@@ -115,7 +115,7 @@ class Surrogate:
         self._pass_seconds = _Curve(points)
         self._effects: dict[Choice, _Effect] = {}
         self._supposed: dict[Choice, Choice] = {}  # and the stronger one that it was supposed from
-        self._together: dict[tuple[Choice, Choice], _Effect] = {}
+        self._pairs: dict[tuple[Choice, Choice], _Effect] = {}
         self._reference = plain[0]
         self._off: dict[Choices, dict[int, tuple[float, float]]] = {}  # bytes and seconds, by combination and size
 
@@ -156,14 +156,14 @@ class Surrogate:
         )
         self._reference = without
 
-    def learn_together(self, first: Choice, second: Choice, evaluation: Evaluation) -> None:
+    def learn_pair(self, first: Choice, second: Choice, evaluation: Evaluation) -> None:
         """Learn from a trace of both what two choices do beyond what each does alone."""
-        self._together[first, second] = _Effect(
+        self._pairs[first, second] = _Effect(
             **self._difference(evaluation)._asdict(),
             saved_bytes=0.0,
             passes=self._passes(evaluation.micro_batch),
             passes_seconds=float(self._plain_seconds(np.asarray([evaluation.micro_batch]))[0]),
-            reaches=_TOGETHER,
+            reaches=_OF_A_PAIR,
         )
 
     def interpolate(self, choice: Choice, strong: Choice, bytes_share: float, seconds_share: float) -> None:
@@ -208,10 +208,8 @@ class Surrogate:
 
     def _put_right(self, choice: Choice, strong: Choice, evaluation: Evaluation) -> None:
         """Take what a guess of a combination is off by to be due to one choice in it, no slower than a stronger one."""
-        effect, asked = (
-            self._effects[choice],
-            ([evaluation.combination], np.zeros(1, dtype=int), np.asarray([evaluation.micro_batch])),
-        )
+        effect = self._effects[choice]
+        asked = [evaluation.combination], np.zeros(1, dtype=int), np.asarray([evaluation.micro_batch])
         seconds, off = float(self.guess(*asked)[1][0]), self._difference(evaluation)
         self._effects[choice] = replace(effect, seconds=effect.seconds + 1)
         of_a_second = float(self.guess(*asked)[1][0]) - seconds
@@ -228,10 +226,8 @@ class Surrogate:
 
     def _difference(self, evaluation: Evaluation) -> _Difference:
         """By what the sum of the effects of its choices is off from a trace."""
-        known, asked = (
-            self._known(_Members([evaluation.combination])),
-            (np.zeros(1, dtype=int), np.asarray([evaluation.micro_batch])),
-        )
+        known = self._known(_Members([evaluation.combination]))
+        asked = np.zeros(1, dtype=int), np.asarray([evaluation.micro_batch])
         fixed, shares = dict[Phase, float](), dict[Phase, float]()
         for phase in self._alive.keys() & evaluation.phases.keys():
             fixed_bytes, growing_bytes = (float(one[0]) for one in self._phase_bytes(known, phase, *asked))
@@ -265,7 +261,7 @@ class Surrogate:
     def _known(self, members: _Members) -> list[_Known]:
         learned = [choice for choice in self._effects if choice not in self._base and choice in members]
         found = [(members.of(choice), self._effects[choice]) for choice in learned]
-        for (first, second), effect in self._together.items():
+        for (first, second), effect in self._pairs.items():
             if first in members and second in members:
                 found.append((members.of(first) & members.of(second), effect))
         return found

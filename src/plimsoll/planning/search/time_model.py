@@ -2,20 +2,13 @@
 
     duration = step_duration(counted, speed, batch_size=64, micro_batch=8, dry_run_samples=16)
 
-Each op takes what its products take at the device's rate for such products, or what its bytes take, whichever is more
-(a roofline); on a processor also the clearing of memory that the process grows by, since what its heap has given back
-is taken anew each time; and its call. On a GPU a call puts a kernel into a queue: a kernel begins when it has been
-called and the one before it has ended, so that small micro-batches take the time of their calls and large ones that of
-their kernels. A call from Python (a forward, a recomputation) costs more than one by autograd, and that more than one
-of an optimizer; the ops of a captured graph are launched together, for a few calls in all. Copies over the link run
-beside both as far as nobody waits for them (`plimsoll.planning.search.stream_timeline`). Exchanges between ranks take
-what `ExchangeSpeed` says: gradients that are added up after the passes are waited for, and on a GPU what passes gather
-and scatter is fetched beside their kernels. A dry run has at most two micro-batches, from which those of the real step
-follow; recomputation, copies and the work of any technique are ops of the trace like others.
+Each op takes what its products or its bytes take at the device's rates, whichever is more (a roofline), and its call.
+What runs beside what is in `plimsoll.planning.search.stream_timeline`. A dry run has at most two micro-batches, from
+which those of the real step follow.
 
-What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` holds that against
-measured steps of a processor, `benchmarks/plan_time_gpu.py` against recorded ones of a GPU. It does NOT cover reading
-the data, evaluation, and waiting for ranks that are slower than this one.
+What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` compares that with
+measured steps of a processor, `benchmarks/plan_time_gpu.py` with recorded ones of a GPU. It does NOT cover reading the
+data, evaluation, and waiting for ranks that are slower than this one.
 """
 
 from __future__ import annotations
@@ -24,6 +17,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from plimsoll.device.launches import VIEW_SHARE
 from plimsoll.memory.annotations import captured_rows
+from plimsoll.memory.compare import with_run
 from plimsoll.memory.predict import Counted
 from plimsoll.planning.search.stream_timeline import StreamTimeline
 from plimsoll.records.comparison import Calibration, Learned, Target
@@ -31,8 +25,9 @@ from plimsoll.records.plan import MICRO_BATCH, Duration
 from plimsoll.records.speed import ExchangeKind, ExchangeSpeed, MovingKind, Speed, rate_at
 from plimsoll.records.trace import Phase, Trace
 
-_OF_A_PIECE: frozenset[Phase] = frozenset({"copy", "forward", "loss", "backward"})
+_OF_A_MICRO_BATCH: frozenset[Phase] = frozenset({"copy", "forward", "loss", "backward"})
 _NOT_COUNTED: frozenset[Phase] = frozenset({"setup", "evaluation"})
+# A call from Python (a forward, a recomputation) costs more than one by autograd, and that more than one of these.
 _CALLED_BARE: frozenset[Phase] = frozenset({"copy", "clip", "optimizer"})
 _REPLAY_CALLS = 20  # inputs, what backward begins with, and the launch of the graph itself
 _CAST_BELOW = frozenset({"_to_copy"})  # most are autocast's, which no Python calls
@@ -83,10 +78,10 @@ def step_duration(
         step: which of the trace; by default the last one.
         exchange: what exchanges take, where the trace is of one of several ranks.
     """
-    pieces, once = _stretches(counted, speed, step, exchange)
-    seconds = once + sum(pieces)
+    micro_batches, once = _stretches(counted, speed, step, exchange)
+    seconds = once + sum(micro_batches)
     if dry_run_samples < batch_size:
-        seconds = once + _of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0)
+        seconds = once + _of_all(micro_batches, -(-batch_size // micro_batch), batch_size % micro_batch > 0)
     # The fastest run counts: other programs on the machine only slow a run down.
     likely, high = (learned.low, learned.high) if learned else (1.0, 1.0)
     return Duration(
@@ -105,21 +100,21 @@ def moved_outside(counted: Counted, *, batch_size: int, micro_batch: int, dry_ru
     """Count the bytes outside the device that one optimizer step reads and writes; arguments as `step_duration`."""
     ops = counted.trace.ops
     last_step = max(ops.step, default=0)
-    pieces: list[int] = []
+    micro_batches: list[int] = []
     once, last_phase = 0, None
     for phase, step, num_bytes in zip(ops.phase, ops.step, ops.outside_bytes, strict=True):
         if phase in _NOT_COUNTED or step != last_step:
             continue
-        if phase not in _OF_A_PIECE:
+        if phase not in _OF_A_MICRO_BATCH:
             once += num_bytes
             continue
-        if not pieces or (last_phase == "backward" and phase != "backward"):
-            pieces.append(0)
-        pieces[-1] += num_bytes
+        if not micro_batches or (last_phase == "backward" and phase != "backward"):
+            micro_batches.append(0)
+        micro_batches[-1] += num_bytes
         last_phase = phase
     if dry_run_samples >= batch_size:
-        return once + sum(pieces)
-    return once + int(_of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0))
+        return once + sum(micro_batches)
+    return once + int(_of_all(micro_batches, -(-batch_size // micro_batch), batch_size % micro_batch > 0))
 
 
 def with_disk(duration: Duration, moved_bytes: int, disk_bytes_per_second: float) -> Duration:
@@ -137,9 +132,9 @@ def with_disk(duration: Duration, moved_bytes: int, disk_bytes_per_second: float
 
 
 def learned_ratio(calibration: Calibration, lowered_to: str, techniques: Iterable[str]) -> Learned | None:
-    """Return what runs have taught of the time of a set of techniques; of an unknown set, what the others have.
+    """Return what runs have shown of the time of a set of techniques; of an unknown set, what the others have.
 
-    Sets that no run has tried must not look faster for it than those that were slower than predicted.
+    Sets that no run has tried must not seem faster for it than those that were slower than predicted.
     """
     target = calibration.targets.get(lowered_to)
     if target is None or not target.step_ratios:
@@ -154,7 +149,7 @@ def learned_ratio(calibration: Calibration, lowered_to: str, techniques: Iterabl
 
 
 def learned_peak(calibration: Calibration, lowered_to: str, techniques: Iterable[str]) -> Learned | None:
-    """Return what runs have taught of the peak with a set of techniques; nothing of a set that no run has tried."""
+    """Return what runs have shown of the peak with a set of techniques; nothing of a set that no run has tried."""
     target = calibration.targets.get(lowered_to)
     return target.peak_ratios.get(_set_name(techniques)) if target else None
 
@@ -190,8 +185,7 @@ def learn_peak(
 
 
 def _with_run(ratios: dict[str, Learned], name: str, ratio: float) -> dict[str, Learned]:
-    old = ratios.get(name)
-    return {**ratios, name: old.with_run(ratio) if old else Learned(num_runs=1, mean=ratio, low=ratio, high=ratio)}
+    return {**ratios, name: with_run(ratios.get(name), ratio)}
 
 
 def _with_target(calibration: Calibration, lowered_to: str, target: Target) -> Calibration:
@@ -203,15 +197,15 @@ def _set_name(techniques: Iterable[str]) -> str:
     return "+".join(sorted(set(techniques) - {MICRO_BATCH}))
 
 
-def _of_all(pieces: Sequence[float], num_pieces: int, ends_smaller: bool) -> float:
-    """The first piece meets no gradients to add to, all others do; only a last one of another size is unlike those."""
-    if not pieces:
+def _of_all(micro_batches: Sequence[float], num_micro_batches: int, ends_smaller: bool) -> float:
+    """The first meets no gradients to add to, all others do; only a last one of another size is unlike those."""
+    if not micro_batches:
         return 0.0
-    first, last = pieces[0], pieces[-1]
+    first, last = micro_batches[0], micro_batches[-1]
     if not ends_smaller:
-        return first + last * (num_pieces - 1)
-    whole = pieces[1] if len(pieces) > 2 else first
-    return first + whole * (num_pieces - 2) + last
+        return first + last * (num_micro_batches - 1)
+    whole = micro_batches[1] if len(micro_batches) > 2 else first
+    return first + whole * (num_micro_batches - 2) + last
 
 
 def _stretches(
@@ -221,7 +215,7 @@ def _stretches(
     trace, fresh_bytes = counted.trace, counted.fresh_bytes
     ops = trace.ops
     names = [_plain_name(text) for text in trace.texts]
-    pieces: list[StreamTimeline] = []
+    micro_batches: list[StreamTimeline] = []
     once, last_phase = StreamTimeline(speed.overlaps), None
     beside, waits = dict(trace.copies) if speed.overlaps else {}, _waits_by_row(trace)
     is_captured = captured_rows(trace)
@@ -232,17 +226,17 @@ def _stretches(
         if ops.step[row] != wanted:
             continue
         stretch, phase = once, ops.phase[row]
-        if phase in _OF_A_PIECE:
-            if not pieces or (last_phase == "backward" and phase != "backward"):
-                pieces.append(StreamTimeline(speed.overlaps))
-            stretch, last_phase = pieces[-1], phase
+        if phase in _OF_A_MICRO_BATCH:
+            if not micro_batches or (last_phase == "backward" and phase != "backward"):
+                micro_batches.append(StreamTimeline(speed.overlaps))
+            stretch, last_phase = micro_batches[-1], phase
         for copy, by_processor in waits.get(row, ()):
             stretch.wait(copy, by_processor=by_processor, in_backward=phase == "backward")
         name = names[ops.name[row]]
         if exchange is not None and name in _EXCHANGES:
             kind = _EXCHANGES[name]
             seconds = exchange.seconds_of(kind, ops.moved_bytes[row])
-            if kind == "all_reduce":  # of gradients, after the last piece
+            if kind == "all_reduce":  # of gradients, after the last micro-batch
                 once.waited += seconds
             else:
                 stretch.fetched += seconds
@@ -250,17 +244,18 @@ def _stretches(
         asked = name, ops.flops[row], ops.moved_bytes[row], ops.outside_bytes[row], ops.dtype[row]
         if asked not in kernels:
             kernels[asked] = _kernel_seconds(trace, row, name, speed)
+        # On a processor the step also clears what the process grows by: what its heap has given back is taken anew.
         kernel_seconds = kernels[asked] + fresh_bytes.get(row, 0) * speed.fresh_seconds_per_byte
         if row in beside:
             seconds = speed.kernel_seconds + ops.outside_bytes[row] / speed.link_bytes_per_second
             stretch.copy(row, speed.op_seconds, seconds, to_device=beside[row])
             continue
         call_seconds, copy_seconds, work_seconds = _host_seconds(trace, row, name, speed)
-        if is_captured[row]:
+        if is_captured[row]:  # the ops of a graph are launched at once
             call_seconds = 0.0 if row and is_captured[row - 1] else _REPLAY_CALLS * speed.op_seconds
         stretch.run(call_seconds, kernel_seconds + copy_seconds)
         stretch.work(work_seconds, adds_up=phase == "backward" and ops.by_autograd[row])
-    return [piece.seconds for piece in pieces], once.seconds
+    return [one.seconds for one in micro_batches], once.seconds
 
 
 def _waits_by_row(trace: Trace) -> dict[int, list[tuple[int, bool]]]:

@@ -1,4 +1,4 @@
-"""Weights that torchao wrote: each lies in a file as several tensors, and the header says what they are together.
+"""Weights that torchao wrote: each lies in a file as several tensors, and the header says what they make.
 
 ``save_pretrained`` of a quantized model writes ``x._weight_qdata``, ``x._weight_scale`` and so on for a weight
 ``x.weight``, and into the header of each file what class of torchao is made of them
@@ -44,7 +44,7 @@ class Coded:
 
 
 def with_coded(entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, Coded]]:
-    """Return the entries of a checkpoint with those of torchao put together, and these.
+    """Return the entries of a checkpoint with those of torchao joined, and these.
 
     Args:
         entries: the tensors of its files, by their names.

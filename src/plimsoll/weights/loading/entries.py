@@ -1,16 +1,8 @@
 """One tensor of a file of weights: read straight into the memory it is to stay in, or mapped from the file.
 
-Reading holds nothing but the tensor itself; where the type or the device changes, a block of `_BLOCK_BYTES` besides.
-A mapped tensor is memory of the file, whose pages the kernel drops when it needs the room, in one of two ways:
-
-- copy on write: what is written gets pages of its own, which are private memory from then on, and the file stays as it
-  is. ``RLIMIT_DATA`` counts such a mapping whole; a limit of ours counts of it what was written
-  (`plimsoll.device.cpu.data_limit`).
-- read-only: writing into it ends the process with SIGSEGV, and no limit counts it. For weights that nobody but this
-  package has in hands.
-
-Its address is as the file has it, so a kernel may round a sum otherwise than on memory that torch allocated (torch
-aligns to 64 bytes).
+Reading takes no memory but the tensor itself; where the type or the device changes, a block of `_BLOCK_BYTES` besides.
+A mapped tensor is memory of the file, whose pages the kernel drops when memory is short. Its address is as the file has
+it, so a kernel may round a sum otherwise than on memory that torch allocated (torch aligns to 64 bytes).
 
 It does NOT cover files of another byte order, and says nothing of a file that changes while it is read or mapped.
 """
@@ -21,7 +13,8 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -64,7 +57,7 @@ class WeightFile:
         """Return the file as memory; it stays mapped as long as something refers to it.
 
         Raises:
-            WeightsError: if the file cannot be opened, or a limit on this process has no room for the mapping.
+            WeightsError: if the file cannot be opened, or a limit on this process refuses the mapping.
         """
         known = self._maps.get(is_read_only)
         if known is None:
@@ -184,7 +177,15 @@ class Entry:
                 self._read_in_blocks(target.detach().flatten(), report)
 
     def mapped(self, is_read_only: bool = False) -> Tensor:
-        """Return the tensor as memory of the file, by default copy on write; see the module.
+        """Return the tensor as memory of the file.
+
+        By default copy on write: what is written gets pages of its own, which are private memory from then on, and the
+        file stays as it is. ``RLIMIT_DATA`` counts such a mapping whole; a limit of ours counts of it what was written
+        (`plimsoll.device.cpu.data_limit`).
+
+        Args:
+            is_read_only: writing into it ends the process with SIGSEGV, and no limit counts it. For weights that nobody
+                but this package has in hands.
 
         Raises:
             WeightsError: if its first byte is where its type cannot begin, or the file cannot be mapped.
@@ -219,7 +220,7 @@ class Entry:
 
 
 def _map(descriptor: int, path: Path, is_read_only: bool) -> mmap.mmap:
-    """Map a whole file; MAP_SHARED and PROT_READ together are what RLIMIT_DATA does not count."""
+    """Map a whole file; RLIMIT_DATA does not count what is both MAP_SHARED and PROT_READ."""
     if is_read_only:
         return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     try:
@@ -244,20 +245,14 @@ def _block(count: int, dtype: torch.dtype, is_pinned: bool) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype)
 
 
-class _opened:
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     """A descriptor of a file, for reading."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> int:
-        try:
-            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise WeightsError(
-                f"cannot open {self._path}: {error.strerror}; give a folder whose files can be read"
-            ) from error
-        return self._descriptor
-
-    def __exit__(self, *unused: object) -> None:
-        os.close(self._descriptor)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightsError(f"cannot open {path}: {error.strerror}; give a folder whose files can be read") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

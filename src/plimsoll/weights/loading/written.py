@@ -2,7 +2,7 @@
 
 A page of such a mapping becomes private memory when it is written, and no limit can refuse it then: ``RLIMIT_DATA``
 counts addresses. So inside a limit of ours all that an optimizer of torch's class is about to write is counted before
-its step, and where there is no room, that is an out-of-memory error before anything is written. What is written
+its step, and where it does not fit, that is an out-of-memory error before anything is written. What is written
 otherwise (``weight.add_``, ``load_state_dict``) is counted after it, by `plimsoll.device.cpu.data_limit.follow`.
 """
 
@@ -36,7 +36,7 @@ def _count(optimizer: Any, *_: object) -> None:
     """Count what an optimizer is about to write, once.
 
     Raises:
-        MemoryError: if the limit has no room for it.
+        MemoryError: if the limit does not allow it.
     """
     if budget_in_force_bytes() is None:
         return

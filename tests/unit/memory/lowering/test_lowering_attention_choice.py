@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plimsoll.errors import DeviceError
-from plimsoll.memory.lowering.attention_choice import choose_backend
+from plimsoll.memory.lowering.attention_choice import Call, choose_backend
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 T4, V100, A100, A10, H100, B200, RTX50 = (7, 5), (7, 0), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)
@@ -23,7 +23,7 @@ def choose(capability, dtype=BF16, width=64, *, heads=12, key_heads=None, length
     }
     keys = (8, key_heads or heads, lengths[1])
     shapes = (8, heads, lengths[0], width), (*keys, width), (*keys, value_width or width)
-    return choose_backend(*shapes, dtype, capability=capability, **asked)
+    return choose_backend(Call(*shapes, dtype, capability=capability, **asked))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,8 @@ def test_the_choice(expected, capability, dtype, more) -> None:
 
 def test_other_than_four_dimensions_are_for_math() -> None:
     shape = (8, 128, 64)
-    assert choose_backend(shape, shape, shape, BF16, False, False, 0.0, False, False, True, A100) == "math"
+    call = Call(shape, shape, shape, BF16, False, False, 0.0, False, False, True, A100)
+    assert choose_backend(call) == "math"
 
 
 def test_flags_and_order_of_the_user_are_kept(monkeypatch) -> None:

@@ -111,7 +111,7 @@ def test_what_two_choices_do_together_is_learned_from_a_trace_of_both():
     for choice in (HALF, NONE):
         surrogate.learn_effect(choice, evaluate(16, (choice,), per_sample=5, seconds=1.5), PLAIN[1], activations)
     both = evaluate(16, (HALF, NONE), per_sample=1, update=150, seconds=1.2)
-    surrogate.learn_together(HALF, NONE, both)
+    surrogate.learn_pair(HALF, NONE, both)
     assert needs(surrogate, (HALF, NONE), 16, 160) == [150 + BEYOND, 100 + 160 + BEYOND]
     assert times(surrogate, (HALF, NONE), 16) == pytest.approx([1.2])
     assert needs(surrogate, (HALF,), 160) == [100 + 5 * 160 + BEYOND]

@@ -80,8 +80,8 @@ def test_micro_batches_that_were_not_rehearsed(batch, micro, dry_run, expected):
 
 
 def test_of_whole_passes_and_a_smaller_one_the_second_stands_for_all_whole_ones_but_the_first():
-    assert _of_all([11, 13, 5], num_pieces=6, ends_smaller=True) == 11 + 4 * 13 + 5
-    assert _of_all([11, 5], num_pieces=2, ends_smaller=True) == 11 + 5
+    assert _of_all([11, 13, 5], num_micro_batches=6, ends_smaller=True) == 11 + 4 * 13 + 5
+    assert _of_all([11, 5], num_micro_batches=2, ends_smaller=True) == 11 + 5
 
 
 def test_the_range_is_the_speeds_spread():

@@ -101,7 +101,7 @@ def _entry(source: WeightFile, name: str, value: Any) -> Entry:
 
 
 def _check_records(source: WeightFile) -> None:
-    """Look at what the zip says of itself, so that no byte is taken for a weight that is none."""
+    """Check what the zip says of itself, so that no byte is taken for a weight that is none."""
     try:
         with zipfile.ZipFile(source.path) as archive:
             records = archive.infolist()
