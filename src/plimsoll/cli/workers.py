@@ -61,7 +61,7 @@ def plan_worker(  # noqa: PLR0917 -- typer calls it by name
 
 def baseline_worker() -> None:
     """Print what a training process takes before it has a model."""
-    from plimsoll.planning.baseline import print_baseline
+    from plimsoll.training.baseline import print_baseline
 
     print_baseline()
 

@@ -143,8 +143,8 @@ def forked_as(job_file: Path) -> list[str]:
 
     What cannot be loaded is said by the process that needs it.
     """
-    from plimsoll.planning.baseline import load_training
     from plimsoll.planning.lean_imports import leave_out_unused
+    from plimsoll.training.baseline import load_training
 
     job = Job.from_yaml(job_file)
     leave_out_unused(job)
