@@ -146,6 +146,7 @@ def forked_as(job_file: Path) -> list[str]:
     from plimsoll.planning.lean_imports import leave_out_unused
     from plimsoll.training.baseline import load_training
 
+    # Each process reads the file anew: to go on, and to take over a plan, is to write it while this one waits.
     job = Job.from_yaml(job_file)
     leave_out_unused(job)
     from plimsoll.step.oom_boundary import without_fail  # torch, of which is left out now what the job does not use
