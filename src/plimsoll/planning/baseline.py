@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self, final
 
+from plimsoll.device.base import backend_for
 from plimsoll.errors import DataError, DeviceError, InputError, JobError
 from plimsoll.planning.kept_baseline import Baseline, kept_baseline
 from plimsoll.planning.lean_imports import leave_out_unused
@@ -204,7 +205,6 @@ def _load_model_code(job_text: str) -> None:
 
 def baseline_bytes(job: Job) -> int:
     """Count what this process takes, which has loaded the training of the job, with the threads that it starts."""
-    from plimsoll.device.base import backend_for
     from plimsoll.planning.dry_run.ranks import joined_alone, threads_of_rank
 
     backend = backend_for("cpu")
@@ -216,7 +216,6 @@ def baseline_bytes(job: Job) -> int:
 def print_inference_baseline(folder: Path, task: str) -> None:
     """Print how many bytes a process takes that has all that applying a model needs, but the weights."""
     begin_worker()
-    from plimsoll.device.base import backend_for
     from plimsoll.inference import (
         apply,  # noqa: F401
         placement,  # noqa: F401
