@@ -163,7 +163,7 @@ def remedies_for(cause: str) -> dict[str, str]:
 
 def _said_by(technique: str) -> dict[str, Any]:
     """The fields of a technique's class that `remedies_for` needs."""
-    found = {}
+    found: dict[str, Any] = {}
     for statement in _statements("plimsoll", f"techniques/{technique}.py"):
         for inner in statement.body if isinstance(statement, ast.ClassDef) else ():
             match inner:
