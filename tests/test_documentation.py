@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import random
 import re
 import textwrap
 from collections.abc import Iterator
@@ -172,7 +173,9 @@ def test_the_jobs_in_place_of_the_scripts_train_inside_a_limit(tmp_path):
     (tmp_path / "corpus.txt").write_text("\n".join(lines), "utf-8")
     rows = (f'"{line.replace(chr(34), "")}",{"long" if len(line) > 60 else "short"}' for line in lines if line.strip())
     (tmp_path / "reviews.csv").write_text("\n".join(["text,label", *rows]), "utf-8")
-    vectors = (f"{word} {' '.join(map(str, range(100)))}" for word in sorted({*" ".join(lines).split()}))
+    draw = random.Random(0)  # vectors that differ: rows of missing words are drawn with their deviation
+    words = sorted({*" ".join(lines).split()})
+    vectors = (" ".join([word, *(f"{draw.gauss():.3f}" for _ in range(100))]) for word in words)
     (tmp_path / "glove.6B.100d.txt").write_text("\n".join(vectors), "utf-8")
     jobs = sorted(tmp_path.glob("*.yaml"))
     assert len(jobs) == 5

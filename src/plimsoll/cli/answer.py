@@ -95,8 +95,16 @@ def hand_over(record: Record, sentence: str, output: Path | None, as_json: bool)
         text = render(record, _FORMATS[output.suffix.lower()])
         write_atomically(output, text.rstrip("\n").encode() + b"\n", "-o/--output")
     if as_json or output is None:
-        show(render(record, "json" if as_json else "text"))
+        show_record(record, as_json)
         return
     if sentence:
         print(sentence, file=sys.stderr)
     show(str(output))
+
+
+def show_record(record: Record, as_json: bool) -> None:
+    """Print a record, as JSON or as tables."""
+    from plimsoll.cli.output import show
+    from plimsoll.report.render import render
+
+    show(render(record, "json" if as_json else "text"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from plimsoll.cli.options import AsJsonAlone, Quiet, Timings
+from plimsoll.cli.options import AsJsonAlone, ForceAnew, Quiet, Timings
 
 if TYPE_CHECKING:
     from plimsoll.models.generation import Cache
@@ -59,7 +59,7 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
         bool, typer.Option("--no-header", help="The first row of the csv is a row; its columns are 1, 2, ...")
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first row that cannot be used.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")] = False,
+    force: ForceAnew = False,
     quiet: Quiet = False,
     _timings: Timings = False,
     as_json: AsJsonAlone = False,
@@ -73,12 +73,11 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
       plimsoll apply gpt2 --task score --data texts.jsonl --out scores.jsonl --batch-size 8
       plimsoll apply gpt2 --task generate --max-new-tokens 40 --data prompts.txt --out texts.jsonl
     """
-    from plimsoll.cli.answer import limit_bytes_of
-    from plimsoll.cli.output import failures_shown, show
+    from plimsoll.cli.answer import limit_bytes_of, show_record
+    from plimsoll.cli.output import failures_shown
     from plimsoll.errors import Interrupted
     from plimsoll.inference.options import generation_of, require_known
     from plimsoll.report.progress import row_rates, spinner
-    from plimsoll.report.render import render
 
     with failures_shown() if as_json else nullcontext():
         limit_bytes = limit_bytes_of(budget)
@@ -108,4 +107,4 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
         except KeyboardInterrupt:
             message = f"stopped: what was written for {out} is kept; give the same command again to go on"
             raise Interrupted(message, signal.SIGINT) from None
-    show(render(facts, "json" if as_json else "text"))
+    show_record(facts, as_json)

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.cli.options import AsJsonAlone, Force, Quiet
+from plimsoll.cli.options import AsJsonAlone, Cache, Force, Quiet
 
 if TYPE_CHECKING:
+    from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
     from plimsoll.records.job import Job
+    from plimsoll.report.data_sheets import Found
     from plimsoll.report.progress import Report
+
+    Work = Callable[[Job, Path, Report], Found]
 
 app = typer.Typer(no_args_is_help=True, help="Text larger than memory: index it, tokenize it, look at it, time it.")
 
@@ -23,20 +27,43 @@ _Texts = Annotated[list[str], typer.Argument(metavar="JOB|TEXTS...", help="A job
 _Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job: data.unit=line.")
 ]
-_Cache = Annotated[Path | None, typer.Option("--cache", help="Where it is kept. Default: your cache folder.")]
 _Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write a page (.html) or the record (.json).")]
 
 
-@app.command("index")
-def index(  # noqa: PLR0917 -- typer calls it by name
-    texts: _Texts,
-    changes: _Changes = None,
-    cache: _Cache = None,
-    output: _Output = None,
-    force: Force = False,
-    quiet: Quiet = False,
-    as_json: AsJsonAlone = False,
-) -> None:
+def _command(what: str) -> Callable[[Work], Work]:
+    """Make a command of the function that does its work, whose docstring is the help; ``what`` Ctrl-C ends."""
+
+    def made(work: Work) -> Work:
+        @app.command(work.__name__, help=work.__doc__)
+        def command(  # noqa: PLR0917 -- typer calls it by name
+            texts: _Texts,
+            changes: _Changes = None,
+            cache: Cache = None,
+            output: _Output = None,
+            force: Force = False,
+            quiet: Quiet = False,
+            as_json: AsJsonAlone = False,
+        ) -> None:
+            from plimsoll.cli.answer import answering, check_output, hand_over
+            from plimsoll.records.base import cache_folder
+            from plimsoll.records.job import Job
+            from plimsoll.report.data_sheets import headline
+            from plimsoll.report.progress import stages
+
+            with answering(what, as_json):
+                with stages(quiet or as_json) as progress:
+                    job = Job.from_file_or_texts(texts, tuple(changes or ()))
+                    check_output(output, force)
+                    found = work(job, cache or cache_folder() / "data", progress)
+                hand_over(found, headline(found), output, as_json)
+
+        return work
+
+    return made
+
+
+@_command("indexing")
+def index(job: Job, cache: Path, progress: Report) -> CorpusFacts:
     """Find every text, so that any of them is read in microseconds; nothing is copied.
 
     \b
@@ -47,20 +74,11 @@ def index(  # noqa: PLR0917 -- typer calls it by name
     """
     from plimsoll.data.inspect import index_corpus
 
-    options = _Options(texts, changes, cache, output, force, quiet, as_json)
-    _answer("indexing", index_corpus, lambda found: f"{found.num_texts:,} texts", options)
+    return index_corpus(job, cache, progress)
 
 
-@app.command("tokenize")
-def tokenize(  # noqa: PLR0917 -- as above
-    texts: _Texts,
-    changes: _Changes = None,
-    cache: _Cache = None,
-    output: _Output = None,
-    force: Force = False,
-    quiet: Quiet = False,
-    as_json: AsJsonAlone = False,
-) -> None:
+@_command("tokenizing")
+def tokenize(job: Job, cache: Path, progress: Report) -> TokenFacts:
     """Tokenize a corpus once, on all cores; after Ctrl-C or a full disk the same command goes on.
 
     \b
@@ -71,20 +89,11 @@ def tokenize(  # noqa: PLR0917 -- as above
     """
     from plimsoll.data.inspect import tokenize_corpus
 
-    options = _Options(texts, changes, cache, output, force, quiet, as_json)
-    _answer("tokenizing", tokenize_corpus, lambda found: f"{found.num_tokens:,} tokens", options)
+    return tokenize_corpus(job, cache, progress)
 
 
-@app.command("inspect")
-def inspect(  # noqa: PLR0917 -- as above
-    texts: _Texts,
-    changes: _Changes = None,
-    cache: _Cache = None,
-    output: _Output = None,
-    force: Force = False,
-    quiet: Quiet = False,
-    as_json: AsJsonAlone = False,
-) -> None:
+@_command("the inspection")
+def inspect(job: Job, cache: Path, progress: Report) -> Inspection:
     """Show how long the texts are, and what of a batch would be padding with each way to make samples of them.
 
     \b
@@ -95,25 +104,11 @@ def inspect(  # noqa: PLR0917 -- as above
     """
     from plimsoll.data.inspect import inspect_corpus
 
-    options = _Options(texts, changes, cache, output, force, quiet, as_json)
-    _answer(
-        "the inspection",
-        inspect_corpus,
-        lambda found: f"{found.corpus.num_texts:,} texts, {found.num_tokens:,} tokens",
-        options,
-    )
+    return inspect_corpus(job, cache, progress)
 
 
-@app.command("bench")
-def bench(  # noqa: PLR0917 -- as above
-    texts: _Texts,
-    changes: _Changes = None,
-    cache: _Cache = None,
-    output: _Output = None,
-    force: Force = False,
-    quiet: Quiet = False,
-    as_json: AsJsonAlone = False,
-) -> None:
+@_command("the timing")
+def bench(job: Job, cache: Path, progress: Report) -> FeedRates:
     """Time how fast this machine reads, tokenizes and feeds a corpus, and the memory it takes.
 
     \b
@@ -121,38 +116,6 @@ def bench(  # noqa: PLR0917 -- as above
       plimsoll data bench job.yaml
       plimsoll data bench corpus --set data.workers=2 --json
     """
+    from plimsoll.training.feed_speed import time_corpus
 
-    def work(job: Job, cache: Path, progress: Report) -> Any:
-        from plimsoll.training.feed_speed import time_corpus
-
-        return time_corpus(job, cache, progress)
-
-    options = _Options(texts, changes, cache, output, force, quiet, as_json)
-    _answer("the timing", work, lambda found: f"{len(found.rates)} rates", options)
-
-
-class _Options(NamedTuple):
-    texts: list[str]
-    changes: list[str] | None
-    cache: Path | None
-    output: Path | None
-    force: bool
-    quiet: bool
-    as_json: bool
-
-
-def _answer(
-    what: str, work: Callable[[Job, Path, Report], Any], sentence: Callable[[Any], str], options: _Options
-) -> None:
-    """Do the work of a command on the texts and hand its record over; ``sentence`` sums it up."""
-    from plimsoll.cli.answer import answering, check_output, hand_over
-    from plimsoll.records.base import cache_folder
-    from plimsoll.records.job import Job
-    from plimsoll.report.progress import stages
-
-    with answering(what, options.as_json):
-        with stages(options.quiet or options.as_json) as progress:
-            job = Job.from_file_or_texts(options.texts, tuple(options.changes or ()))
-            check_output(options.output, options.force)
-            found = work(job, options.cache or cache_folder() / "data", progress)
-        hand_over(found, sentence(found), options.output, options.as_json)
+    return time_corpus(job, cache, progress)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.cli.options import AsJsonAlone, Force, Quiet
+from plimsoll.cli.options import AsJsonAlone, Cache, Force, Quiet
 
 if TYPE_CHECKING:
     from plimsoll.records.base import Record
@@ -68,7 +68,7 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
         Path | None,
         typer.Option("--output", "-o", help="Write all rows (.safetensors .npy) or those found (.txt .vec .bin)."),
     ] = None,
-    cache: Annotated[Path | None, typer.Option("--cache", help="Where it is kept. Default: your cache folder.")] = None,
+    cache: Cache = None,
     force: Force = False,
     quiet: Quiet = False,
     as_json: AsJsonAlone = False,
@@ -83,8 +83,7 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
       plimsoll embeddings subset glove.txt --corpus reviews.csv --set data.text=body --json
     """
     from plimsoll.cli.answer import answering
-    from plimsoll.embeddings.conversion import export, require_writable
-    from plimsoll.embeddings.subsets import take_subset
+    from plimsoll.embeddings.conversion import require_writable
     from plimsoll.embeddings.wanted_words import WantedWords
     from plimsoll.report.progress import stages
 
@@ -94,22 +93,10 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
         wanted = WantedWords(
             vocabulary, tokenizer, tuple(corpus or ()), tuple(changes or ()), min_count, max_words, padding
         )
+        how = {"missing": missing.value, "ignore_case": ignore_case, "precision": precision.value, "seed": seed}
         with stages(quiet or as_json) as progress:
-            words = wanted.vocabulary_in(cache, progress)
-            found = take_subset(
-                vectors,
-                words,
-                missing=missing.value,
-                ignore_case=ignore_case,
-                precision=precision.value,
-                strict=strict,
-                seed=seed,
-                cache=cache,
-                progress=progress,
-            )
-            if output is not None:
-                export(found.table, output)
-        _tell(found.facts, output, as_json)
+            found = wanted.rows_of(vectors, output, cache, progress, strict=strict, **how)
+        _tell(found, output, as_json)
 
 
 @app.command("info")
@@ -168,11 +155,12 @@ def convert(  # noqa: PLR0917 -- as above
 
 def _tell(record: Record, output: Path | None, as_json: bool) -> None:
     """Print the record; with an output its path, and the tables on standard error."""
+    from plimsoll.cli.answer import show_record
     from plimsoll.cli.output import show
     from plimsoll.report.render import render
 
     if output is not None and not as_json:
         print(render(record), end="", file=sys.stderr)
         show(str(output))
-        return
-    show(render(record, "json" if as_json else "text"))
+    else:
+        show_record(record, as_json)

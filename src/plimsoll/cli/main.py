@@ -5,7 +5,6 @@ A command's module is imported when the command is called, so that ``plimsoll --
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from importlib.metadata import version
@@ -30,11 +29,11 @@ from plimsoll.cli import (
     watch,
     workers,
 )
-from plimsoll.cli.output import complain, format_warning, tell
+from plimsoll.cli.output import format_warning, say_failure, tell
 from plimsoll.device.cpu.threads import spin_briefly
-from plimsoll.errors import Interrupted, PlimsollError
+from plimsoll.errors import PlimsollError
 from plimsoll.processes import timings
-from plimsoll.processes.children import end_as_asked, is_rank
+from plimsoll.processes.children import end_as_asked
 
 app = typer.Typer(
     name="plimsoll",
@@ -99,15 +98,6 @@ app.command("measure-worker", hidden=True)(workers.measure_worker)
 app.command("inference-baseline-worker", hidden=True)(workers.inference_baseline_worker)
 
 
-def _which_rank() -> str:
-    return f"rank {os.environ['RANK']}: " if is_rank() else ""
-
-
-def _is_said_by_another(error: PlimsollError) -> bool:
-    """Whether the first rank says the same: all stop after one step where somebody asks for it."""
-    return isinstance(error, Interrupted) and is_rank() and os.environ["RANK"] != "0"
-
-
 def main() -> None:
     """Run the command line; the process ends with the exit code of `plimsoll.errors`.
 
@@ -124,9 +114,7 @@ def main() -> None:
     try:
         app()
     except PlimsollError as error:
-        if not _is_said_by_another(error):
-            what = "" if isinstance(error, Interrupted) else "error: "  # that is what was asked for
-            complain(f"{_which_rank()}{what}{error}")
+        say_failure(error)
         tell(error)
         sys.exit(error.exit_code)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +11,9 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 """Every command that shows progress has it; ``--json`` shows none either."""
 
 Changes = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")]
+Cache = Annotated[Path | None, typer.Option("--cache", help="Where it is kept. Default: your cache folder.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output.")]
+ForceAnew = Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")]
 AsJsonAlone = Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")]
 

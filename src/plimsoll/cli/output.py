@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from plimsoll.errors import OutputError, PlimsollError, PlimsollWarning
+from plimsoll.errors import Interrupted, OutputError, PlimsollError, PlimsollWarning
 from plimsoll.files.temporary import own_folder
+from plimsoll.processes.children import is_rank
 
 _VARIABLE = "PLIMSOLL_FAILURE_FILE"
 
@@ -41,6 +42,15 @@ def complain(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def say_failure(error: PlimsollError) -> None:
+    """Say on standard error why a command failed, and in which rank."""
+    is_asked_for, rank = isinstance(error, Interrupted), os.environ["RANK"] if is_rank() else None
+    if is_asked_for and rank not in {None, "0"}:
+        return  # all ranks stop after the same step, and the first says so
+    which = "" if rank is None else f"rank {rank}: "
+    complain(f"{which}{'' if is_asked_for else 'error: '}{error}")
 
 
 def note_unless(quiet: bool) -> Callable[[str], None]:

@@ -80,6 +80,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
             require_sound(job, device, limit_bytes)
             leave_out_unused(job)
             from plimsoll.planning.kept_answers import KEPT_SENTENCE, prediction_of
+            from plimsoll.training.baseline import load_training
 
             prediction, is_kept = prediction_of(
                 job,
@@ -91,6 +92,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
                 lengths=num_tokens,
                 calibration=learned,
                 progress=progress,
+                load_training=load_training,
             )
         if is_kept and not quiet:
             typer.echo(KEPT_SENTENCE, err=True)

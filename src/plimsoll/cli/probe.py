@@ -15,12 +15,11 @@ def probe(
       plimsoll probe
       plimsoll probe --json
     """
-    from plimsoll.cli.output import show
+    from plimsoll.cli.answer import show_record
     from plimsoll.report.progress import spinner
-    from plimsoll.report.render import render
 
     with spinner(quiet=as_json):
         from plimsoll.device.probe import probe_machine
 
         machine = probe_machine()
-    show(render(machine, "json" if as_json else "text"))
+    show_record(machine, as_json)

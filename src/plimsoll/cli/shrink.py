@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli.options import AsJsonAlone, Changes, Quiet, Timings
+from plimsoll.cli.options import AsJsonAlone, Changes, ForceAnew, Quiet, Timings
 
 
 # long: one call with one line for each option
@@ -53,7 +53,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Keep every model in OUT/.shrink, for another --target.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")] = False,
+    force: ForceAnew = False,
     quiet: Quiet = False,
     _timings: Timings = False,
     as_json: AsJsonAlone = False,
@@ -67,7 +67,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
       plimsoll shrink runs/a --method 'layers(keep=3)' --method int8 --recover 100 --out small
       plimsoll shrink all-MiniLM-L6-v2 --data texts.csv --column body --method vocabulary --out small
     """
-    from plimsoll.cli.answer import limit_bytes_of
+    from plimsoll.cli.answer import limit_bytes_of, show_record
     from plimsoll.cli.output import failures_shown, note_unless, show, told, told_by
     from plimsoll.compression.options import require_consistent, target_bytes_of
     from plimsoll.errors import Interrupted
@@ -78,10 +78,10 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
     with failures_shown() if as_json else nullcontext():
         require_consistent(target, methods, forbids, recover, budget, tries, samples)
         with spinner(quiet or as_json):
+            from plimsoll.compression.folder import found_until_now
             from plimsoll.compression.request import ShrinkOptions, find_source
             from plimsoll.compression.search import RefusedError
             from plimsoll.compression.search import shrink as make_smaller
-            from plimsoll.report.render import render
 
             options = ShrinkOptions(
                 target_bytes=target_bytes_of(target),
@@ -119,19 +119,8 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
                     show(told_by(file, refused.exit_code))
                 sys.exit(refused.exit_code)
             except KeyboardInterrupt:
-                _show_found(out, as_json)
+                if (found := found_until_now(out)) is not None and not as_json:  # where it is the failure alone
+                    show_record(found, as_json)
                 message = f"stopped: what was tried for {out} is kept; give the same command again to go on"
                 raise Interrupted(message, signal.SIGINT) from None
-    show(render(record, "json" if as_json else "text"))
-
-
-def _show_found(out: Path, as_json: bool) -> None:
-    """Show the tables of what was measured until now; with ``--json`` standard output has the failure alone."""
-    from plimsoll.cli.output import show
-    from plimsoll.compression.folder import WORK
-    from plimsoll.records.shrink import SHRINK_RECORD, ShrinkRecord
-    from plimsoll.report.render import render
-
-    found = out / WORK / SHRINK_RECORD
-    if found.is_file() and not as_json:
-        show(render(ShrinkRecord.load(found), "text"))
+    show_record(record, as_json)

@@ -65,8 +65,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
       torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 9 --rdzv-backend c10d --rdzv-endpoint host:29500 \\
         -m plimsoll train job.yaml --out /shared/runs/e
     """
-    from plimsoll.cli.answer import limit_bytes_of
-    from plimsoll.cli.output import show
+    from plimsoll.cli.answer import limit_bytes_of, show_record
     from plimsoll.processes.children import is_rank
     from plimsoll.training.start import TrainRequest, start
 
@@ -93,9 +92,8 @@ def train(  # noqa: PLR0917 -- typer calls it by name
             sys.exit(code)
     if not is_silent:
         from plimsoll.records.run import RunRecord
-        from plimsoll.report.render import render  # not before: as a rank, this process has trained inside the budget
 
-        show(render(RunRecord.from_directory(out), "json" if as_json else "text"))
+        show_record(RunRecord.from_directory(out), as_json)
 
 
 @contextmanager

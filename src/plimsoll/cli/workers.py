@@ -6,7 +6,6 @@ whole; the training is a process of its own because the kernel may kill it.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,23 +23,10 @@ def prepare_worker(  # noqa: PLR0917 -- typer calls it by name
     forbid: Annotated[list[str] | None, typer.Option()] = None,
     tokenizer_budget_bytes: int | None = None,
 ) -> None:
-    """Prepare the data of a run directory.
+    """Prepare the data of a run directory."""
+    from plimsoll.training.prepare import prepare_or_restart
 
-    Checking the job loads torch. If that leaves too little of the budget to train the tokenizer, the process restarts
-    and trains the tokenizer before it loads torch.
-    """
-    from plimsoll.errors import TokenizerMemoryError
-    from plimsoll.training.prepare import prepare_run
-
-    try:
-        prepare_run(directory, cache, quiet, again, tuple(pin or ()), tuple(forbid or ()), tokenizer_budget_bytes)
-    except TokenizerMemoryError as error:
-        if tokenizer_budget_bytes is not None or error.budget_bytes is None:
-            raise
-        os.execv(
-            sys.executable,
-            [sys.executable, "-m", "plimsoll", *sys.argv[1:], "--tokenizer-budget-bytes", str(error.budget_bytes)],
-        )
+    prepare_or_restart(directory, cache, quiet, again, tuple(pin or ()), tuple(forbid or ()), tokenizer_budget_bytes)
 
 
 def plan_worker(  # noqa: PLR0917 -- typer calls it by name
@@ -61,7 +47,7 @@ def plan_worker(  # noqa: PLR0917 -- typer calls it by name
 
 def baseline_worker() -> None:
     """Print what a training process takes before it has a model."""
-    from plimsoll.planning.baseline import print_baseline
+    from plimsoll.training.baseline import print_baseline
 
     print_baseline()
 

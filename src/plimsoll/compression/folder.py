@@ -17,7 +17,7 @@ from typing import Any
 
 from plimsoll.errors import OutputError
 from plimsoll.records.base import write_atomically
-from plimsoll.records.shrink import SHRINK_RECORD
+from plimsoll.records.shrink import SHRINK_RECORD, ShrinkRecord
 
 WORK = ".shrink"
 
@@ -74,6 +74,12 @@ def refuse_overlap(out: Path, belongings: Sequence[Path]) -> None:
             raise OutputError(
                 f"{path} is read while a smaller model is made, and lies in --out {out}: give another --out"
             )
+
+
+def found_until_now(out: Path) -> ShrinkRecord | None:
+    """Return what was measured for a model that is being made in ``out``, if anything was."""
+    found = out / WORK / SHRINK_RECORD
+    return ShrinkRecord.load(found) if found.is_file() else None
 
 
 def drop_if_empty(work: Path) -> None:

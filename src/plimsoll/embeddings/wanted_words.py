@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from plimsoll.embeddings.conversion import export
+from plimsoll.embeddings.subsets import take_subset
 from plimsoll.embeddings.vocabulary import Vocabulary, of_counts, of_tokenizer, said_padding, vocabulary_of
 from plimsoll.errors import EmbeddingError
 from plimsoll.files.store import Progress, silent
 from plimsoll.records.base import cache_folder
+from plimsoll.records.embeddings import SubsetFacts
 from plimsoll.records.job import Job
 
 
@@ -53,6 +57,26 @@ class WantedWords:
 
         padding = self.padding or said_padding(self.tokenizer)
         return of_tokenizer(load_tokenizer(self.tokenizer).backend, str(self.tokenizer), padding)
+
+    def rows_of(
+        self,
+        vectors: Path,
+        output: Path | None = None,
+        cache: Path | None = None,
+        progress: Progress = silent,
+        **options: Any,
+    ) -> SubsetFacts:
+        """Take the rows of the words from a file of word vectors, and write them to ``output``, if it is given.
+
+        Raises:
+            EmbeddingError: see `vocabulary_in`, `plimsoll.embeddings.subsets.take_subset`, which has the ``options``,
+                and `plimsoll.embeddings.conversion.export`.
+            OutputError: if the output or the cache cannot be written.
+        """
+        found = take_subset(vectors, self.vocabulary_in(cache, progress), cache=cache, progress=progress, **options)
+        if output is not None:
+            export(found.table, output)
+        return found.facts
 
     def _check(self) -> None:
         options = {"--vocabulary": self.vocabulary, "--tokenizer": self.tokenizer, "--corpus": self.corpus}

@@ -30,6 +30,7 @@ from plimsoll.data.formats import Reading
 from plimsoll.data.samples.packable import packing_fault
 from plimsoll.data.samples.teacher_cache import WithTeacher, open_teacher_cache
 from plimsoll.data.tokens.store import open_tokens
+from plimsoll.data.tokens.tokenizer import open_tokenizer
 from plimsoll.device.base import backend_for
 from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.distributed.ranks import Ranks
@@ -92,8 +93,6 @@ def prepare_vectors(job: Job, prepared: Prepared, cache: Path, progress: Progres
     source = job.embeddings
     if source is None:
         return None
-    from plimsoll.data.tokens.tokenizer import open_tokenizer
-
     backend = open_tokenizer(Path(prepared.tokenizer_folder)).backend
     words = of_tokenizer(backend, "the tokenizer of the job")
     if prepared.train.tokens_folder is not None:

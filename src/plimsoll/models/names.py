@@ -1,7 +1,8 @@
-"""What a job names of torch and transformers, checked without importing them: their sources say what there is.
+"""What there is of torch, transformers and techniques, read from their sources without importing them.
 
-Importing them takes seconds, which a typo should not cost. Where a source is not laid out as expected, they are
-imported and asked. Does NOT check values: a class refuses those itself when something is built with them.
+Importing them takes seconds, which a typo in a job should not cost, nor the explanation of a log. Where a source is not
+laid out as expected, they are imported and asked. Does NOT check values: a class refuses those itself when something is
+built with them.
 """
 
 from __future__ import annotations
@@ -146,6 +147,32 @@ def own_techniques() -> tuple[str, ...]:
 def techniques_of_others() -> tuple[EntryPoint, ...]:
     """List the techniques that other packages bring: entry points, each of its technique's name, not loaded here."""
     return tuple(entry_points(group="plimsoll.techniques"))
+
+
+@cache
+def remedies_for(cause: str) -> dict[str, str]:
+    """Find which of Plimsoll's own techniques say that they are a remedy for a cause: their summaries, the best first.
+
+    Args:
+        cause: a name of `plimsoll.diagnose.causes`.
+    """
+    said = {name: _said_by(name) for name in own_techniques()}
+    places = {name: one["remedies"][cause] for name, one in said.items() if cause in one.get("remedies", {})}
+    return {name: said[name]["summary"] for name in sorted(places, key=places.__getitem__)}
+
+
+def _said_by(technique: str) -> dict[str, Any]:
+    """The fields of a technique's class that `remedies_for` needs."""
+    found: dict[str, Any] = {}
+    for statement in _statements("plimsoll", f"techniques/{technique}.py"):
+        for inner in statement.body if isinstance(statement, ast.ClassDef) else ():
+            match inner:
+                case (
+                    ast.Assign(targets=[ast.Name(id=("summary" | "remedies") as field)], value=ast.expr() as value)
+                    | ast.AnnAssign(target=ast.Name(id=("summary" | "remedies") as field), value=ast.expr() as value)
+                ):
+                    found[field] = ast.literal_eval(value)
+    return found
 
 
 def require_technique(name: str, known: Collection[str] | None = None) -> None:

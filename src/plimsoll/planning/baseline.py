@@ -1,39 +1,40 @@
 """What a process takes before it has a model: of a training of a job, and of applying a model.
 
-    with baseline_for(job, device) as started:      # first of all
-        ...                                         # meanwhile
+    with baseline_for(job, device, load_training) as started:   # first of all
+        ...                                                     # meanwhile
         started.wait()
 
 A prediction on the CPU counts from it. It is measured in a process that has loaded what the training process loads and
-started its threads, and nothing else: a fork of this one before it does anything, or one that is started anew.
+started its threads, and nothing else: a fork of this one before it does anything, or one that is started anew. What
+the training process loads is in `plimsoll.training.baseline`; who may fork hands it in.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
-from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self, final
 
+from plimsoll.device.base import backend_for
 from plimsoll.errors import DataError, DeviceError, InputError, JobError
 from plimsoll.planning.kept_baseline import Baseline, kept_baseline
-from plimsoll.planning.lean_imports import leave_out_unused, uncollected
+from plimsoll.planning.lean_imports import leave_out_unused
 from plimsoll.processes.children import SUPERVISOR, begin_worker, end_with, uninterrupted
 from plimsoll.processes.fork_server import can_fork
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 
-_SESSION = "plimsoll.training.session"
-"""What a training process imports before it has a model. A name, since planning comes before training."""
+LoadTraining = Callable[[Job], None]
+"""Loads what a training process of a job has before it has a model."""
+
 _BASELINE_SPREAD = 0.03  # of the process before there is a model: libraries load and start threads as they are used
 
 
@@ -48,7 +49,7 @@ def job_baseline(job: Job) -> Estimate:
 
 
 @contextmanager
-def baseline_for(job: Job, device: str | None) -> Iterator[Baseline | None]:
+def baseline_for(job: Job, device: str | None, load_training: LoadTraining | None) -> Iterator[Baseline | None]:
     """Load what the training needs, and have a fork of this process say what that takes, while the block runs.
 
     Call it before anything else is loaded: what this process is now is what the training process will be. Where it
@@ -58,6 +59,7 @@ def baseline_for(job: Job, device: str | None) -> Iterator[Baseline | None]:
         job: of the training.
         device: see `plimsoll.planning.plan.plan_job`; of a GPU there is nothing to read, and nothing is loaded:
             ``None``.
+        load_training: what to load, which is what will be forked; ``None`` to start another process in any case.
 
     Raises:
         JobError: if there is no such model.
@@ -65,12 +67,14 @@ def baseline_for(job: Job, device: str | None) -> Iterator[Baseline | None]:
     if not _is_cpu(job, device):
         yield None
         return
-    with kept_baseline(job, lambda: begin_baseline(job)) as started:
+    with kept_baseline(job, lambda: begin_baseline(job, load_training)) as started:
         yield started
 
 
-def begin_baseline(job: Job) -> ForkedBaseline | StartedBaseline:
+def begin_baseline(job: Job, load_training: LoadTraining | None) -> ForkedBaseline | StartedBaseline:
     """Load what the training needs, and fork this process, or start another where that cannot be."""
+    if load_training is None:
+        return StartedBaseline(job)
     load_training(job)
     return ForkedBaseline(job) if can_fork() else StartedBaseline(job)
 
@@ -180,20 +184,6 @@ def _not_started(exit_code: int | None, why: str) -> DeviceError:
     )
 
 
-def load_training(job: Job) -> None:
-    """Load all that a training process of the job has before it has a model, and nothing else.
-
-    Raises:
-        JobError: if there is no such model.
-    """
-    leave_out_unused(job)
-    with uncollected():
-        import_module(_SESSION)
-        load_libraries(job)
-        load_model_code(job)
-    gc.collect()  # now: what is left of it would be counted in one process and not in another
-
-
 def load_model_code(job: Job) -> None:
     """Import what the model is made of: also a function of the user's, which a sketch does not call, may import more.
 
@@ -215,7 +205,6 @@ def _load_model_code(job_text: str) -> None:
 
 def baseline_bytes(job: Job) -> int:
     """Count what this process takes, which has loaded the training of the job, with the threads that it starts."""
-    from plimsoll.device.base import backend_for
     from plimsoll.planning.dry_run.ranks import joined_alone, threads_of_rank
 
     backend = backend_for("cpu")
@@ -224,18 +213,9 @@ def baseline_bytes(job: Job) -> int:
         return backend.use().used_bytes
 
 
-def print_baseline() -> None:
-    """Print how many bytes a training process takes before it has a model; the job comes on standard input."""
-    begin_worker()
-    job = Job.from_json(sys.stdin.read())
-    load_training(job)
-    print(baseline_bytes(job))
-
-
 def print_inference_baseline(folder: Path, task: str) -> None:
     """Print how many bytes a process takes that has all that applying a model needs, but the weights."""
     begin_worker()
-    from plimsoll.device.base import backend_for
     from plimsoll.inference import (
         apply,  # noqa: F401
         placement,  # noqa: F401

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from plimsoll.data.quick_facts import TextSketch, sketch_texts
 from plimsoll.errors import PlimsollError
-from plimsoll.planning.baseline import baseline_for, load_model_code
+from plimsoll.planning.baseline import LoadTraining, baseline_for, load_model_code
 from plimsoll.planning.kept_traces import facts_of, kept_or_made
 from plimsoll.planning.lean_imports import uncollected
 from plimsoll.records.base import cache_folder
@@ -34,13 +34,21 @@ _MEASURED = ("speed-*.json", "exchange-*.json")
 
 
 def prediction_of(
-    job: Job, *, calibration: Calibration | None = None, progress: Progress | None = None, **asked: Any
+    job: Job,
+    *,
+    calibration: Calibration | None = None,
+    progress: Progress | None = None,
+    load_training: LoadTraining | None = None,
+    **asked: Any,
 ) -> tuple[Prediction, bool]:
-    """Return `plimsoll.planning.predict_job.predict_job` of the same arguments, and whether that was known before."""
+    """Return `plimsoll.planning.predict_job.predict_job` of the same arguments, and whether that was known before.
+
+    See `plimsoll.planning.baseline.baseline_for` for ``load_training``.
+    """
     texts = _sketched(job)
 
     def make() -> Prediction:
-        with baseline_for(job, asked.get("device")) as started:
+        with baseline_for(job, asked.get("device"), load_training) as started:
             with uncollected():
                 from plimsoll.planning.predict_job import predict_job
 
@@ -57,13 +65,17 @@ def plan_of(
     calibration: Calibration | None = None,
     progress: Progress | None = None,
     texts: TextSketch | None = None,
+    load_training: LoadTraining | None = None,
     **asked: Any,
 ) -> tuple[Plan, bool]:
-    """Return `plimsoll.planning.plan.plan_job` of the same arguments, and whether that was known before."""
+    """Return `plimsoll.planning.plan.plan_job` of the same arguments, and whether that was known before.
+
+    See `plimsoll.planning.baseline.baseline_for` for ``load_training``.
+    """
     texts = texts or _sketched(job)
 
     def make() -> Plan:
-        with baseline_for(job, asked.get("device")) as started:
+        with baseline_for(job, asked.get("device"), load_training) as started:
             with uncollected():
                 from plimsoll.planning.plan import plan_job
 

@@ -29,10 +29,10 @@ from plimsoll.planning.lean_imports import is_a_command
 from plimsoll.records.base import Record
 from plimsoll.records.device import Budget
 from plimsoll.records.job import HUB_PREFIX, PATHS, CheckpointPolicy, Job
+from plimsoll.records.trace import Trace
 
 if TYPE_CHECKING:
     from plimsoll.memory.lowering.base import Lowering
-    from plimsoll.records.trace import Trace
     from plimsoll.techniques import Choices
 
 Kept = TypeVar("Kept", bound=Record)
@@ -58,7 +58,6 @@ def trace_of(
     import torch
 
     from plimsoll.planning.dry_run.step import dry_run_job
-    from plimsoll.records.trace import Trace
 
     def make() -> Trace:
         return dry_run_job(job, texts, lowering, choices, lengths, is_short=is_short)

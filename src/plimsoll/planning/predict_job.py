@@ -23,6 +23,7 @@ from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
 from plimsoll.models.assemble import choose_device, require_vectors
+from plimsoll.models.build import build_model
 from plimsoll.planning.baseline import job_baseline, load_model_code
 from plimsoll.planning.constraints import pinned_choices
 from plimsoll.planning.dry_run.processes import Asked, Tracers
@@ -279,8 +280,6 @@ class _Forecast:
 
     def _longest_that_can_be_built(self) -> int:
         """The longest sequence, a power of two times the job's, that the model takes."""
-        from plimsoll.models.build import build_model
-
         length = self.job.sequence_length
         with suppress(JobError):
             while length < _LONGEST_SEQUENCE:

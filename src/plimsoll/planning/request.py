@@ -1,6 +1,7 @@
 """What `plimsoll plan` is asked for, and its answer: a plan of a training, a comparison, or a plan of applying a model.
 
-    found, sentence = plan_as_asked(PlanRequest(subject=Path("job.yaml"), limit_bytes=6 << 30), progress, say)
+    request = PlanRequest(subject=Path("job.yaml"), limit_bytes=6 << 30)
+    found, sentence = plan_as_asked(request, progress, say, load_training)
 
 What takes long to import is imported in the functions: a command shows a sign of life before.
 """
@@ -18,6 +19,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan, check_pins, parse_pin
 
 if TYPE_CHECKING:
+    from plimsoll.planning.baseline import LoadTraining
     from plimsoll.records.apply import Dtype
     from plimsoll.records.comparison import Calibration
     from plimsoll.records.placement import InferencePlan
@@ -113,13 +115,16 @@ class PlanRequest:
         return known_calibration() if self.calibration is None else Calibration.load(self.calibration)
 
 
-def plan_as_asked(request: PlanRequest, progress: Say, say: Say) -> tuple[Plan | Strategies | InferencePlan, str]:
+def plan_as_asked(
+    request: PlanRequest, progress: Say, say: Say, load_training: LoadTraining
+) -> tuple[Plan | Strategies | InferencePlan, str]:
     """Make the plan that is asked for, and a sentence that sums it up.
 
     Args:
         request: what is asked for, checked.
         progress: told what is being done.
         say: told what a person should know, a sentence each.
+        load_training: see `plimsoll.planning.baseline.baseline_for`.
 
     Raises:
         InputError: if the job, the model or what is asked of the plan cannot be used.
@@ -132,10 +137,12 @@ def plan_as_asked(request: PlanRequest, progress: Say, say: Say) -> tuple[Plan |
 
     job = Job.from_yaml(request.subject, request.changes)
     require_sound(job, request.device, request.limit_bytes, request.pinned, request.forbids)
-    return (_compare if request.compare else _plan_training)(request, job, progress, say)
+    return (_compare if request.compare else _plan_training)(request, job, progress, say, load_training)
 
 
-def _plan_training(request: PlanRequest, job: Job, progress: Say, say: Say) -> tuple[Plan, str]:
+def _plan_training(
+    request: PlanRequest, job: Job, progress: Say, say: Say, load_training: LoadTraining
+) -> tuple[Plan, str]:
     from plimsoll.planning.lean_imports import leave_out_unused
     from plimsoll.report.plan_sheets import headline
 
@@ -151,13 +158,16 @@ def _plan_training(request: PlanRequest, job: Job, progress: Say, say: Say) -> t
         forbids=request.forbids,
         calibration=calibration,
         progress=progress,
+        load_training=load_training,
     )
     if is_kept:
         say(KEPT_SENTENCE)
     return found, headline(found)
 
 
-def _compare(request: PlanRequest, job: Job, progress: Say, say: Say) -> tuple[Strategies, str]:
+def _compare(
+    request: PlanRequest, job: Job, progress: Say, say: Say, load_training: LoadTraining
+) -> tuple[Strategies, str]:
     from plimsoll.planning.baseline import baseline_for
     from plimsoll.report.strategy_sheets import done_line, headline
 
@@ -165,7 +175,7 @@ def _compare(request: PlanRequest, job: Job, progress: Say, say: Say) -> tuple[S
         given = ", ".join([*map(str, request.pinned), *request.forbids])
         raise InputError(f"--compare plans each way with pins of its own, not with {given}: leave one of them out")
     calibration = request.known()
-    with baseline_for(job, request.device) as started:
+    with baseline_for(job, request.device, load_training) as started:
         from plimsoll.planning.strategies import compare_strategies
 
         found = compare_strategies(

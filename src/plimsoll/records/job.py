@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -296,7 +297,18 @@ class Job(Record):
         Raises:
             JobError: if the file is missing, is not YAML, or has fields or values that are not allowed; all at once.
         """
-        fields = _changed(read_fields(path), changes)
+        return cls.from_written(read_fields(path), path, changes, budget_bytes)
+
+    @classmethod
+    def from_written(
+        cls, fields: dict[str, Any], path: Path, changes: tuple[str, ...] = (), budget_bytes: int | None = None
+    ) -> Job:
+        """Make a job of the fields that `read_fields` has read from ``path``, which stay as they are; see `from_yaml`.
+
+        Raises:
+            JobError: as `from_yaml`.
+        """
+        fields = _changed(fields, changes)
         if budget_bytes is not None:
             fields["budget"] = {**(fields.get("budget") or {}), "device": budget_bytes}
         return cls.from_fields(fields, source=str(path), folder=path.parent, changes=changes)
@@ -357,7 +369,7 @@ class Job(Record):
 
 def _changed(fields: dict[str, Any], changes: tuple[str, ...]) -> dict[str, Any]:
     """Return the fields with ``a.b=c`` changes applied, each to what those before it have left."""
-    fields = _expanded(fields)
+    fields = _expanded(deepcopy(fields))
     for change in changes:
         _apply(fields, change)
         fields = _expanded(fields)

@@ -10,6 +10,22 @@ _MOST_SKIPPED = 5
 _MOST_LABELS = 20
 _THIS_JOB = "*"
 
+Found = CorpusFacts | TokenFacts | Inspection | FeedRates
+"""What `plimsoll data` answers."""
+
+
+def headline(found: Found) -> str:
+    """Sum an answer up, for a person who is shown the path of its file."""
+    match found:
+        case CorpusFacts():
+            return f"{found.num_texts:,} texts"
+        case TokenFacts():
+            return f"{found.num_tokens:,} tokens"
+        case Inspection():
+            return f"{found.corpus.num_texts:,} texts, {found.num_tokens:,} tokens"
+        case FeedRates():
+            return f"{len(found.rates)} rates"
+
 
 def corpus_sheet(corpus: CorpusFacts) -> Sheet:
     """Say what the texts are and where their index is."""

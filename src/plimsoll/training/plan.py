@@ -19,6 +19,7 @@ from plimsoll.records.plan import Plan, parse_pin
 from plimsoll.records.prepared import Prepared
 from plimsoll.report.plan_sheets import headline
 from plimsoll.report.progress import spinner
+from plimsoll.training.baseline import load_training
 from plimsoll.training.run_directory import RunDirectory
 
 
@@ -78,6 +79,7 @@ def _made(
         calibration=known_calibration(),
         progress=progress,
         texts=texts_of(Prepared.load(directory.prepared)),
+        load_training=load_training,
     )
     require_that_fits(plan)
     return plan

@@ -5,6 +5,7 @@ Nothing at the top of this module imports torch: a tokenizer that does not fit a
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from plimsoll.data.samples.tags import entity_note
 from plimsoll.data.text.held_out import said_of_repeated
 from plimsoll.device.cpu.heap import trim
 from plimsoll.device.process import PeakCounter, private_bytes
-from plimsoll.errors import EmbeddingError
+from plimsoll.errors import EmbeddingError, TokenizerMemoryError
 from plimsoll.planning.lean_imports import leave_out_unused
 from plimsoll.processes.children import begin_worker
 from plimsoll.records.job import Job
@@ -25,6 +26,34 @@ from plimsoll.records.prepared import Prepared
 from plimsoll.records.units import format_bytes
 from plimsoll.report.progress import spinner, stages
 from plimsoll.training.run_directory import RunDirectory
+
+
+def prepare_or_restart(  # noqa: PLR0917 -- of a command
+    path: Path,
+    cache: Path,
+    quiet: bool,
+    again: bool,
+    pins: tuple[str, ...],
+    forbids: tuple[str, ...],
+    tokenizer_budget_bytes: int | None,
+) -> None:
+    """Prepare the data of a run directory (see `prepare_run`), and be this process's command.
+
+    Checking the job loads torch. If that leaves too little of the budget to train the tokenizer, the process restarts
+    and trains the tokenizer before it loads torch.
+
+    Raises:
+        TokenizerMemoryError: if the budget has no room to train the tokenizer even so.
+    """
+    try:
+        prepare_run(path, cache, quiet, again, pins, forbids, tokenizer_budget_bytes)
+    except TokenizerMemoryError as error:
+        if tokenizer_budget_bytes is not None or error.budget_bytes is None:
+            raise
+        os.execv(
+            sys.executable,
+            [sys.executable, "-m", "plimsoll", *sys.argv[1:], "--tokenizer-budget-bytes", str(error.budget_bytes)],
+        )
 
 
 # long: what a preparation does, in its order

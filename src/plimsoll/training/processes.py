@@ -143,9 +143,10 @@ def forked_as(job_file: Path) -> list[str]:
 
     What cannot be loaded is said by the process that needs it.
     """
-    from plimsoll.planning.baseline import load_training
     from plimsoll.planning.lean_imports import leave_out_unused
+    from plimsoll.training.baseline import load_training
 
+    # Each process reads the file anew: to go on, and to take over a plan, is to write it while this one waits.
     job = Job.from_yaml(job_file)
     leave_out_unused(job)
     from plimsoll.step.oom_boundary import without_fail  # torch, of which is left out now what the job does not use

@@ -3,7 +3,7 @@
     Session(path, resume=True).run()    # prepare, plan, limit, build, restore, train
 
 All that a training needs is imported here, at the top, and this module by whoever is about to train: what is imported
-after `Session.limit` would count against the budget. `plimsoll.planning.baseline` imports the same to say beforehand
+after `Session.limit` would count against the budget. `plimsoll.training.baseline` imports the same to say beforehand
 what a process takes without a model. Does NOT prepare data (`plimsoll.training.prepare`) or make a plan
 (`plimsoll.training.plan`): other processes do, whose memory is given back whole.
 """

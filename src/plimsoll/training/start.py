@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from plimsoll.device.cuda import nvml
 from plimsoll.errors import InputError, JobError, OutputError, RecordError
@@ -22,6 +23,7 @@ from plimsoll.models.names import require_technique
 from plimsoll.processes.children import is_rank
 from plimsoll.records.base import write_atomically
 from plimsoll.records.job import Job
+from plimsoll.records.job_yaml import read_fields
 from plimsoll.records.plan import Pin, Plan, check_pins, micro_batch_plan, parse_pin
 from plimsoll.records.run import EndLine
 from plimsoll.report.progress import spinner
@@ -82,13 +84,13 @@ class TrainRequest:
         """What the plan must have and must not have, as arguments of the processes that prepare and plan."""
         return _as_arguments(self.pins, self.forbids)
 
-    def job(self, path: Path) -> Job:
-        """Read the job as it is asked for.
+    def job(self, fields: dict[str, Any], path: Path) -> Job:
+        """Make the job that is asked for of the fields in its file.
 
         Raises:
-            JobError: see `Job.from_yaml`.
+            JobError: see `Job.from_written`.
         """
-        return Job.from_yaml(path, (*self.changes, *_ranks_change(self.num_ranks)), self.budget_bytes)
+        return Job.from_written(fields, path, (*self.changes, *_ranks_change(self.num_ranks)), self.budget_bytes)
 
 
 def start(request: TrainRequest) -> int:
@@ -183,9 +185,10 @@ def _train_as_rank(request: TrainRequest) -> int:
 
         def plan_again() -> int:
             directory = RunDirectory(out)
-            job = Job.from_yaml(directory.job, (f"ranks={ranks.world_size}",))
+            fields = read_fields(directory.job)
+            job = Job.from_written(fields, directory.job, (f"ranks={ranks.world_size}",))
             with directory.claimed():
-                return _plan_again(directory, job, Job.from_yaml(directory.job), (), request.quiet)
+                return _plan_again(directory, job, Job.from_written(fields, directory.job), (), request.quiet)
 
         code, restarts = prepared_by_first(ranks, out, lambda: _begin_or_resume(request, lambda *_: 0), plan_again)
         if code:
@@ -237,7 +240,7 @@ def _sound_job(request: TrainRequest) -> Job:
     with spinner(request.quiet):
         from plimsoll.planning.job_checks import require_sound  # which takes as long as all imports above
 
-        job = request.job(request.job_file)
+        job = request.job(read_fields(request.job_file), request.job_file)
         require_sound(job, pins=request.pinned, forbids=request.forbids)
     return job
 
@@ -246,7 +249,9 @@ def _resume(request: TrainRequest, train: Train) -> int:
     """Go on with a run whose job ``--budget`` and ``--set`` may have changed; what is refused is not kept."""
     directory = _opened(request.out, request.job_file)
     with directory.claimed():  # nothing is changed under a process that trains here
-        job, before, done = request.job(directory.job), Job.from_yaml(directory.job), directory.last_saved_step()
+        fields = read_fields(directory.job)
+        job, before = request.job(fields, directory.job), Job.from_written(fields, directory.job)
+        done = directory.last_saved_step()
         if request.from_step is None and job.steps < done:
             raise JobError(
                 f"steps is {job.steps}, but {done} are done: give as many or more, or choose with --from-step"

@@ -28,7 +28,7 @@ class Called(NamedTuple):
 def _nothing_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command forks itself to read its baseline, which is this process here."""
     for module in ("baseline", "kept_answers"):
-        monkeypatch.setattr(f"plimsoll.planning.{module}.baseline_for", lambda job, device: nullcontext())
+        monkeypatch.setattr(f"plimsoll.planning.{module}.baseline_for", lambda *_: nullcontext())
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.compression.folder import SHRINK_RECORD, drop_if_empty, opened, refuse_overlap, take
+from plimsoll.compression.folder import SHRINK_RECORD, drop_if_empty, found_until_now, opened, refuse_overlap, take
 from plimsoll.errors import OutputError
 
 
@@ -42,6 +42,10 @@ def test_of_a_model_that_was_made_here_all_is_removed_and_nothing_else(tmp_path,
     left = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     asked = (work / "asked.json").relative_to(out).as_posix()
     assert left == {"notes.txt", asked} | (set() if is_done else made)
+
+
+def test_nothing_was_found_where_nothing_was_measured(tmp_path):
+    assert found_until_now(tmp_path) is None
 
 
 def test_a_file_or_a_place_that_cannot_be_written_is_refused(tmp_path):

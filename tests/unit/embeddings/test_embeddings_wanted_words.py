@@ -19,6 +19,15 @@ def test_words_of_texts_are_counted(tmp_path: Path):
     assert list(wanted.vocabulary_in(tmp_path / "cache").words)[2:] == ["ship", "line"]  # after padding and unknown
 
 
+def test_rows_of_the_words_are_taken_and_written(tmp_path: Path):
+    (tmp_path / "vectors.txt").write_text("ship 1 2\nline 3 5\n")
+    (tmp_path / "words.txt").write_text("line\n")
+    wanted, output = WantedWords(vocabulary=tmp_path / "words.txt"), tmp_path / "rows.txt"
+    facts = wanted.rows_of(tmp_path / "vectors.txt", output, tmp_path / "cache", missing="zeros")
+    assert (facts.num_words, facts.missing) == (1, "zeros")
+    assert output.read_text() == "line 3.0 5.0\n"
+
+
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [

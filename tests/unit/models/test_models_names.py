@@ -5,7 +5,6 @@ import inspect
 
 import pytest
 import torch
-from tests.processes import run_program
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -15,17 +14,27 @@ from plimsoll.models import names as named
 from plimsoll.models.names import (
     architectures,
     optimizer_arguments,
+    remedies_for,
     require_model_fields,
     require_model_name,
     require_optimizer,
 )
 from plimsoll.records.job import OptimizerChoice
+from plimsoll.techniques import TECHNIQUES
+from processes import run_program
 
 MAPPINGS = {
     "language-modeling": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "classification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "token-classification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 }
+
+
+@pytest.mark.parametrize("cause", sorted({cause for one in TECHNIQUES.values() for cause in one.remedies}))
+def test_remedies_are_those_that_the_classes_say(cause):
+    own = [TECHNIQUES[name] for name in named.own_techniques() if cause in TECHNIQUES[name].remedies]
+    in_order = sorted(own, key=lambda one: one.remedies[cause])
+    assert list(remedies_for(cause).items()) == [(one.name, one.summary) for one in in_order]
 
 
 @pytest.fixture(params=[True, False], ids=["sources", "imported"])

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from plimsoll.errors import DeviceError, InputError
-from plimsoll.planning.baseline import StartedBaseline, baseline_for, job_baseline, measured
+from plimsoll.planning.baseline import StartedBaseline, baseline_for, begin_baseline, job_baseline, measured
 from plimsoll.records.job import Job
 from processes import run_program
 
@@ -66,9 +66,10 @@ import plimsoll.cli.main
 from plimsoll.records.job import Job
 from plimsoll.planning.baseline import ForkedBaseline, StartedBaseline, begin_baseline
 from plimsoll.planning.lean_imports import leave_out_unused
+from plimsoll.training.baseline import load_training
 job = Job.from_fields({"model": "lstm", "data": "nowhere.txt"})
 leave_out_unused(job, is_own=True)  # as a command does
-with begin_baseline(job) as started:
+with begin_baseline(job, load_training) as started:
     assert type(started) is ForkedBaseline
     print(started.wait().likely_bytes, started.wait().likely_bytes)
 for _ in range(3):
@@ -92,7 +93,8 @@ import threading, time
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 from plimsoll.records.job import Job
 from plimsoll.planning.baseline import StartedBaseline, begin_baseline
-with begin_baseline(Job.from_fields({"model": "lstm", "data": "nowhere.txt"})) as started:
+from plimsoll.training.baseline import load_training
+with begin_baseline(Job.from_fields({"model": "lstm", "data": "nowhere.txt"}), load_training) as started:
     print(type(started) is StartedBaseline, started.wait().likely_bytes > 0)
 """
 
@@ -101,10 +103,15 @@ def test_a_process_that_cannot_be_forked_starts_another():
     assert run_program(THREADED).stdout == "True True\n"
 
 
+def test_without_what_to_load_another_process_is_started():
+    with begin_baseline(Job.from_fields({"model": "lstm", "data": "nowhere.txt"}), None) as started:
+        assert type(started) is StartedBaseline
+
+
 @pytest.mark.parametrize("device", ["rtx3060", "H100"])
 def test_of_a_gpu_there_is_nothing_to_read(device):
     job = Job.from_fields({"model": {"architecture": "none of them"}, "data": "nowhere.txt"})
-    with baseline_for(job, device) as started:
+    with baseline_for(job, device, None) as started:
         assert started is None
 
 
@@ -112,9 +119,10 @@ KILLED = """
 import os, signal
 from plimsoll.records.job import Job
 from plimsoll.planning import baseline
+from plimsoll.training.baseline import load_training
 baseline.baseline_bytes = lambda job: os.kill(os.getpid(), signal.SIGKILL)
 job = Job.from_fields({"model": "lstm", "data": "nowhere.txt"})
-with baseline.begin_baseline(job) as started:
+with baseline.begin_baseline(job, load_training) as started:
     try:
         started.wait()
     except baseline.DeviceError as error:

@@ -50,7 +50,7 @@ def made(monkeypatch):
 
     monkeypatch.setattr(predict_job, "predict_job", standing_in(fitting()))
     monkeypatch.setattr(plan, "plan_job", standing_in(fitting_plan()))
-    monkeypatch.setattr("plimsoll.planning.kept_answers.baseline_for", lambda job, device: nullcontext())
+    monkeypatch.setattr("plimsoll.planning.kept_answers.baseline_for", lambda *_: nullcontext())
     monkeypatch.setattr("plimsoll.planning.kept_answers.load_model_code", lambda job: None)
     return asked
 

@@ -49,4 +49,4 @@ def test_a_job_whose_weights_are_yet_to_be_trained_is_not_applied(tmp_path: Path
     (tmp_path / "job.yaml").write_text("model: lstm\ndata: a.txt\n")
     asked = PlanRequest(subject=tmp_path / "job.yaml", inference=True)
     with pytest.raises(InputError, match="trains new weights"):
-        plan_as_asked(asked, lambda _: None, lambda _: None)
+        plan_as_asked(asked, lambda _: None, lambda _: None, lambda _: None)

@@ -5,6 +5,7 @@ import pytest
 from plimsoll.errors import JobError
 from plimsoll.records.job import Job
 from plimsoll.records.job_edit import changed_job
+from plimsoll.records.job_yaml import read_fields
 
 TEXT = "model: lstm   # small\ndata: {train: a.txt}   # of mine\nbudget: 1GiB\n"
 SETTINGS = {"budget.device": "2GiB", "pin": ["optimizer_offload=disk"]}
@@ -49,3 +50,10 @@ def test_what_is_no_job_is_refused(source):
     source.write_text("model: lstm\n", encoding="utf-8")
     with pytest.raises(JobError, match="data: missing"):
         changed_job(source, source, SETTINGS)
+
+
+def test_a_file_read_once_gives_the_job_before_a_change_and_after_it(source):
+    fields = read_fields(source)
+    after = Job.from_written(fields, source, ("data.unit=line",), 3 << 30)
+    assert (after.data.unit, after.budget.device_bytes) == ("line", 3 << 30)
+    assert Job.from_written(fields, source) == Job.from_yaml(source)

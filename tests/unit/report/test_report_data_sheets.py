@@ -5,6 +5,13 @@ from plimsoll.records.corpus import LabelCount, TagCount
 from plimsoll.report import data_sheets
 
 
+def test_an_answer_is_summed_up_in_a_few_words():
+    corpus = corpus_records.corpus_facts(num_texts=1234)
+    assert data_sheets.headline(corpus) == "1,234 texts"
+    feed = corpus_records.feed_rates()
+    assert data_sheets.headline(feed) == f"{len(feed.rates)} rates"
+
+
 def test_the_most_frequent_classes_are_shown_first_and_no_more_than_twenty():
     labels = tuple(LabelCount(name=f"c{number}", num_texts=number + 1) for number in range(30))
     sheet = data_sheets.label_sheet(corpus_records.corpus_facts(labels=labels, num_texts=465))

@@ -28,7 +28,6 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         part_of_holdings(holdings, evidence.holdings_known),
         _LEAST_SHARE,
         what=f"attention scores of {length or 0:,} x {length or 0:,} positions",
-        instead="use a kernel of attention that does not keep the scores (docs/techniques/attention.md)",
         facts=facts_of_holdings(evidence, holdings),
     )
 

@@ -20,6 +20,7 @@ _LEAST_SHARE = 0.15
 CODE = "export PYTORCH_ALLOC_CONF=expandable_segments:True"
 """What to type where CUDA's allocator is used by a program of one's own."""
 
+# Not in a technique's words: this is for a program of one's own, which sets the variable itself.
 _INSTEAD = "let CUDA's allocator grow its segments, before torch 2.9 by the name PYTORCH_CUDA_ALLOC_CONF"
 
 
@@ -36,9 +37,8 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         title = "the allocator held as much as was asked for, in pieces"
         return (Finding(cause=_CAUSE, title=title, evidence=(fact,), remedy=_INSTEAD, code=CODE),)
     part = part_of_category(evidence, _CAUSE)
-    instead = "let the allocator give back what it does not use (docs/techniques/heap.md, allocator.md)"
     what = "memory that the allocator holds and does not use"
-    return findings_of_part(evidence, _CAUSE, part, _LEAST_SHARE, what=what, instead=instead)
+    return findings_of_part(evidence, _CAUSE, part, _LEAST_SHARE, what=what)
 
 
 def _of_text(event: OomText) -> Finding:

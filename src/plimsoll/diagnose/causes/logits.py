@@ -25,7 +25,6 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         part_of_holdings(holdings, evidence.holdings_known),
         _LEAST_SHARE,
         what=f"the scores of all {evidence.vocab_size or 0:,} tokens of the vocabulary",
-        instead="compute the loss some tokens at a time, without all logits at once (docs/techniques/chunked_loss.md)",
         facts=facts_of_holdings(evidence, holdings),
     )
 

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import re
 
-from plimsoll.diagnose.causes.helpers.peak import findings_of_part, part_of_category
+from plimsoll.diagnose.causes.helpers.peak import findings_of_part, part_of_category, techniques_for
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Fact, Finding
 
 _CAUSE, _LEAST_SHARE = "optimizer_states", 0.2
 _UPDATE = re.compile(r"\b(?:\w*optim\w*|opt|scaler|sgd|adamw?)\.step\(", re.IGNORECASE)
 _TORCHS = re.compile(r"torch/optim/\w+\.py\", line \d+, in (?:step|_init_group|_\w+_tensor_\w+|_fused_\w+)")
-_INSTEAD = (
-    "keep them outside of the device, in fewer bits, or use an optimizer with fewer "
-    "(docs/techniques/optimizer_offload.md, low_bit_optimizer.md, adafactor.md)"
-)
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Find what the optimizer keeps from step to step."""
     part = part_of_category(evidence, "optimizer states")
     what = "the states of the optimizer"
-    found = findings_of_part(evidence, _CAUSE, part, _LEAST_SHARE, what=what, instead=_INSTEAD)
+    found = findings_of_part(evidence, _CAUSE, part, _LEAST_SHARE, what=what)
     if found:
         return found
     event = evidence.event if evidence.phase in ("", "optimizer") else None
@@ -38,6 +34,6 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
             title="memory ran out in the update of the optimizer, whose first one makes its states",
             place=event.place,
             evidence=(Fact(text=f"the line that failed: {line}", known="measured"),),
-            remedy=_INSTEAD,
+            remedy=techniques_for(_CAUSE),
         ),
     )

@@ -10,10 +10,6 @@ from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.diagnosis import Finding
 
 _LEAST_SHARE = 0.1
-_INSTEAD = (
-    "update with fewer parameters at a time: `foreach=False` or `fused=True` in the arguments of the optimizer "
-    "(docs/techniques/optimizer_kernel.md)"
-)
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
@@ -25,5 +21,4 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         part if evidence.phase == "optimizer" else None,
         _LEAST_SHARE,
         what="temporaries of the optimizer's update",
-        instead=_INSTEAD,
     )

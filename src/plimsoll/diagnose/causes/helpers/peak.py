@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plimsoll.diagnose.evidence import Evidence, place_of
+from plimsoll.models.names import remedies_for
 from plimsoll.records.diagnosis import ASKED, Fact, Finding, KnownHow, Remedy
 from plimsoll.records.prediction import Holding
 from plimsoll.records.units import format_bytes
@@ -74,7 +75,7 @@ def findings_of_part(
     least_share: float,
     *,
     what: str,
-    instead: str,
+    instead: str = "",
     facts: Sequence[Fact] = (),
 ) -> tuple[Finding, ...]:
     """Make the finding of a part of the peak if it is large; its effect is what the remedy saves, as far as that goes.
@@ -85,7 +86,7 @@ def findings_of_part(
         part: the part; ``None`` where there is none.
         least_share: see `is_large`.
         what: the beginning of the title, such as ``the logits``.
-        instead: what to do where no technique was tried.
+        instead: what to do where no technique was tried; "" for `techniques_for` it.
         facts: evidence beside the size.
     """
     if part is None or not is_large(evidence, part, least_share):
@@ -102,11 +103,17 @@ def findings_of_part(
             *facts,
         ),
         peak_share=share,
-        remedy=tried.choices[0] if tried else instead,
+        remedy=tried.choices[0] if tried else instead or techniques_for(cause),
         effect_bytes=min(tried.saving_bytes or 0, part.num_bytes) if tried else part.num_bytes,
         effect_known="predicted" if tried else part.known,
     )
     return (found,)
+
+
+def techniques_for(cause: str) -> str:
+    """Say which techniques are remedies for a cause, in their own words, the best first; each with its page."""
+    said = remedies_for(cause).items()
+    return "; or ".join(f"{summary} (docs/techniques/{name}.md)" for name, summary in said)
 
 
 def tried_remedy(evidence: Evidence, cause: str, num_bytes: int = 0) -> Remedy | None:

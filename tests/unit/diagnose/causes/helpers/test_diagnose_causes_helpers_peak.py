@@ -10,6 +10,7 @@ from plimsoll.diagnose.causes.helpers.peak import (
     part_of_category,
     part_of_holdings,
     shape_of,
+    techniques_for,
     tried_remedy,
 )
 
@@ -68,3 +69,10 @@ def test_what_saves_little_of_a_part_gives_way_to_what_saves_most():
     assert tried_remedy(seen, cause, 100 * MIB) == tried("low_bit_optimizer", 90)
     assert tried_remedy(seen, cause, 80 * MIB) == tried("optimizer_offload", 40)
     assert tried_remedy(seen, cause, 900 * MIB) == tried("lora", 95)
+
+
+def test_what_was_not_tried_is_said_in_the_words_of_the_techniques():
+    assert techniques_for("logits") == (
+        "output layer and cross entropy a few tokens at a time, without all logits (docs/techniques/chunked_loss.md); "
+        "or the batch in pieces, whose gradients add up to the whole batch's (docs/techniques/micro_batch.md)"
+    )
