@@ -61,7 +61,7 @@ class Loader:
         device: where the fields are to be.
         rank: which of ``world_size`` parts of each batch this is, from 0.
         world_size: how many processes share each batch.
-        host_budget_bytes: what ``"auto"`` workers may take together.
+        host_budget_bytes: what ``"auto"`` workers may take in all.
         on_event: told in a sentence what was survived; a warning by default.
         oom_kills: how many processes the kernel has killed for memory so far, to tell such a kill from others.
 
