@@ -302,7 +302,7 @@ def _shares(stock: Inventory, used_bytes: int, evidence: Evidence, scene: _Scene
 
 
 def _holdings(stock: Inventory, scene: _Scene, asked: Asked | None, before: Before) -> tuple[Holding, ...]:
-    """The largest things that are alive, alike ones together, and what was asked for."""
+    """The largest things that are alive, like tensors grouped, and what was asked for."""
     groups: dict[tuple[Any, ...], list[Piece]] = {}
     model = scene.line_of_variable(nn.Module)
     lines = {"parameters": model, "gradients": model, "optimizer states": scene.line_of_variable(torch.optim.Optimizer)}

@@ -114,7 +114,8 @@ def _growth(points: Points) -> _Grown | None:
 def _growth_finding(grown: _Grown) -> Finding:
     return Finding(
         cause="growth",
-        title=f"{_capital(grown.name)} grows by {format_bytes(round(grown.bytes_per_second))} a second",
+        title=f"{grown.name[:1].upper()}{grown.name[1:]} grows by "
+        f"{format_bytes(round(grown.bytes_per_second))} a second",
         evidence=(_rise(grown),),
         remedy="Look for what is kept from step to step: losses or outputs with their graph, lists, caches. `plimsoll "
         "explain` of a run's directory names the line that keeps a graph.",
@@ -182,7 +183,7 @@ def _limit_that_killed(record: WatchRecord) -> Line | None:
     is_by_kernel = _num_kills(record) or (record.end is not None and record.end.exit_code == -signal.SIGKILL)
     kinds = {"cgroup", "machine"} if is_by_kernel else {"budget", "data", "address", "gpu"}
     lines = record.samples[-1].lines if record.samples else ()
-    return max((line for line in lines if line.kind in kinds), key=_share, default=None)
+    return max((line for line in lines if line.kind in kinds), key=lambda line: line.used_share, default=None)
 
 
 def _reached(record: WatchRecord) -> Iterator[Finding]:
@@ -197,7 +198,9 @@ def _reached(record: WatchRecord) -> Iterator[Finding]:
                 warned.setdefault(line.name, sample.seconds)
     has_budget = any(line.kind == "budget" for _, line in highest.values())
     for name, (seconds, line) in highest.items():
-        if (has_budget and line.kind in {"budget", "data"}) or (_share(line) < _REACHED_SHARE and name not in warned):
+        if (has_budget and line.kind in {"budget", "data"}) or (
+            line.used_share < _REACHED_SHARE and name not in warned
+        ):
             continue
         facts = [Fact(text=f"{_used(line)} after {format_seconds(seconds)}", known="measured")]
         if name in warned:
@@ -206,7 +209,7 @@ def _reached(record: WatchRecord) -> Iterator[Finding]:
                     text=f"from {format_seconds(warned[name])} on it would be reached within a minute", known="assumed"
                 )
             )
-        verb = "was reached" if _share(line) >= _REACHED_SHARE else "was near"
+        verb = "was reached" if line.used_share >= _REACHED_SHARE else "was near"
         yield Finding(
             cause="limit_reached",
             title=f"A limit {verb}: {name}",
@@ -236,13 +239,5 @@ def _swap_bytes(sample: WatchSample) -> int:
     return sum(use.swap_bytes for use in sample.processes)
 
 
-def _share(line: Line) -> float:
-    return line.used_bytes / line.limit_bytes if line.limit_bytes else 1.0
-
-
 def _used(line: Line) -> str:
-    return f"{line.name}, {format_bytes(line.used_bytes)} of {format_bytes(line.limit_bytes)} ({_share(line):.0%})"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return f"{line.name}, {format_bytes(line.used_bytes)} of {format_bytes(line.limit_bytes)} ({line.used_share:.0%})"

@@ -29,7 +29,9 @@ def sentences(record: WatchRecord) -> tuple[str, ...]:
             f"{num:,} sample{'s' * (num != 1)} in {format_seconds(record.samples[-1].seconds)}; highest private memory "
             f"{format_bytes(peak.private_bytes)}, at {format_seconds(peak.seconds)}.",
         ]
-    said.append("The recording breaks off." if record.end is None else f"{_capital(record.end.text)}.")
+    said.append(
+        "The recording breaks off." if record.end is None else f"{record.end.text[:1].upper()}{record.end.text[1:]}."
+    )
     warned = dict.fromkeys(line.name for sample in record.samples for line in sample.warnings)
     if warned:
         said.append(f"Near its limit: {', '.join(warned)}.")
@@ -37,10 +39,6 @@ def sentences(record: WatchRecord) -> tuple[str, ...]:
     if last is not None and last.predicted_parts:
         said.append(f"{parts_text(last.predicted_parts)}.")
     return tuple(said)
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def sheets_of(record: WatchRecord) -> tuple[Sheet, ...]:
@@ -60,7 +58,7 @@ def limit_sheet(record: WatchRecord) -> Sheet:
                 highest.name,
                 format_bytes(highest.used_bytes),
                 format_bytes(highest.limit_bytes),
-                f"{_share(highest):.0%}",
+                f"{highest.used_share:.0%}",
                 "" if first is None else format_seconds(first),
                 _drawn([line.used_bytes for _, line in seen], highest.limit_bytes),
             )
@@ -103,7 +101,7 @@ def time_sheet(record: WatchRecord) -> Sheet:
 
 
 def _time_cells(sample: WatchSample, has_run: bool) -> tuple[str, ...]:
-    nearest = max(map(_share, sample.lines), default=None)
+    nearest = max((line.used_share for line in sample.lines), default=None)
     cells = (
         format_seconds(sample.seconds),
         format_bytes(sample.private_bytes),
@@ -134,10 +132,6 @@ def uses_by_pid(record: WatchRecord) -> dict[int, list[tuple[float, ProcessUse]]
         for use in sample.processes:
             found.setdefault(use.pid, []).append((sample.seconds, use))
     return found
-
-
-def _share(line: Line) -> float:
-    return line.used_bytes / line.limit_bytes if line.limit_bytes else 1.0
 
 
 def _drawn(sizes: list[int], whole_bytes: int) -> str:

@@ -416,7 +416,7 @@ def batches_of(
         dataset: what is sampled; only its length and, for buckets, its ``lengths`` and ``pad_multiple`` are asked for.
         batches: the samples of a batch, or how batches are made of samples of like length.
         seed: another seed draws another order.
-        shuffle: whether each epoch comes in a new order; `BlockShuffle` to read large files in large pieces.
+        shuffle: whether each epoch comes in a new order; `BlockShuffle` to read large files in large blocks.
         lengths: for buckets, the tokens of every sample, or a function of sample numbers, if the data set has none.
 
     Raises:

@@ -53,7 +53,7 @@ class Loader:
         dataset: samples by number, in batches; or any map-style data set of `torch.utils.data`.
         batches: the samples of a batch, or how batches are made of samples of like length.
         seed: another seed draws another order.
-        shuffle: whether each epoch comes in a new order; `BlockShuffle` to read large files in large pieces.
+        shuffle: whether each epoch comes in a new order; `BlockShuffle` to read large files in large blocks.
         lengths: for buckets, the tokens of every sample if the dataset has no ``lengths``.
         collate: for map-style data sets, makes a batch of a list of samples; by default the data set's or torch's.
         workers: processes that read ahead; ``"auto"`` by cores and ``host_budget_bytes``, none for a memory map.

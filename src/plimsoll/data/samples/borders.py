@@ -111,7 +111,7 @@ class Piece(NamedTuple):
     begins: Sequence[Begin] = ()
 
 
-def marked_micro_batches(pieces: Iterable[tuple[str, bool]], with_borders: bool) -> Iterator[Piece]:
+def marked_pieces(pieces: Iterable[tuple[str, bool]], with_borders: bool) -> Iterator[Piece]:
     """Yield the pieces of texts, each of which comes with whether it is the last, as `Corpus.pieces` has them.
 
     What begins in one is found with what stands before and behind it in the same text.

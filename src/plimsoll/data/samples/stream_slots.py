@@ -135,8 +135,8 @@ def truncated_reach(num_read: int, segment_steps: int) -> GradientReach:
     return GradientReach(most_tokens=int(reaches.max()), mean_tokens=float(reaches.mean()))
 
 
-def training_slots(begin: int, num_tokens: int, num_slots: int, sequence_length: int) -> StreamSlots:
-    """Return the stream slots to train on.
+def training_slots(num_tokens: int, num_slots: int, sequence_length: int) -> StreamSlots:
+    """Return the stream slots to train on, from the first token on.
 
     Raises:
         DataError: if a stream slot does not fill one window.
@@ -151,7 +151,7 @@ def training_slots(begin: int, num_tokens: int, num_slots: int, sequence_length:
             f"sequence_length = {sequence_length} each need {least_tokens}: give more text{',' if fewer else ' or'} "
             f"a shorter sequence_length{shorter}{fewer}"
         )
-    return StreamSlots(begin, num_tokens, num_slots, sequence_length)
+    return StreamSlots(0, num_tokens, num_slots, sequence_length)
 
 
 def slots_of_stream(
@@ -170,7 +170,7 @@ def slots_of_stream(
     """
     num_held_out = round(num_tokens * share)
     num_training = num_tokens - num_held_out
-    train = training_slots(0, num_training, num_slots, sequence_length)
+    train = training_slots(num_training, num_slots, sequence_length)
     return train, StreamSlots(num_training, num_held_out, num_slots, sequence_length) if share else None
 
 

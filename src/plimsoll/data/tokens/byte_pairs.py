@@ -42,7 +42,7 @@ _CHUNK = re.compile(rf" ?[^{_WHITE}]+|[{_WHITE}]+(?![^{_WHITE}])|[{_WHITE}]")
 
 
 class TrainedOn(NamedTuple):
-    """How many distinct words a tokenizer was trained on, what they have together, and how many were left out."""
+    """How many distinct words a tokenizer was trained on, how often they occur in all, and how many were left out."""
 
     num_words: int
     num_bytes: int
@@ -60,7 +60,7 @@ def peak_bytes(num_distinct_bytes: int) -> int:
 
 
 def whole_bytes(num_distinct_bytes: int) -> int:
-    """Return what counting such words and training take together, at most."""
+    """Return what counting such words and training take in all, at most."""
     return peak_bytes(num_distinct_bytes) + _COUNTED_BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
 
 
