@@ -3,7 +3,7 @@
 From outside a process only its sizes are seen, so this says who and how fast, and not which line of code: what to do is
 where to look next. A process grows where `plimsoll.diagnose.growth` says so of its private memory over the samples. A
 run is meant to use its budget: that, and the ``RLIMIT_DATA`` that enforces it, is named only where memory ran out. Does
-NOT tell growth without a limit from growth that comes to an end.
+NOT tell growth without a limit from growth that ends.
 """
 
 from __future__ import annotations

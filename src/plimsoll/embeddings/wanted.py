@@ -33,7 +33,7 @@ class Wanted:
     """The rows of a table.
 
     Attributes:
-        state: how each row came to its vector, as far as the file has been read.
+        state: where each row has its vector from, as far as the file has been read.
         words: what may be looked for in a file, as bytes.
     """
 

@@ -193,7 +193,7 @@ class Candidate(FormerNames):
 class Tried(Frozen):
     """What a trial made of one candidate.
 
-    ``predicted_seconds`` are of a step, without what earlier runs have taught; ``measured_seconds`` of a step as the
+    ``predicted_seconds`` are of a step, without what earlier runs say; ``measured_seconds`` of a step as the
     passes that were run let expect it; ``peak_bytes`` is the most that was in use in them. A candidate that was struck
     would need more than memory turned out to hold when another one ran out of it; one that was too near the limit may
     need more in a long run.
@@ -230,7 +230,7 @@ class Plan(FormerNames, Record):
 
     ``pinned`` choices and ``required`` techniques, whose options the plan chooses, are the user's; ``left_out`` has the
     pins that the number of ranks forbids, each with the reason.
-    ``time_factor`` is what earlier runs have taught of the time, and in ``step_time``. ``off_device`` is there where
+    ``time_factor`` of the time comes from earlier runs, and is in ``step_time``. ``off_device`` is there where
     parameters are in files (CPU) or on the host (CUDA), and not where the budget counts. ``loss_check`` says whether a
     batch may be cut, and ``tokenizer_bytes`` what training the tokenizer takes at most, before there is a model.
     ``candidates`` are plans of about the same time, which a trial on the device runs beside the first configuration;

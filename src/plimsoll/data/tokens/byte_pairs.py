@@ -7,7 +7,7 @@ that are equally rare the ones with the larger hash; below that nothing is, and 
 library trains on the texts themselves, to the byte. What exceeds the budget or a limit is refused before: inside a
 limit the library would abort the process.
 
-A word is what the ``ByteLevel`` pre-tokenizer makes. Texts in ASCII are cut by a regular expression that comes to the
+A word is what the ``ByteLevel`` pre-tokenizer makes. Texts in ASCII are cut by a regular expression that finds the
 same; in others, what stands between white space is counted before it is cut, once for all its occurrences.
 """
 

@@ -139,7 +139,7 @@ def prepare_tokenizer(
         corpus: the texts to train on.
         cache: the folder for the result.
         progress: called with the stage ``"tokenizer"``.
-        budget_bytes: what this process may take of private memory; ``None``: what there is.
+        budget_bytes: the private memory that this process may take; ``None``: no limit.
 
     Raises:
         BudgetError: if training the tokenizer takes more.
