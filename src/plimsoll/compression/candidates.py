@@ -80,8 +80,7 @@ class Workshop:
         for method in SHRINKERS.values():
             choices = self.evidence.cannot_judge(method.name) or method.choices(bundle)
             offered = {"reason": choices} if isinstance(choices, str) else {"choices": choices}
-            known = {"method": method.name, "stage": METHODS[method.name].stage, "saves": method.saves}
-            found.append(Offer.model_validate(known | offered))
+            found.append(Offer.model_validate({"method": method.name, "saves": method.saves} | offered))
         return tuple(found)
 
     def check(self, chain: Sequence[Choice]) -> None:

@@ -39,7 +39,7 @@ def growth_of(points: Sequence[tuple[int, int]]) -> MemoryGrowth | None:
     rates = [
         (used - used_before) / (step - step_before) for (step_before, used_before), (step, used) in pairwise(middles)
     ]
-    likely = _theil_sen(kept)
+    likely = theil_sen(kept)
     risen_bytes = likely * (kept[-1][0] - kept[0][0])
     noise_bytes = max(_NOISE_BYTES, _NOISE_SHARE * median(used for _, used in kept))
     return MemoryGrowth(
@@ -52,7 +52,7 @@ def growth_of(points: Sequence[tuple[int, int]]) -> MemoryGrowth | None:
     )
 
 
-def _theil_sen(points: Sequence[tuple[int, int]]) -> float:
-    """The median of the slopes between all pairs of points (https://doi.org/10.1007/978-94-011-2546-8_20)."""
+def theil_sen(points: Sequence[tuple[float, int]]) -> float:
+    """Return the median of the slopes between all pairs of points (https://doi.org/10.1007/978-94-011-2546-8_20)."""
     stride = -(-len(points) // _MOST_POINTS)
     return median((later[1] - one[1]) / (later[0] - one[0]) for one, later in combinations(points[::stride], 2))

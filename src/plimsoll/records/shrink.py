@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from plimsoll.errors import WeightsError
 from plimsoll.records.base import Frozen, Record
-from plimsoll.records.job import near
+from plimsoll.records.job_yaml import near
 from plimsoll.records.plan import Choice, Pin, Value
 from plimsoll.records.prediction import Estimate
 

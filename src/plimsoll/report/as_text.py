@@ -242,7 +242,7 @@ def placement_report(plan: InferencePlan) -> Group:
 
 
 def shrink_report(record: ShrinkRecord) -> Group:
-    """Return what making a model smaller came to; tables without rows are left out."""
+    """Return what came of making a model smaller; tables without rows are left out."""
     return _spaced(Text(shrink_sheets.headline(record), "bold"), sheets_report(shrink_sheets.shrink_sheets(record)))
 
 

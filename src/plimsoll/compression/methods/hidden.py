@@ -25,12 +25,7 @@ from plimsoll.compression.changed_config import Cut, become, checked, cuts_of, i
 from plimsoll.compression.importance import Rows, best, first_order, is_meta, norms, read_scores
 from plimsoll.compression.methods.channels import widths_of
 from plimsoll.compression.methods.heads import Kept, kept_groups, side_of
-from plimsoll.compression.shares import (
-    importance_of,
-    num_removed,
-    removal_fault,
-    share_of,
-)
+from plimsoll.compression.shares import importance_of, num_removed, removal_fault, share_of
 from plimsoll.records.plan import Choice
 
 _EQUALS = ("embedding_size", "word_embed_proj_dim", "pooler_hidden_size")

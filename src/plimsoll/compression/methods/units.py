@@ -20,12 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.changed_config import Cut, become, checked, twin_and_cuts
 from plimsoll.compression.importance import best, first_order, is_meta, norms, passes
-from plimsoll.compression.shares import (
-    importance_of,
-    num_removed,
-    removal_fault,
-    share_of,
-)
+from plimsoll.compression.shares import importance_of, num_removed, removal_fault, share_of
 from plimsoll.records.plan import Choice
 
 
