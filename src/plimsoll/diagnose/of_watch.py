@@ -79,7 +79,7 @@ def _notes(record: WatchRecord, *, has_grown: bool) -> Iterator[str]:
 
 def _grown(record: WatchRecord) -> Iterator[Finding]:
     """One finding for each process that grew, but one for all that the same process started."""
-    grown = [found for points in _points_of(record) if (found := _growth(points)) is not None]
+    grown = [found for points in record.uses_by_pid.values() if (found := _growth(points)) is not None]
     parents = {use.pid for sample in record.samples for use in sample.processes}
     workers: dict[int, list[_Grown]] = {}
     for one in grown:
@@ -89,15 +89,6 @@ def _grown(record: WatchRecord) -> Iterator[Finding]:
             yield _growth_finding(one)
     for parent, children in workers.items():
         yield _growth_finding(children[0]) if len(children) == 1 else _workers_finding(parent, children)
-
-
-def _points_of(record: WatchRecord) -> list[Points]:
-    """Each process over time; a machine shows its largest only, so one may be missing for a while."""
-    found: dict[int, Points] = {}
-    for sample in record.samples:
-        for use in sample.processes:
-            found.setdefault(use.pid, []).append((sample.seconds, use))
-    return list(found.values())
 
 
 def _growth(points: Points) -> _Grown | None:

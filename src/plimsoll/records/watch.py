@@ -178,6 +178,15 @@ class WatchRecord(Record):
         ran_out = self.end is not None and self.end.how == "out_of_memory"
         return ran_out or any(sample.warnings for sample in self.samples)
 
+    @property
+    def uses_by_pid(self) -> dict[int, list[tuple[float, ProcessUse]]]:
+        """Each process over time, with the seconds of each sample; of a machine the largest, so some may be missing."""
+        found: dict[int, list[tuple[float, ProcessUse]]] = {}
+        for sample in self.samples:
+            for use in sample.processes:
+                found.setdefault(use.pid, []).append((sample.seconds, use))
+        return found
+
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a recording; a torn last line is left out.

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from plimsoll.records.units import format_bytes, format_seconds
-from plimsoll.records.watch import Line, ProcessUse, WatchRecord, WatchSample
+from plimsoll.records.watch import Line, WatchRecord, WatchSample
 from plimsoll.report.sheets import Sheet, columns_of, format_loss, format_speed
 from plimsoll.report.watch_view import LEAST_RANGE_SHARE, parts_text, sparkline
 
@@ -68,7 +68,7 @@ def limit_sheet(record: WatchRecord) -> Sheet:
 
 def process_sheet(record: WatchRecord) -> Sheet:
     """List the processes with the most private memory."""
-    found = sorted(uses_by_pid(record).values(), key=lambda seen: -max(use.private_bytes for _, use in seen))
+    found = sorted(record.uses_by_pid.values(), key=lambda seen: -max(use.private_bytes for _, use in seen))
     shown = found[:_MOST_PROCESSES]
     has_shared = any(use.shared_bytes for seen in shown for _, use in seen)
     shared = ["#Shared"] * has_shared
@@ -122,15 +122,6 @@ def lines_by_name(record: WatchRecord) -> dict[str, list[tuple[float, Line]]]:
     for sample in record.samples:
         for line in sample.lines:
             found.setdefault(line.name, []).append((sample.seconds, line))
-    return found
-
-
-def uses_by_pid(record: WatchRecord) -> dict[int, list[tuple[float, ProcessUse]]]:
-    """Return each process over time, with the seconds of each sample."""
-    found: dict[int, list[tuple[float, ProcessUse]]] = {}
-    for sample in record.samples:
-        for use in sample.processes:
-            found.setdefault(use.pid, []).append((sample.seconds, use))
     return found
 
 

@@ -24,11 +24,11 @@ _WINDOW_SHARE = 1 / 2
 _LEAST_SHARE = 0.05
 
 
-class _Observation(NamedTuple):
+class _Look(NamedTuple):
     """What one holder retained after one step."""
 
     step: int
-    retained: RetainedGraph
+    held: RetainedGraph
 
 
 class _Rates(NamedTuple):
@@ -54,11 +54,11 @@ class _Each(NamedTuple):
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Find what keeps the graphs of earlier steps."""
-    observations: dict[str, list[_Observation]] = {}
+    looks: dict[str, list[_Look]] = {}
     for line in evidence.graphs:
-        for retained in line.retained:
-            observations.setdefault(retained.holder, []).append(_Observation(line.step, retained))
-    growing = [_finding(evidence, of_holder) for of_holder in observations.values() if _is_growing(evidence, of_holder)]
+        for held in line.retained:
+            looks.setdefault(held.holder, []).append(_Look(line.step, held))
+    growing = [_finding(evidence, of_holder) for of_holder in looks.values() if _is_growing(evidence, of_holder)]
     ended = [_ended_by_it(evidence)] if GRAPH_IS_GONE in evidence.message else []
     return (*growing, *_in_a_live_process(evidence), *ended)
 
@@ -111,63 +111,58 @@ def _ended_by_it(evidence: Evidence) -> Finding:
     )
 
 
-def _is_growing(evidence: Evidence, observations: list[_Observation]) -> bool:
+def _is_growing(evidence: Evidence, looks: list[_Look]) -> bool:
     """Whether every marked graph since the first that is alive is alive too, and it is not a window of constant length.
 
     So either no marked graph has gone, or they reach back over half of the steps and grow in number.
     """
-    last = observations[-1]
-    alive, marked = last.retained.alive_steps, last.retained.marked_steps
+    last = looks[-1]
+    alive, marked = last.held.alive_steps, last.held.marked_steps
     if len(alive) < _FEWEST_ALIVE or evidence.graphs[-1].step != last.step:
         return False
     if alive == marked:
         return True
     is_unbroken = set(alive) >= {step for step in marked if step >= alive[0]}
     is_long = last.step - alive[0] >= _WINDOW_SHARE * evidence.num_steps
-    return (
-        is_unbroken
-        and is_long
-        and len(observations) > 1
-        and last.retained.num_tensors > observations[-2].retained.num_tensors
-    )
+    return is_unbroken and is_long and len(looks) > 1 and last.held.num_tensors > looks[-2].held.num_tensors
 
 
-def _finding(evidence: Evidence, observations: list[_Observation]) -> Finding:
-    retained, rates = observations[-1].retained, _rates_of(observations)
-    each = _each(evidence, retained, rates)
-    num_kept = evidence.last_step - retained.alive_steps[0] + 1
+def _finding(evidence: Evidence, looks: list[_Look]) -> Finding:
+    held, rates = looks[-1].held, _rates_of(looks)
+    each = _each(evidence, held, rates)
+    num_kept = evidence.last_step - held.alive_steps[0] + 1
     effect_bytes = None if each.num_bytes is None else round(each.num_bytes * num_kept)
     high_bytes = None if each.high_bytes is None else round(each.high_bytes * num_kept)
     by = f" by {format_bytes(round(each.num_bytes))} per step" if each.num_bytes is not None else " with every step"
     share = effect_bytes / evidence.peak_bytes if effect_bytes is not None and evidence.peak_bytes else None
     return Finding(
         cause=_CAUSE,
-        title=f"{_what(retained)}: graph grows{by}",
-        place=retained.place,
-        evidence=tuple(_facts(evidence, retained, rates)),
+        title=f"{_what(held)}: graph grows{by}",
+        place=held.place,
+        evidence=tuple(_facts(evidence, held, rates)),
         peak_share=None if share is None else min(share, 1.0),
-        remedy=_remedy(retained),
-        code=retained.remedy,
+        remedy=_remedy(held),
+        code=held.remedy,
         effect_bytes=effect_bytes,
         effect_known=each.known,
         effect_high_bytes=high_bytes if high_bytes is not None and high_bytes > (effect_bytes or 0) else None,
     )
 
 
-def _what(retained: RetainedGraph) -> str:
-    if not retained.holder:
+def _what(held: RetainedGraph) -> str:
+    if not held.holder:
         return "the losses of earlier steps are kept with their graphs"
-    if _is_state(retained):
-        return f"hidden state not detached (`{retained.holder}`)"
-    return f"`{retained.holder}` collects tensors with their graphs"
+    if _is_state(held):
+        return f"hidden state not detached (`{held.holder}`)"
+    return f"`{held.holder}` collects tensors with their graphs"
 
 
-def _is_state(retained: RetainedGraph) -> bool:
+def _is_state(held: RetainedGraph) -> bool:
     """Whether a few tensors are carried on from step to step, and not more with every step."""
-    return retained.num_tensors < len(retained.alive_steps)
+    return held.num_tensors < len(held.alive_steps)
 
 
-def _rates_of(observations: list[_Observation]) -> _Rates:
+def _rates_of(looks: list[_Look]) -> _Rates:
     """Between the first observation and the last, each for what was counted in at least two of them."""
 
     def rate(points: list[tuple[int, int]]) -> float | None:
@@ -175,9 +170,9 @@ def _rates_of(observations: list[_Observation]) -> _Rates:
             return None
         return max(0.0, (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0]))
 
-    tensors = rate([(seen.step, seen.retained.num_bytes) for seen in observations])
-    graphs = [(seen.step, seen.retained.graph_bytes) for seen in observations]
-    nodes = [(seen.step, seen.retained.num_nodes) for seen in observations]
+    tensors = rate([(look.step, look.held.num_bytes) for look in looks])
+    graphs = [(look.step, look.held.graph_bytes) for look in looks]
+    nodes = [(look.step, look.held.num_nodes) for look in looks]
     return _Rates(
         tensors or 0.0,
         rate([(step, num) for step, num in graphs if num is not None]),
@@ -185,11 +180,11 @@ def _rates_of(observations: list[_Observation]) -> _Rates:
     )
 
 
-def _each(evidence: Evidence, retained: RetainedGraph, rates: _Rates) -> _Each:
+def _each(evidence: Evidence, held: RetainedGraph, rates: _Rates) -> _Each:
     """What one step's graph takes of the memory that the peak is of."""
     growth = evidence.growth
     measured = float(growth.likely_bytes) if growth is not None and growth.is_steady else None
-    if not retained.holder or rates.graph_bytes is None or rates.num_nodes is None:
+    if not held.holder or rates.graph_bytes is None or rates.num_nodes is None:
         if rates.tensor_bytes:
             return _Each(rates.tensor_bytes, "counted", measured)
         return _Each(measured, "measured" if measured else None, None)
@@ -200,20 +195,18 @@ def _each(evidence: Evidence, retained: RetainedGraph, rates: _Rates) -> _Each:
     return _Each(counted + assumed, "counted" if counted >= assumed else "assumed", measured)
 
 
-def _facts(evidence: Evidence, retained: RetainedGraph, rates: _Rates) -> list[Fact]:
-    alive = retained.alive_steps
+def _facts(evidence: Evidence, held: RetainedGraph, rates: _Rates) -> list[Fact]:
+    alive = held.alive_steps
     facts = [
         Fact(
-            text=f"after step {evidence.graphs[-1].step}, of {len(retained.marked_steps)} earlier steps whose graphs "
-            f"were marked {len(alive)} are in memory, the first of step {alive[0]}",
+            text=f"after step {evidence.graphs[-1].step}, of {len(held.marked_steps)} earlier steps whose graphs were "
+            f"marked {len(alive)} are in memory, the first of step {alive[0]}",
             known="measured",
         )
     ]
-    if retained.holder:
-        tensors = f"{retained.num_tensors:,} tensor{'s' * (retained.num_tensors != 1)}"
-        facts.append(
-            Fact(text=f"`{retained.holder}` has {tensors}, {format_bytes(retained.num_bytes)}", known="counted")
-        )
+    if held.holder:
+        tensors = f"{held.num_tensors:,} tensor{'s' * (held.num_tensors != 1)}"
+        facts.append(Fact(text=f"`{held.holder}` has {tensors}, {format_bytes(held.num_bytes)}", known="counted"))
     if rates.graph_bytes is not None:
         saved = f"what the graph of a step still saves is {format_bytes(round(rates.graph_bytes))}"
         facts.append(Fact(text=saved, known="counted"))
@@ -229,11 +222,11 @@ def _facts(evidence: Evidence, retained: RetainedGraph, rates: _Rates) -> list[F
     return facts
 
 
-def _remedy(retained: RetainedGraph) -> str:
-    if retained.remedy:
-        return f"keep it without its graph: in {retained.place} write the line below in place of `{retained.code}`"
-    if not retained.holder:
+def _remedy(held: RetainedGraph) -> str:
+    if held.remedy:
+        return f"keep it without its graph: in {held.place} write the line below in place of `{held.code}`"
+    if not held.holder:
         return "keep the losses without their graphs: write `losses.append(loss.detach())`, or `loss.item()`"
-    if _is_state(retained):
-        return f"keep it without its graph: write `{retained.holder} = {retained.holder}.detach()` where it is assigned"
-    return f"keep the tensors without their graphs: write `.detach()` behind what is put into `{retained.holder}`"
+    if _is_state(held):
+        return f"keep it without its graph: write `{held.holder} = {held.holder}.detach()` where it is assigned"
+    return f"keep the tensors without their graphs: write `.detach()` behind what is put into `{held.holder}`"

@@ -20,19 +20,17 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     event = evidence.event
     if event is None or not is_possible(event, _CAUSE):
         return ()
-    others_bytes = event.other_process
-    size = "" if others_bytes is None else f" {format_bytes(others_bytes)} of"
-    stated = "the text names no size of theirs"
-    if others_bytes is not None:
-        stated = f"other processes: {format_bytes(others_bytes)}"
+    held = event.other_process
+    size = "" if held is None else f" {format_bytes(held)} of"
+    stated = "the text names no size of theirs" if held is None else f"other processes: {format_bytes(held)}"
     return (
         Finding(
             cause=_CAUSE,
             title=f"{perhaps(event, _CAUSE)}other processes hold{size} the device's memory",
             place=event.place,
-            evidence=(Fact(text=stated, known="assumed" if others_bytes is None else "measured"),),
+            evidence=(Fact(text=stated, known="assumed" if held is None else "measured"),),
             remedy="see what they are and stop them, or give a budget that leaves them room",
             code="nvidia-smi",
-            effect_high_bytes=others_bytes,
+            effect_high_bytes=held,
         ),
     )
