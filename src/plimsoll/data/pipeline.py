@@ -65,7 +65,7 @@ class Pipeline:
         job: its data, task and tokenizer are read.
         cache: the folder for everything that is made.
         progress: called as ``progress(stage, done, total)``.
-        budget_bytes: the private memory that this process may take; ``None``: no limit.
+        budget_bytes: the private memory that this process may take; ``None``: no budget.
     """
 
     def __init__(self, job: Job, cache: Path, progress: Progress = silent, budget_bytes: int | None = None) -> None:

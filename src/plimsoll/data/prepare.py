@@ -34,7 +34,7 @@ def prepare(job: Job, cache: Path, progress: Progress = silent, budget_bytes: in
         cache: where everything is written, and nothing elsewhere; made if missing.
         progress: called as ``progress(stage, done, total)``, stage being copy, convert, index, tokenizer, tokens,
             spans or packs.
-        budget_bytes: the private memory that this process may take; ``None``: no limit.
+        budget_bytes: the private memory that this process may take; ``None``: no budget.
 
     Raises:
         BudgetError: if training the tokenizer takes more.

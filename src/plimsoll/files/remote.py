@@ -1,10 +1,10 @@
 """Files of object stores and web servers, as local copies in a folder of bounded size.
 
-A source with a protocol (``s3://bucket/part-*.jsonl``, ``https://host/a.txt``) is opened by fsspec, whose own affair
-credentials are. `find` gives each file that it means a place in a folder, with a note beside it of where it is from. A
-copy is made when somebody reads there (`held`), is whole or not there, and may go again: where copies would take more
-than the folder may hold (``PLIMSOLL_COPIES``), those go that were opened longest ago. A process that has one open reads
-on. A file that changed since it was found, or while it is copied, is refused.
+A source with a protocol (``s3://bucket/part-*.jsonl``, ``https://host/a.txt``) is opened by fsspec, which also has the
+credentials. `find` gives each file a place in a folder, and writes a note beside it of where it is from. A copy is made
+when somebody reads at that place (`held`); it is whole or not there. Where copies would take more than
+``PLIMSOLL_COPIES`` (20GiB), those go that were opened longest ago; a process that has one open reads on. A file that
+has changed since it was found, or while it was copied, is refused.
 
 Does NOT cover a folder on a file system without ``flock``, and space that is freed only when another process closes
 what it has open.
@@ -143,9 +143,8 @@ def _file(file: Seen, folder: Path | None, is_named: bool) -> RemoteFile:
     if _note_of(str(place)) != note:
         with _said(own):
             own.mkdir(parents=True, exist_ok=True)
-        write_atomically(
-            Path(str(place) + _NOTE), json.dumps(note).encode(), "--cache", mode=0o600
-        )  # it has the secrets
+        # Only its owner may read it: the address can have secrets.
+        write_atomically(Path(str(place) + _NOTE), json.dumps(note).encode(), "--cache", mode=0o600)
     return RemoteFile(str(place), file.num_bytes, mtime_ns, is_named)
 
 

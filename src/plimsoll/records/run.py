@@ -309,7 +309,7 @@ class RunRecord(Record):
 
     @property
     def peak_bytes_of_ranks(self) -> tuple[int, ...]:
-        """The highest memory of each rank, of the last run of several; none where one process trained."""
+        """The highest memory of each rank, of the ranks that trained last; none where one process trained."""
         steps = self.finished_steps
         num_ranks = len(steps[-1].peak_bytes_of_ranks) if steps else 0
         alike = [step.peak_bytes_of_ranks for step in steps if len(step.peak_bytes_of_ranks) == num_ranks]

@@ -139,7 +139,7 @@ def prepare_tokenizer(
         corpus: the texts to train on.
         cache: the folder for the result.
         progress: called with the stage ``"tokenizer"``.
-        budget_bytes: the private memory that this process may take; ``None``: no limit.
+        budget_bytes: the private memory that this process may take; ``None``: no budget.
 
     Raises:
         BudgetError: if training the tokenizer takes more.

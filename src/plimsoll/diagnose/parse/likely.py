@@ -68,7 +68,7 @@ def _on_device(event: OomText, tried: Bytes, num_processes: int) -> Causes:
 
 
 def _elsewhere(event: OomText, num_processes: int) -> Bytes:
-    """Bytes of the device that are neither free nor this process's: as the text names them, or what is missing."""
+    """Bytes of the device that are neither free nor this process's: as the text says, or what its numbers leave."""
     if event.other_process is not None:
         return event.other_process
     reserved = event.reserved_total
