@@ -38,12 +38,8 @@ class MadeUp:
         pass
 
     def offers(self):
-        stages = {"int8": "values", "int4": "values"}
-        known = [
-            Offer(method=name, stage=stages.get(name, "structure"), saves="much", choices=(Choice(technique=name),))
-            for name in EFFECTS
-        ]
-        return (*known, Offer(method="units", stage="structure", saves="more", reason="no recurrent layers"))
+        known = [Offer(method=name, saves="much", choices=(Choice(technique=name),)) for name in EFFECTS]
+        return (*known, Offer(method="units", saves="more", reason="no recurrent layers"))
 
     def check(self, chain):
         if MadeUp.no is not None:

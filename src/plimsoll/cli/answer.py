@@ -83,7 +83,7 @@ def hand_over(record: Record, sentence: str, output: Path | None, as_json: bool)
 
     Args:
         record: the answer.
-        sentence: what it comes to, for a person who is shown a path only; "" for nothing.
+        sentence: the answer for a person who is shown a path only; "" for nothing.
         output: a file that `check_output` has let pass.
         as_json: print the record.
     """

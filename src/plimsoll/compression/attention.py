@@ -2,7 +2,7 @@
 
 Which linear layer is which is known by the last part of its name (`_ROLES`), of which there are few among all
 architectures; what reads the heads is the one other linear layer next to them. Three in one layer lie one after the
-other (``c_attn``, ``qkv_proj``) or, in ``query_key_value``, for each head together. Sizes are checked against the
+other (``c_attn``, ``qkv_proj``) or, in ``query_key_value``, head by head. Sizes are checked against the
 configuration, so a layer that is laid out otherwise is refused, not guessed.
 
 Does NOT cover attention whose weights are no linear layers, and encoder-decoders.
@@ -34,7 +34,7 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
 class Attention:
     """The attention of one block.
 
-    A group is what is left out together: a head, or where several query heads share their keys and values, these.
+    A group is what is left out as a whole: a head, or where several query heads share their keys and values, these.
     """
 
     parent: str

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.compression.evidence import Evidence, JobEvidence, TextEvidence
+from plimsoll.compression.importance import is_meta
 from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration, Shrinker
 from plimsoll.compression.saving import form_of, save_bundle
 from plimsoll.compression.worker import Made, Offer, ShrinkRequest, Source
@@ -77,8 +78,7 @@ class Workshop:
         for method in SHRINKERS.values():
             choices = self.evidence.cannot_judge(method.name) or method.choices(bundle)
             offered = {"reason": choices} if isinstance(choices, str) else {"choices": choices}
-            known = {"method": method.name, "stage": METHODS[method.name].stage, "saves": method.saves}
-            found.append(Offer.model_validate(known | offered))
+            found.append(Offer.model_validate({"method": method.name, "saves": method.saves} | offered))
         return tuple(found)
 
     def check(self, chain: Sequence[Choice]) -> None:
@@ -222,7 +222,7 @@ class Workshop:
             raise WeightsError(
                 f"{choice.in_full} cannot be used for {self.folder} ({fault}): leave it out, or change it"
             )
-        if not _is_meta(bundle.model) and "corpus" in method.needs(choice) and calibration.token_counts is None:
+        if not is_meta(bundle.model) and "corpus" in method.needs(choice) and calibration.token_counts is None:
             raise WeightsError(
                 f"{choice.in_full} needs the number of times each token is in the corpus, and nobody counted them: "
                 "leave out data.on_the_fly"
@@ -373,10 +373,6 @@ def _on_meta(model: nn.Module) -> nn.Module:
         is_weight = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(sizes, requires_grad=tensor.requires_grad) if is_weight else sizes
     return copy.deepcopy(model, memo)
-
-
-def _is_meta(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _file_bytes(folder: Path) -> int:

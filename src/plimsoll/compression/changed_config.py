@@ -1,17 +1,8 @@
 """What a model would be with other numbers in its configuration, and making it that.
 
 A twin is a model of the same class on the meta device, built from the changed configuration. Where its shapes differ,
-something must be cut; so nothing here knows the architectures, and what was cut is what the class itself expects when
-the folder is loaded again. Plain numbers that modules keep (``num_heads``, ``split_size``, ``normalized_shape``) become
-those of the twin.
-
-Torch-Pruning 1.6.1 was tried for this (transformers 5.23, sdpa) and does not fit: GPT-2's Conv1D is not in its graph
-(its weights cannot be named, pruning the tied embeddings raises KeyError 'lm_head.weight', as OPT's); of GPT-NeoX's
-fused query, key and value it removes the wrong rows, so that the forward pass fails; the group of a query layer of a
-Llama of two layers was not found in five minutes; models that make a causal mask cannot be traced on the meta device;
-and it changes neither configuration nor the numbers that modules keep.
-
-Does NOT cover models whose class is not built from a configuration alone.
+something must be cut. So nothing here knows the architectures, and what was cut is what the class itself expects when
+the folder is loaded again. Does NOT cover models whose class is not built from a configuration alone.
 """
 
 from __future__ import annotations
@@ -25,6 +16,12 @@ from torch import Tensor, nn
 
 from plimsoll.errors import WeightsError
 from plimsoll.weights.structure import class_for
+
+# Why not Torch-Pruning? 1.6.1 was tried (transformers 5.23, sdpa). GPT-2's Conv1D is not in its graph: its weights
+# cannot be named, and pruning the tied embeddings raises KeyError 'lm_head.weight', as OPT's. Of GPT-NeoX's fused
+# query, key and value it removes the wrong rows, so that the forward pass fails. The group of a query layer of a Llama
+# of two layers was not found in five minutes. Models that make a causal mask cannot be traced on the meta device. It
+# changes neither the configuration nor the numbers that modules keep.
 
 _POSITIONS = frozenset({"layer_idx", "layer_id", "layer_number"})
 """Numbers that a layer keeps of its place, for caches and messages."""
@@ -154,7 +151,7 @@ def _smaller(parameter: nn.Parameter, indices: Mapping[int, Tensor]) -> nn.Param
 
 
 def take_numbers(model: nn.Module, twin: nn.Module) -> None:
-    """Give modules the plain numbers that those of the twin have; names of modules are the same in both."""
+    """Give modules the plain numbers (``num_heads``, ``split_size``, ``normalized_shape``) of the twin's modules."""
     for name, attribute, value in list(other_numbers(model, twin)):
         module = model.get_submodule(name)
         before = vars(module).get(attribute)

@@ -26,11 +26,11 @@ Look = Callable[[int, "Tensor | None", Tensor, Any], None]
 
 
 class Rows(NamedTuple):
-    """A dimension of a module's ``weight``, of which rows are judged, some neighbours together."""
+    """A dimension of a module's ``weight``, of which rows are judged, so many neighbours as one."""
 
     module: Any
     dim: int
-    num_together: int = 1
+    num_grouped: int = 1
 
 
 def norms(weight: Tensor, dim: int) -> Tensor:
@@ -55,14 +55,14 @@ def best(scores: Tensor | None, num_kept: int) -> Tensor:
 def read_scores(model: nn.Module, importance: str, readers: Sequence[Rows], calibration: Calibration) -> list[Tensor]:
     """Return for each reader how much it makes of each row that it reads, (rows,)."""
     if importance == "taylor":
-        weights = [(reader.module.weight, reader.dim, reader.num_together) for reader in readers]
+        weights = [(reader.module.weight, reader.dim, reader.num_grouped) for reader in readers]
         return first_order(model, weights, calibration)
     sizes = [norms(reader.module.weight, reader.dim) for reader in readers]
     if importance == "activation":
         flows = activity(model, [reader.module for reader in readers], calibration)
         products = (flow * size for flow, size in zip(flows, sizes, strict=True))
-        return [one.reshape(-1, reader.num_together).sum(1) for one, reader in zip(products, readers, strict=True)]
-    squares = (size.square().reshape(-1, one.num_together) for size, one in zip(sizes, readers, strict=True))
+        return [one.reshape(-1, reader.num_grouped).sum(1) for one, reader in zip(products, readers, strict=True)]
+    squares = (size.square().reshape(-1, one.num_grouped) for size, one in zip(sizes, readers, strict=True))
     return [one.sum(1).sqrt() for one in squares]
 
 
@@ -71,13 +71,13 @@ def first_order(model: nn.Module, weights: Sequence[tuple[Tensor, int, int]], ca
 
     Args:
         model: whose loss it is.
-        weights: each with the dimension that its rows are along, and how many neighbours are judged together.
+        weights: each with the dimension that its rows are along, and how many neighbours are judged as one.
         calibration: has the batches.
 
     Raises:
         WeightsError: if there are no batches, or their loss is not to be had.
     """
-    sums = [torch.zeros(weight.shape[dim] // together, dtype=torch.float64) for weight, dim, together in weights]
+    sums = [torch.zeros(weight.shape[dim] // num_grouped, dtype=torch.float64) for weight, dim, num_grouped in weights]
     with _all_trainable(model):
         for batch in _batches(calibration, "taylor"):
             loss = model(**batch).loss

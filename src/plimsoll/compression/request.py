@@ -84,7 +84,7 @@ class ShrinkSource:
 
 
 def decisive(source: ShrinkSource, options: ShrinkOptions) -> dict[str, Any]:
-    """Return what decides what each chain comes to; which chains are made may differ from one command to the next."""
+    """Return what decides the model of each chain; which chains are made may differ from one command to the next."""
     model = sorted(path for path in source.folder.iterdir() if path.is_file())
     data = [] if source.data is None else [source.data]
     return {
@@ -120,7 +120,7 @@ def find_source(  # noqa: PLR0917 -- options of one command
         changes: ``field=value`` of the job.
 
     Raises:
-        InputError: if something is missing, or does not go together.
+        InputError: if something is missing, or contradicts another.
     """
     is_run = model.is_dir() and (model / "job.yaml").is_file()
     if (is_run or model.is_file()) and (data is not None or columns or label is not None):

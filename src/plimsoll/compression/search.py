@@ -29,7 +29,8 @@ from plimsoll.compression.worker import Made, Offer, ShrinkProcess, ShrinkReques
 from plimsoll.errors import InputError, OutputError
 from plimsoll.files.store import Progress, silent
 from plimsoll.records.base import write_atomically
-from plimsoll.records.job import Job, near
+from plimsoll.records.job import Job
+from plimsoll.records.job_yaml import near
 from plimsoll.records.plan import Choice
 from plimsoll.records.run import RunRecord
 from plimsoll.records.shrink import METHODS, SHRINK_RECORD, Quality, ShrinkRecord, Small, TrainingCost, Unused
@@ -177,7 +178,7 @@ class _Shrinking:
         )
 
     def _refuse_hopeless(self, target_bytes: int) -> None:
-        """Refuse a target far below what the methods reach together, before any model is made.
+        """Refuse a target far below what chains of methods reach, before any model is made.
 
         Sizes are looked at without making models; which chains are looked at is a guess, hence the margin. What is
         near is left to the search.
@@ -267,7 +268,7 @@ class _Shrinking:
         raise self._unreached(target_bytes, *self._smallest(), more)
 
     def _smallest(self) -> tuple[int, str]:
-        """What the methods reach together, and how."""
+        """The smallest that a chain reaches, and which."""
         for guess in smallest(self._singles())[:_MOST_SIZED]:
             num_bytes = self._sized(guess.chain)
             if num_bytes is not None:
@@ -326,7 +327,7 @@ class _Shrinking:
             self.say(f"{where}, {name}: {error}")
 
     def _add(self, small: Small, where: str = "") -> None:
-        """Have a model in the list, in the place of what the same chain came to without training, and say it."""
+        """Have a model in the list, in the place of what the same chain made without training, and say it."""
         self._models = [*(one for one in self._models if one.chain != small.chain), small]
         self.say(f"{where}{_sentence(small, self._models[0])}")
         self._record(None, is_complete=False).save(self.work / SHRINK_RECORD)

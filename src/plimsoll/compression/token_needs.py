@@ -1,18 +1,11 @@
 """Which tokens are kept so that some texts have the very same ones, and the tokenizer of only those.
 
-Works on the JSON of the ``tokenizers`` library (0.23). Why texts that were counted keep their tokens, where all that
-occurred are kept:
+Works on the JSON of the ``tokenizers`` library (0.23). Texts that were counted keep their tokens, where all that
+occurred are kept. Other texts are made of smaller tokens, or of the unknown one: single characters are kept that occur
+in a kept token, and of byte-level tokenizers all bytes.
 
-* WordPiece takes the longest piece that matches: of fewer pieces that is the same one, for it is among them.
-* WordLevel looks up words.
-* Unigram takes the path of the highest score: it is among the fewer paths, and none is new that could score higher (the
-  piece of the lowest score is kept, since that of an unknown character follows from it).
-* BPE does the possible merge of the lowest rank: all that were done on the way to a token are kept, and the results of
-  them. They are those that are done on the token alone, since none went across its ends.
-
-Other texts are made of smaller pieces, or of the unknown token: single characters are kept that occur in a kept token,
-and of byte-level tokenizers all bytes. It does NOT cover models of other kinds, and added tokens whose ids lie between
-those of the model's own without being one of these.
+It does NOT cover models of other kinds, and added tokens whose ids lie between those of the model's own without being
+one of these.
 """
 
 from __future__ import annotations
@@ -44,13 +37,18 @@ def tokens_needed(tokenizer: Mapping[str, Any], occurring: Iterable[int]) -> set
     if unknown in ids:
         kept.add(ids[unknown])
     kept |= {ids[byte] for byte in _BYTE_TOKENS & ids.keys()} if model.get("byte_fallback") else set()
+    # BPE does the possible merge of the lowest rank. All that were done on the way to a token are kept, with what they
+    # made; they are those done on the token alone, since none went across its ends.
     if model["type"] == "BPE":
         return kept | _steps_of_bpe(tokenizer, ids, [words[number] for number in kept if number in words])
+    # Unigram takes the path of the highest score. It is among the fewer paths, and none is new that could score higher:
+    # the token of the lowest score is kept, since the score of an unknown character follows from it.
     if model["type"] == "Unigram":
         kept.add(min(range(len(model["vocab"])), key=lambda number: model["vocab"][number][1]))
         kept |= set() if model.get("unk_id") is None else {model["unk_id"]}
-    if model["type"] == "WordLevel":
+    if model["type"] == "WordLevel":  # looks up words
         return kept
+    # WordPiece takes the longest token that matches, which is among the kept ones.
     prefix = model.get("continuing_subword_prefix") or ""
     characters = {character for number in kept for character in words.get(number, "")}
     single = [form for character in characters for form in (character, prefix + character)]

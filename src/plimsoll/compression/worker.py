@@ -46,7 +46,6 @@ class Offer(Frozen):
     """What a method has for a model: choices that are worth trying, mildest first, or the reason why there are none."""
 
     method: str
-    stage: str
     saves: str
     choices: Chain = ()
     reason: str = ""

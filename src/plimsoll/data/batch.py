@@ -31,7 +31,7 @@ IGNORED_LABEL = -100
 
 
 def count_units(batch: Any, units: Units) -> float:
-    """Count what the mean loss of ``batch`` is divided by, so that losses of unequal pieces can be added up exactly.
+    """Count what the mean loss of ``batch`` is divided by, so that losses of unequal micro-batches add up exactly.
 
     Args:
         batch: a batch on the CPU (on another device, reading the count waits for that device).
@@ -101,10 +101,10 @@ def count_elements(batch: Any) -> int:
 
 
 def split_batch(batch: Any, num_samples: int) -> list[Any]:
-    """Cut a batch into pieces of ``num_samples`` samples, the last one what is left; order and samples stay.
+    """Cut a batch into micro-batches of ``num_samples`` samples, the last one what is left; order and samples stay.
 
     Containers keep their type, tensors become views (nothing is copied), and single values (numbers, texts, ``None``,
-    0-dimensional tensors) are in every piece.
+    0-dimensional tensors) are in every micro-batch.
 
     Raises:
         InputError: as `batch_size_of`, or if ``num_samples`` is less than 1.
@@ -112,12 +112,12 @@ def split_batch(batch: Any, num_samples: int) -> list[Any]:
     if num_samples < 1:
         raise InputError(f"cannot cut a batch into pieces of {num_samples} samples: give 1 or more")
 
-    def piece(start: int) -> Any:
+    def micro_batch(start: int) -> Any:
         return map_leaves(
             batch, lambda leaf: leaf if _num_samples_of(leaf) is None else leaf[start : start + num_samples]
         )
 
-    return [piece(start) for start in range(0, batch_size_of(batch), num_samples)]
+    return [micro_batch(start) for start in range(0, batch_size_of(batch), num_samples)]
 
 
 def pick_samples(batch: Any, numbers: Sequence[int]) -> Any:

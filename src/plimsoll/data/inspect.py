@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data.pipeline import REPEATED, SPANS, TEXTS, TOKENIZER, TOKENS, Pipeline
-from plimsoll.data.samples.borders import MARKS, BorderKind, cut_at_borders, marked_micro_batches
+from plimsoll.data.samples.borders import MARKS, BorderKind, cut_at_borders, marked_pieces
 from plimsoll.data.samples.labels import labels_of
 from plimsoll.data.samples.modes import Texts
 from plimsoll.data.samples.tags import Encoded, WordEncoder, entity_note
@@ -184,7 +184,7 @@ def _drawn(job: Job, corpus: Corpus, tokenizer: Tokenizer, borders: BorderKind |
             if corpus.tag_counts:
                 lengths += _lengths_by_words(tokenizer, texts)
             else:
-                pieces = list(marked_micro_batches(((text, True) for text in texts), borders is not None))
+                pieces = list(marked_pieces(((text, True) for text in texts), borders is not None))
                 encoded = encoder.encode(pieces, with_marks=borders is not None)
                 lengths += encoded.lengths.tolist()
                 parts += [encoded] if borders is not None else []

@@ -1,23 +1,8 @@
 """The stages that the texts of a job go through, from files to samples, and the one place that runs them.
 
-    stage             takes                    in the cache       which is named by
-    TEXTS             the files of the job     index-*            their paths, sizes, times, and what of them is a text
-    VALIDATION_INDEX  those to validate with   index-*            the same
-    VALIDATION_TEXTS  TEXTS, VALIDATION_INDEX  (a check)
-    REPEATED          TEXTS, VALIDATION_TEXTS  repeated-texts-*   the content of both, or which share is held out
-    TOKENIZER         TEXTS                    tokenizer-*        its files, or how it is trained and on which texts
-    LABELS            TEXTS, KNOWN_NAMES       labels-*           the number of each text's class
-    TOKENS            TEXTS, TOKENIZER         tokens-*           the content of the texts, and the tokenizer
-    SIDES             TEXTS                    (which are held out)
-    STREAM            TOKENS, SIDE             tokens-*-texts-*   the tokens, and which texts these are
-    SPANS             TOKENS, TOKENIZER        spans-*            the tokens, and how they are cut
-    CHOSEN_SPANS      SPANS, SIDE              spans-*-train-*    the spans, and which texts they are of
-    PACKS             CHOSEN_SPANS             spans-*-packs-*    the spans, and the tokens of a row
-
-A stage takes what earlier ones give and says what is to be had of it: a `Store` in the cache, or the thing itself where
-there is nothing to keep. What it does to a text is in the module whose function it declares; in which order stages
-come, and whether one is made or used as it is, is decided by `Pipeline.run` alone. SIDE (of which texts the samples
-are) and KNOWN_NAMES (of labels) are ``None``, for all and unknown, where `Pipeline.replacing` says nothing else.
+A stage declares what it takes and what it gives: a `Store` in the cache, or a value where there is nothing to keep.
+The function that it declares says what happens to a text. `Pipeline.run` alone decides in which order stages come, and
+whether one is made or used as it is.
 
 It needs no torch but to pack. NOT covered: what becomes of samples (`plimsoll.data.datasets`), and what is made for a
 model with the data at hand: word vectors (`plimsoll.models.assemble.prepare_vectors`) and what a teacher says
@@ -80,7 +65,7 @@ class Pipeline:
         job: its data, task and tokenizer are read.
         cache: the folder for everything that is made.
         progress: called as ``progress(stage, done, total)``.
-        budget_bytes: what this process may take of private memory; ``None``: what there is.
+        budget_bytes: the private memory that this process may take; ``None``: no budget.
     """
 
     def __init__(self, job: Job, cache: Path, progress: Progress = silent, budget_bytes: int | None = None) -> None:
@@ -147,6 +132,8 @@ def _repeated(on: Pipeline, corpus: Corpus, other: Corpus | None) -> Store[int] 
     return num_repeated.declare(corpus, on.job, other, on.cache)
 
 
+# In the cache: index-*, named by paths, sizes, times and what of the files is a text; repeated-texts-*, by the content
+# of both, or which share is held out.
 TEXTS: Stage[Corpus] = Stage("texts", (), lambda on: _index(on, on.job.data.sources))
 VALIDATION_INDEX: Stage[Corpus | None] = Stage("validation index", (), _validation_index)
 VALIDATION_TEXTS: Stage[Corpus | None] = Stage("validation texts", (TEXTS, VALIDATION_INDEX), _other_files)
@@ -184,8 +171,10 @@ def _tokens(on: Pipeline, corpus: Corpus, tokenizer: Tokenizer) -> Store[TokenSt
     return tokenize.declare(corpus, tokenizer, on.cache, on.progress, **kinds)
 
 
+# In the cache: tokenizer-*, named by its files, or how it is trained on which texts; labels-*, by the numbers of the
+# classes; tokens-*, by the content of the texts and the tokenizer.
 TOKENIZER: Stage[Tokenizer] = Stage("tokenizer", (TEXTS,), _tokenizer)
-KNOWN_NAMES: Stage[tuple[str, ...] | None] = Stage("names of labels that are known", (), lambda _: None)
+KNOWN_NAMES: Stage[tuple[str, ...] | None] = Stage("names of labels that are known", (), lambda _: None)  # by default
 LABELS: Stage[Labels] = Stage("labels", (TEXTS, KNOWN_NAMES), _labels)
 TOKENS: Stage[TokenStore] = Stage("tokens", (TEXTS, TOKENIZER), _tokens)
 
@@ -225,8 +214,10 @@ def _packs(on: Pipeline, spans: Spans) -> Store[Packs]:
     return pack.declare(spans, progress=on.progress)
 
 
+# In the cache: tokens-*-texts-* and spans-*-train-*, named by which texts these are; spans-*, by the tokens and how
+# they are cut; spans-*-packs-*.
 SIDES: Stage[tuple[Side, Side]] = Stage("texts to train on and those held out", (TEXTS,), _sides)
-SIDE: Stage[Side | None] = Stage("those that samples are made of", (), lambda _: None)  # all
+SIDE: Stage[Side | None] = Stage("those that samples are made of", (), lambda _: None)  # by default, all
 STREAM: Stage[Tokens] = Stage("texts end to end", (TOKENS, SIDE), _stream)
 SPANS: Stage[Spans] = Stage("spans", (TOKENS, TOKENIZER), _spans)
 CHOSEN_SPANS: Stage[Spans] = Stage("spans of a side", (SPANS, SIDE), _chosen_spans)

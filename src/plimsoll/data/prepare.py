@@ -34,7 +34,7 @@ def prepare(job: Job, cache: Path, progress: Progress = silent, budget_bytes: in
         cache: where everything is written, and nothing elsewhere; made if missing.
         progress: called as ``progress(stage, done, total)``, stage being copy, convert, index, tokenizer, tokens,
             spans or packs.
-        budget_bytes: what this process may take of private memory; ``None``: what there is.
+        budget_bytes: the private memory that this process may take; ``None``: no budget.
 
     Raises:
         BudgetError: if training the tokenizer takes more.
@@ -117,7 +117,7 @@ def slots_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> tu
     """Return the stream slots to train on and those to evaluate on, which are of a text of their own or of a share."""
     num_slots, length, share = job.batch_size, job.sequence_length, job.data.validation
     if held_out is not None:
-        slots = training_slots(0, train.num_tokens, num_slots, length)
+        slots = training_slots(train.num_tokens, num_slots, length)
         return slots, StreamSlots(0, held_out.num_tokens, num_slots, length)
     return slots_of_stream(train.num_tokens, share if isinstance(share, float) else 0.0, num_slots, length)
 

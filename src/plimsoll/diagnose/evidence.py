@@ -44,9 +44,9 @@ class Evidence:
         limit_bytes: what there was to use.
         requested_bytes: what was asked for when memory ran out.
         asked_category: what that would have been, where it has a share of its own (`plimsoll.records.diagnosis.ASKED`).
-        is_fragmented: whether the allocator then held as much as was asked for, in pieces.
+        is_fragmented: whether the allocator then had as much as was asked for, not contiguous.
         phase: of the training in which the peak is.
-        holdings: what is alive at the peak, alike things together.
+        holdings: what is alive at the peak, like tensors grouped.
         sequence_length: tokens of a sample.
         vocab_size: tokens there are.
         padding_share: of the tokens of a batch, on average, those that are padding.

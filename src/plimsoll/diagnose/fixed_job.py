@@ -26,7 +26,7 @@ class FixedJob(NamedTuple):
         Args:
             job_file: the job.
             output: where it goes; ``None``: beside the job, as NAME-fixed.yaml.
-            force: whether what is there may be overwritten.
+            force: whether an existing file may be overwritten.
 
         Raises:
             OutputError: if it cannot go there.

@@ -52,7 +52,7 @@ def follow(
 
 @dataclass
 class Seen:
-    """What a watch came to; all samples are kept only to be printed, they would fill memory."""
+    """What was seen; all samples are kept only to be printed, they would fill memory."""
 
     keeps_samples: bool
     samples: list[WatchSample] = field(default_factory=list)

@@ -1,15 +1,9 @@
 """Whether memory grows from step to step, told from the noise of an allocator.
 
-The statistic: the first fifth of the steps, and at least three, is warm-up and left out; the rest is cut into four
-equal parts, and the medians of neighbours are compared, which gives three rates in bytes per step. The rate is the
-median of the slopes between all pairs of points (Theil-Sen, https://doi.org/10.1007/978-94-011-2546-8_20), on at most
-128 evenly spaced ones. Growth is steady where each of the three rates is at least two thirds of that one, and it came
-to at least 1 MiB, and to 2 % of what is in use, over all steps that are kept.
-
-So a jump (a longer batch than any before, an evaluation) is not steady: it is in one rate only. Noise without a trend
-puts four medians in ascending order once in 24 times, and must then also rise evenly, and by enough. It does NOT tell
-growth without a limit from a heap that still fills: a heap of glibc grows for hundreds of steps where lengths change
-from batch to batch, though nothing is kept (`docs/explain.md` says how often that is called growth).
+A jump (a longer batch than any before, an evaluation) is not steady growth: it is in one rate only. Noise without a
+trend puts four medians in ascending order once in 24 times, and must then also rise evenly, and by enough. It does NOT
+tell growth without a limit from a heap that still fills: a heap of glibc grows for hundreds of steps where lengths
+change from batch to batch, though nothing is kept (`docs/explain.md` says how often that is called growth).
 """
 
 from __future__ import annotations
@@ -29,7 +23,7 @@ _NOISE_BYTES, _NOISE_SHARE = 1 << 20, 0.02
 
 
 def growth_of(points: Sequence[tuple[int, int]]) -> MemoryGrowth | None:
-    """Fit the growth of memory.
+    """Fit the growth of memory: steady where each quarter of the steps grows by about as much as the whole.
 
     Args:
         points: steps, ascending, and the bytes in use after each.
@@ -45,7 +39,7 @@ def growth_of(points: Sequence[tuple[int, int]]) -> MemoryGrowth | None:
     rates = [
         (used - used_before) / (step - step_before) for (step_before, used_before), (step, used) in pairwise(middles)
     ]
-    likely = _theil_sen(kept)
+    likely = theil_sen(kept)
     risen_bytes = likely * (kept[-1][0] - kept[0][0])
     noise_bytes = max(_NOISE_BYTES, _NOISE_SHARE * median(used for _, used in kept))
     return MemoryGrowth(
@@ -58,6 +52,7 @@ def growth_of(points: Sequence[tuple[int, int]]) -> MemoryGrowth | None:
     )
 
 
-def _theil_sen(points: Sequence[tuple[int, int]]) -> float:
+def theil_sen(points: Sequence[tuple[float, int]]) -> float:
+    """Return the median of the slopes between all pairs of points (https://doi.org/10.1007/978-94-011-2546-8_20)."""
     stride = -(-len(points) // _MOST_POINTS)
     return median((later[1] - one[1]) / (later[0] - one[0]) for one, later in combinations(points[::stride], 2))

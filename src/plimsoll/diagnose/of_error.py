@@ -222,15 +222,15 @@ def _given_to_modules(scene: _Scene) -> Iterator[Tensor]:
 def _named(all_found: list[Found], kept: list[Kept], stays: set[int]) -> dict[str, list[Tensor]]:
     """Tensors without a graph in variables: those that stay from step to step, or grow or are many, and the batch."""
     many = {one.name for one in kept if one.num_items > 2 and (one.has_grown or one.is_of_data)}
-    held: list[Tensor] = []
+    tensors: list[Tensor] = []
     batch: list[Tensor] = []
     for found in all_found:
         for one in _tensors_of(found.value):
             if found.name in many or (id(one) in stays and not one.requires_grad):
-                held.append(one)
+                tensors.append(one)
             elif not one.requires_grad:
                 batch.append(one)
-    return {KEPT: held, "inputs": batch}
+    return {KEPT: tensors, "inputs": batch}
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
@@ -302,7 +302,7 @@ def _shares(stock: Inventory, used_bytes: int, evidence: Evidence, scene: _Scene
 
 
 def _holdings(stock: Inventory, scene: _Scene, asked: Asked | None, before: Before) -> tuple[Holding, ...]:
-    """The largest things that are alive, alike ones together, and what was asked for."""
+    """The largest things that are alive, like tensors grouped, and what was asked for."""
     groups: dict[tuple[Any, ...], list[Piece]] = {}
     model = scene.line_of_variable(nn.Module)
     lines = {"parameters": model, "gradients": model, "optimizer states": scene.line_of_variable(torch.optim.Optimizer)}

@@ -1,8 +1,8 @@
 """The diagnosis of a job before it runs, and of a run that ended because memory ran out: both are dry-run.
 
 What the peak is made of is predicted (`plimsoll.planning.remedies`), and every remedy was tried by the predictor on
-this training. A run is dry-run with what it had in force when it ended. Where the prediction has room for it all the
-same, the causes that are part of a peak do not explain the end, and that is said.
+this training. A run is dry-run with what it had in force when it ended. Where it fits by the prediction all the same,
+the causes that are part of a peak do not explain the end, and that is said.
 
 Does NOT read the texts of a job that has not run: of padding only a run knows.
 """

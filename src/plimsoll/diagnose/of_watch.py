@@ -3,7 +3,7 @@
 From outside a process only its sizes are seen, so this says who and how fast, and not which line of code: what to do is
 where to look next. A process grows where `plimsoll.diagnose.growth` says so of its private memory over the samples. A
 run is meant to use its budget: that, and the ``RLIMIT_DATA`` that enforces it, is named only where memory ran out. Does
-NOT tell growth without a limit from growth that comes to an end.
+NOT tell growth without a limit from growth that ends.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _notes(record: WatchRecord, *, has_grown: bool) -> Iterator[str]:
 
 def _grown(record: WatchRecord) -> Iterator[Finding]:
     """One finding for each process that grew, but one for all that the same process started."""
-    grown = [found for points in _points_of(record) if (found := _growth(points)) is not None]
+    grown = [found for points in record.uses_by_pid.values() if (found := _growth(points)) is not None]
     parents = {use.pid for sample in record.samples for use in sample.processes}
     workers: dict[int, list[_Grown]] = {}
     for one in grown:
@@ -89,15 +89,6 @@ def _grown(record: WatchRecord) -> Iterator[Finding]:
             yield _growth_finding(one)
     for parent, children in workers.items():
         yield _growth_finding(children[0]) if len(children) == 1 else _workers_finding(parent, children)
-
-
-def _points_of(record: WatchRecord) -> list[Points]:
-    """Each process over time; a machine shows its largest only, so one may be missing for a while."""
-    found: dict[int, Points] = {}
-    for sample in record.samples:
-        for use in sample.processes:
-            found.setdefault(use.pid, []).append((sample.seconds, use))
-    return list(found.values())
 
 
 def _growth(points: Points) -> _Grown | None:
@@ -114,7 +105,8 @@ def _growth(points: Points) -> _Grown | None:
 def _growth_finding(grown: _Grown) -> Finding:
     return Finding(
         cause="growth",
-        title=f"{_capital(grown.name)} grows by {format_bytes(round(grown.bytes_per_second))} a second",
+        title=f"{grown.name[:1].upper()}{grown.name[1:]} grows by "
+        f"{format_bytes(round(grown.bytes_per_second))} a second",
         evidence=(_rise(grown),),
         remedy="Look for what is kept from step to step: losses or outputs with their graph, lists, caches. `plimsoll "
         "explain` of a run's directory names the line that keeps a graph.",
@@ -182,7 +174,7 @@ def _limit_that_killed(record: WatchRecord) -> Line | None:
     is_by_kernel = _num_kills(record) or (record.end is not None and record.end.exit_code == -signal.SIGKILL)
     kinds = {"cgroup", "machine"} if is_by_kernel else {"budget", "data", "address", "gpu"}
     lines = record.samples[-1].lines if record.samples else ()
-    return max((line for line in lines if line.kind in kinds), key=_share, default=None)
+    return max((line for line in lines if line.kind in kinds), key=lambda line: line.used_share, default=None)
 
 
 def _reached(record: WatchRecord) -> Iterator[Finding]:
@@ -197,7 +189,9 @@ def _reached(record: WatchRecord) -> Iterator[Finding]:
                 warned.setdefault(line.name, sample.seconds)
     has_budget = any(line.kind == "budget" for _, line in highest.values())
     for name, (seconds, line) in highest.items():
-        if (has_budget and line.kind in {"budget", "data"}) or (_share(line) < _REACHED_SHARE and name not in warned):
+        if (has_budget and line.kind in {"budget", "data"}) or (
+            line.used_share < _REACHED_SHARE and name not in warned
+        ):
             continue
         facts = [Fact(text=f"{_used(line)} after {format_seconds(seconds)}", known="measured")]
         if name in warned:
@@ -206,7 +200,7 @@ def _reached(record: WatchRecord) -> Iterator[Finding]:
                     text=f"from {format_seconds(warned[name])} on it would be reached within a minute", known="assumed"
                 )
             )
-        verb = "was reached" if _share(line) >= _REACHED_SHARE else "was near"
+        verb = "was reached" if line.used_share >= _REACHED_SHARE else "was near"
         yield Finding(
             cause="limit_reached",
             title=f"A limit {verb}: {name}",
@@ -236,13 +230,5 @@ def _swap_bytes(sample: WatchSample) -> int:
     return sum(use.swap_bytes for use in sample.processes)
 
 
-def _share(line: Line) -> float:
-    return line.used_bytes / line.limit_bytes if line.limit_bytes else 1.0
-
-
 def _used(line: Line) -> str:
-    return f"{line.name}, {format_bytes(line.used_bytes)} of {format_bytes(line.limit_bytes)} ({_share(line):.0%})"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return f"{line.name}, {format_bytes(line.used_bytes)} of {format_bytes(line.limit_bytes)} ({line.used_share:.0%})"

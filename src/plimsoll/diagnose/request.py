@@ -39,7 +39,7 @@ def tensor_asked(num_bytes: int | None, at_hand: Iterable[Tensor]) -> Asked | No
     if num_bytes is None or num_bytes < _LEAST_BYTES:
         return None
     tensors = list(at_hand)
-    tries = (one for way in (_alike, _layers, _products) for one in way(tensors))
+    tries = (one for find in (_alike, _layers, _products) for one in find(tensors))
     return next((one for one in tries if prod(one.shape) * one.dtype.itemsize == num_bytes), None)
 
 

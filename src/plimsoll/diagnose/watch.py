@@ -3,10 +3,9 @@
 What is watched: a process and what it started, a run by its directory (its command, with every process of it, also
 through restarts of the training), or the largest processes of this machine.
 
-The rate is the median of the slopes between all pairs of the last 30 samples (Theil-Sen), from 8 on. A warning begins
-where the limit is under 60 s away and at least half used, and ends where it is over 120 s away, so that it does not
-flap. What a plan predicts of a limit may be used without one. Does NOT tell growth that will stop from growth that will
-not.
+The rate is that of the last 30 samples (Theil-Sen), from 8 on. A warning begins where the limit is under 60 s away and
+at least half used, and ends where it is over 120 s away, so that it does not flap. What a plan predicts of a limit may
+be used without one. Does NOT tell growth that will stop from growth that will not.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from itertools import combinations
 from pathlib import Path
-from statistics import median
 
 from plimsoll.device.cpu.cgroup import KillCounter
 from plimsoll.device.cuda.nvml import GpuUse, gpu_uses
 from plimsoll.device.process_exit import Watched
 from plimsoll.device.watched import family_of, largest, lines_of
+from plimsoll.diagnose.growth import theil_sen
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.records.watch import Line, ProcessUse, RunProgress, WatchEnd, WatchRecord, WatchSample
 from plimsoll.training.progress import Follower
@@ -50,7 +48,7 @@ class Forecast:
         if line.used_bytes < _LEAST_USED_SHARE * line.limit_bytes or line.used_bytes <= (line.expected_bytes or 0):
             self._is_warning = False
             return None
-        rate = median((later[1] - one[1]) / (later[0] - one[0]) for one, later in combinations(self._points, 2))
+        rate = theil_sen(tuple(self._points))
         left = max(0, line.limit_bytes - line.used_bytes) / rate if rate > 0 else float("inf")
         self._is_warning = left <= (_CALM_SECONDS if self._is_warning else _WARN_SECONDS)
         return left if self._is_warning else None

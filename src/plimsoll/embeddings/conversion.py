@@ -45,7 +45,7 @@ def convert(
 
     Args:
         path: the file, in any of the formats of `plimsoll.embeddings.formats`.
-        output: the new file; what is there is replaced when the new one is whole.
+        output: the new file; an existing one is replaced when the new one is whole.
         precision: in what the numbers are kept; text has them as they are in that precision.
         strict: whether the first thing that is wrong with the file is an error; otherwise it is left out.
         progress: called with the stage ``"vectors"``.

@@ -5,20 +5,8 @@
     for batch in table.prefetched(loader, ids=lambda batch: batch["input_ids"], optimizer=optimizer):
         ...
 
-It takes the place of ``nn.Embedding(sparse=True)``: the same call, ids, outputs and gradients. Its weight is a
-parameter on the CPU that no ``.to()`` moves. A lookup gathers the rows of the ids there, each once, and sends them to
-where the ids are; backward adds up the gradient of each row on that device and hands the weight a coalesced sparse
-gradient, so every optimizer of ``torch.optim`` that takes one (Adagrad, SparseAdam, SGD) works as it is. With
-``path=`` the table is a file mapped as shared, which no limit on private memory counts; `optimizer_of` keeps the
-optimizer's states in files as well.
-
-Numerics: on the CPU the bits of ``nn.Embedding(sparse=True)`` under Adagrad and SparseAdam. Over several micro-batches,
-under SGD (which adds the parts of a row's gradient to the weight one by one) and on other devices the same mathematics
-in another rounding order.
-
-Does NOT cover ``max_norm`` and ``scale_grad_by_freq``, dense gradients (Adam, AdamW, weight decay), a second
-derivative, ``torch.compile``, several processes that train one table, and ``copy.deepcopy``, which makes a copy of a
-mapped table in memory.
+It takes the place of ``nn.Embedding(sparse=True)``: the same call, ids, outputs and gradients. With ``path=`` the table
+is a file mapped as shared, which no limit on private memory counts.
 
 Shapes: N rows of the table, D their width, U different ids of a batch, K ids that have a gradient.
 """
@@ -47,9 +35,15 @@ _BLOCK_ELEMENTS = 1 << 24  # a multiple of 16: torch draws normal numbers by six
 
 
 class HostEmbedding(nn.Module):
-    """An embedding table on the host; see the module's docstring for what it does not cover.
+    """An embedding table on the host, whose weight is a parameter on the CPU that no ``.to()`` moves.
 
-    ``.half()``, ``.to(dtype)`` and the like change the type of what comes out, not that of the table.
+    ``.half()``, ``.to(dtype)`` and the like change the type of what comes out, not that of the table. On the CPU it has
+    the bits of ``nn.Embedding(sparse=True)`` under Adagrad and SparseAdam. Over several micro-batches, under SGD (which
+    adds the parts of a row's gradient to the weight one by one) and on other devices the rounding order differs.
+
+    Does NOT cover ``max_norm`` and ``scale_grad_by_freq``, dense gradients (Adam, AdamW, weight decay), a second
+    derivative, ``torch.compile``, several processes that train one table, and ``copy.deepcopy``, which makes a copy of
+    a mapped table in memory.
 
     Args:
         num_embeddings: rows of the table, at least 1.
@@ -61,7 +55,7 @@ class HostEmbedding(nn.Module):
 
     Raises:
         InputError: if a number is out of its range.
-        OutputError: if the file has another size, cannot be written to, or finds no room on its disk.
+        OutputError: if the file has another size, cannot be written to, or finds no space on its disk.
     """
 
     weight: nn.Parameter
@@ -109,7 +103,7 @@ class HostEmbedding(nn.Module):
 
         Raises:
             InputError: if the rows are no matrix of floats.
-            OutputError: if the file exists, or finds no room on its disk.
+            OutputError: if the file exists, or finds no space on its disk.
         """
         rows_ND = _matrix(rows)
         num_rows, width = rows_ND.shape
@@ -201,12 +195,15 @@ class HostEmbedding(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a table on the CPU, where the ids are; the gradient is sparse and on the CPU."""
+    """Rows of a table on the CPU, where the ids are; the gradient is sparse and on the CPU.
+
+    Coalesced (`_coalesce_gradient`), it suits every optimizer of ``torch.optim`` that takes a sparse one.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight_ND: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
         ctx.shape, ctx.dtype, ctx.padding_idx = weight_ND.shape, weight_ND.dtype, padding_idx
-        if _are_together(ids, weight_ND):
+        if _are_on_one_device(ids, weight_ND):
             _refuse_outside(ids, len(weight_ND))
             ctx.save_for_backward(ids)
             return functional.embedding(ids, weight_ND)
@@ -229,7 +226,7 @@ class _Lookup(torch.autograd.Function):
         return torch.sparse_coo_tensor(ids_K[None], rows_KD, ctx.shape, check_invariants=False), None, None
 
 
-def _are_together(ids: Tensor, weight_ND: Tensor) -> bool:
+def _are_on_one_device(ids: Tensor, weight_ND: Tensor) -> bool:
     return ids.device == weight_ND.device
 
 

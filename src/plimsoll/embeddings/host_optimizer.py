@@ -6,7 +6,7 @@ What is returned is torch's own optimizer. It is made over one row of each table
 table's size, and is then given the table, and states that begin as those of the row: in unnamed files next to the
 table's file, or in memory for a table that is. Loading writes into these states.
 
-Covers the classes that take sparse gradients, over tables and other parameters together (SparseAdam: over tables only).
+Covers the classes that take sparse gradients, over tables and other parameters at once (SparseAdam: over tables only).
 Does NOT cover momentum (its state in torch is a sparse tensor that grows to the size of the table) and pickling.
 """
 
@@ -42,7 +42,7 @@ def optimizer_of(
 
     Raises:
         InputError: if ``kind`` takes no sparse gradients, or none but these, or momentum or weight decay is asked for.
-        OutputError: if the disk has no room for the states.
+        OutputError: if the disk has too little space for the states.
     """
     if kind not in _KINDS:
         name = getattr(kind, "__name__", repr(kind))

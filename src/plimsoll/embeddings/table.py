@@ -1,7 +1,7 @@
 """A table of vectors with its words in one safetensors file, opened by memory map.
 
 Tensors: ``vectors`` (words, dimension) in float32 or float16; ``words``, the UTF-8 bytes of all words one after the
-other; ``word_ends``, where each ends; ``found``, how each row came to its vector (`plimsoll.embeddings.wanted`). Any
+other; ``word_ends``, where each ends; ``found``, where each row has its vector from (`plimsoll.embeddings.wanted`). Any
 program that reads safetensors reads it. The place of every byte is known before the first vector is, so a table is
 filled in place, in a file that is mapped, and takes no memory of the process that the kernel cannot have back.
 """

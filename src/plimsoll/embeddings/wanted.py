@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 EXACT, LOWER, CAPITALISED, BUILT, MISSING, NO_WORD, PADDING = range(7)
-"""How a row came to its vector: as one of the forms of its word, built from parts of it, or not from the file."""
+"""Where a row has its vector from: one of the forms of its word, parts of it, or not the file."""
 _FORMS = 3  # of a word: the first three of these
 
 
@@ -33,7 +33,7 @@ class Wanted:
     """The rows of a table.
 
     Attributes:
-        state: how each row came to its vector, as far as the file has been read.
+        state: where each row has its vector from, as far as the file has been read.
         words: what may be looked for in a file, as bytes.
     """
 

@@ -1,17 +1,10 @@
 """Files of object stores and web servers by their addresses: looked at, and read again where a connection breaks.
 
-`look` says which files an address means, how large each is, and a mark of its state, made of what the store says of it
-(size, ETag, time). `pieces` yields a file from begin to end; where a connection breaks, it goes on from that byte, and
-where a server cannot send parts it begins again and leaves out what has come. Five tries in a row without a byte are
-an error; so is at once what another try does not change: no such file (404), no right to read it (401, 403). A server
-that says nothing for 60 seconds is one failed try; how long a whole file takes does not matter.
-
-Addresses are shown without their passwords, and those of web servers without the values in their query
-(``?sig=***``), in which signed addresses have their secrets, and without a name alone before the host.
+`look` says which files an address means, how large each is, and a mark of its state; `pieces` yields a file from begin
+to end. Addresses are shown without their secrets.
 
 Does NOT cover writing; servers that do not say how large a file is, or that send it compressed only; and lists of web
-servers: each file is given. Whoever sends a web page where text is expected is refused, for it is mostly a login or a
-list of files. A server that says neither ETag nor time can change a file unnoticed if its size stays.
+servers: each file is given. A server that says neither ETag nor time can change a file unnoticed if its size stays.
 
 Source: https://filesystem-spec.readthedocs.io
 """
@@ -33,9 +26,9 @@ from plimsoll.errors import DataError
 T = TypeVar("T")
 
 PIECE_BYTES = 8 << 20
-_TRIES = 5
+_TRIES = 5  # in a row without a byte
 _PAUSES_SECONDS = (0.2, 1.0, 3.0, 8.0)
-_SILENT_SECONDS = 60
+_SILENT_SECONDS = 60  # after which a server has failed one try; how long a whole file takes does not matter
 # Of the state of a file, by the names that file systems of fsspec have for it, in small letters.
 _SAID = (
     *("size", "etag", "lastmodified", "last-modified", "last_modified", "mtime", "created", "updated", "generation"),
@@ -76,7 +69,10 @@ def is_remote(source: str) -> bool:
 
 
 def shown(text: str) -> str:
-    """Return an address, or a text with addresses in it, without secrets."""
+    """Return an address, or a text with addresses in it, without secrets.
+
+    They are passwords and, of web servers, a name alone before the host and the values in a query (``?sig=***``).
+    """
     without = _TOKEN.sub(r"\1***@", _PASSWORD.sub(r"\1:***@", text))
     return _QUERY.sub(lambda found: found[1] + "&".join(map(_shown_part, found[2].split("&"))), without)
 
@@ -224,6 +220,7 @@ def _address_of(name: str, source: str) -> str:
 def _seen(info: dict[str, Any], address: str) -> Seen:
     if info.get("size") is None:
         raise DataError(f"{shown(address)} does not say how large it is: download it, and give the file")
+    # A web page where text is expected is mostly a login or a list of files.
     if info.get("mimetype") == "text/html" and not file_name(address).lower().endswith((".html", ".htm")):
         raise DataError(
             f"{shown(address)} is a web page, not a file of text: give each file, for web servers cannot list, and "

@@ -4,7 +4,7 @@
     write("plans", facts, content)
 
 An entry is one file, named by the hash of its facts. It begins with a hash of its name and content: a torn,
-damaged or renamed file is ignored. It is written atomically (`write_atomically`). All entries together take at most
+damaged or renamed file is ignored. It is written atomically (`write_atomically`). All entries take at most
 `MOST_BYTES`: those read longest ago are removed. If the folder cannot be written, nothing is kept, which is no error:
 each answer can be made again. Does NOT know what an answer depends on (see `plimsoll.planning.kept_traces`).
 """

@@ -138,7 +138,7 @@ class Checked(np.ndarray[Any, np.dtype[Any]]):
 
     def __array_finalize__(self, _: NDArray[Any] | None) -> None:
         self._blocks = None  # of views, which may be anything
-        self._plain = self.view(np.ndarray) if type(self) is not np.ndarray else self
+        self._plain = self.view(np.ndarray)
 
     def __getitem__(self, index: Any) -> Any:
         if self._blocks is not None:

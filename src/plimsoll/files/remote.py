@@ -1,19 +1,10 @@
 """Files of object stores and web servers, as local copies in a folder of bounded size.
 
-A source with a protocol (``s3://bucket/part-*.jsonl``, ``https://host/a.txt``, ``memory://a.txt``) is opened by fsspec:
-`find` gives each file that it means a place in a folder. The copy is made when somebody reads there (`held`), and may
-go again: where copies would take more than the folder may hold, those go that were opened longest ago. A process that
-has one open reads on. Beside each place stays a note of where it is from.
-
-A copy is whole or not there: it is written to a temporary name, which has the size of the whole from the begin so that
-others count it, and renamed. What a killed process has left of one goes first where room is needed. It has a time that
-is made of what the store says of the file (size, ETag, time), so a file that changed there is another file, for an
-index as for a checkpoint; and one that changed while it was copied, or between two copies, is refused. A copy that is
-no longer what was written is made anew.
-
-``PLIMSOLL_COPIES`` sets how much the folder may hold (20GiB). Credentials are fsspec's own affair: in its environment
-variables or configuration. Secrets in an address are not shown (`plimsoll.files.addresses`); the note has them, and
-only its owner can read it.
+A source with a protocol (``s3://bucket/part-*.jsonl``, ``https://host/a.txt``) is opened by fsspec, which also has the
+credentials. `find` gives each file a place in a folder, and writes a note beside it of where it is from. A copy is made
+when somebody reads at that place (`held`); it is whole or not there. Where copies would take more than
+``PLIMSOLL_COPIES`` (20GiB), those go that were opened longest ago; a process that has one open reads on. A file that
+has changed since it was found, or while it was copied, is refused.
 
 Does NOT cover a folder on a file system without ``flock``, and space that is freed only when another process closes
 what it has open.
@@ -141,7 +132,9 @@ def head_of(path: str, num_bytes: int) -> bytes | None:
 
 
 def _file(file: Seen, folder: Path | None, is_named: bool) -> RemoteFile:
-    mtime_ns = int(file.mark, 16) % (1 << 31) * 10**9  # whole seconds, which any file system keeps; it is no time
+    # Made of what the store says of the file, so that a file that changed there is another one for an index or a
+    # checkpoint. In whole seconds, which any file system keeps; it is no time.
+    mtime_ns = int(file.mark, 16) % (1 << 31) * 10**9
     if folder is None:
         return RemoteFile(file.address, file.num_bytes, mtime_ns, is_named)
     own = folder / xxhash.xxh3_128_hexdigest(file.address.encode())[:16]
@@ -150,6 +143,7 @@ def _file(file: Seen, folder: Path | None, is_named: bool) -> RemoteFile:
     if _note_of(str(place)) != note:
         with _said(own):
             own.mkdir(parents=True, exist_ok=True)
+        # Only its owner may read it: the address can have secrets.
         write_atomically(Path(str(place) + _NOTE), json.dumps(note).encode(), "--cache", mode=0o600)
     return RemoteFile(str(place), file.num_bytes, mtime_ns, is_named)
 
@@ -188,7 +182,7 @@ def _copy(place: Path, note: dict[str, Any], told: Told) -> None:
         with _said(place):
             place.unlink(missing_ok=True)
             temporary.unlink(missing_ok=True)  # of a process that was killed
-            _make_room(temporary, note)
+            _reserve(temporary, note)
         _require_same(note)
         _download(temporary, note, told)
         _require_same(note)
@@ -218,8 +212,8 @@ def _download(temporary: Path, note: dict[str, Any], told: Told) -> None:
         os.fsync(file.fileno())
 
 
-def _make_room(temporary: Path, note: dict[str, Any]) -> None:
-    """Take the place of a file, letting the copies go that were opened longest ago; others are waited for."""
+def _reserve(temporary: Path, note: dict[str, Any]) -> None:
+    """Reserve the space of a file, letting the copies go that were opened longest ago; others are waited for."""
     num_bytes, name, folder = note["num_bytes"], shown(note["address"]), temporary.parents[1]
     most_bytes = parse_bytes(os.environ.get(_LIMIT, _DEFAULT_LIMIT))
     if num_bytes > most_bytes:
@@ -243,7 +237,7 @@ def _make_room(temporary: Path, note: dict[str, Any]) -> None:
 
 
 def _let_go(folder: Path, num_bytes: int, most_bytes: int) -> int:
-    """Remove copies until so much more may be there and the disk has room; return the bytes that are still lacking."""
+    """Remove copies until so much more may be there and the disk has space; return the bytes that are still lacking."""
     copies, taken_bytes = [], 0
     for note in folder.glob(f"*/*{_NOTE}"):
         place = Path(str(note).removesuffix(_NOTE))

@@ -25,7 +25,6 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from plimsoll.errors import DataError, OutputError
 from plimsoll.files.checksums import BLOCK_BYTES, MANIFEST, write_sums
-from plimsoll.files.checksums import discard as discard  # noqa: PLC0414 -- where others look for it
 from plimsoll.records.base import sync, write_atomically
 from plimsoll.records.units import format_bytes
 

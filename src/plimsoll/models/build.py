@@ -48,7 +48,8 @@ from plimsoll.models.recurrent.model import (
 from plimsoll.models.vectors import prepare_embedding, with_dimension
 from plimsoll.models.workload import LossFunction, model_loss
 from plimsoll.records.embeddings import VectorSource
-from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task
+from plimsoll.records.job import Job, Task
+from plimsoll.records.tokenizer import SMALLEST_VOCAB_SIZES
 from plimsoll.weights.saving import save_weights
 
 

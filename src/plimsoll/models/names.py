@@ -17,7 +17,8 @@ from pkgutil import iter_modules
 from typing import Any, TypeGuard
 
 from plimsoll.errors import InputError, JobError
-from plimsoll.records.job import RECUTS, OptimizerChoice, Task, near
+from plimsoll.records.job import RECUTS, OptimizerChoice, Task
+from plimsoll.records.job_yaml import near
 
 _CONFIG_BASE = "PreTrainedConfig"
 

@@ -172,7 +172,6 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes], option: str =
         remedy = _WAYS_OUT.get(error.errno or 0, "")
         raise OutputError(f"cannot write {path}: {error.strerror}; give another {option}{remedy}") from error
     finally:
-        with contextlib.suppress(
-            OSError
-        ):  # it has been renamed, or nothing can be removed where nothing can be written
+        # It has been renamed, or nothing can be removed where nothing can be written.
+        with contextlib.suppress(OSError):
             temporary.unlink()

@@ -17,7 +17,7 @@ class CachedKind(Frozen):
 
 
 class CacheContents(Record):
-    """Everything in a cache folder; ``most_bytes`` is what predictions, plans, baselines and traces take together.
+    """Everything in a cache folder; ``most_bytes`` is what predictions, plans, baselines and traces take in all.
 
     ``is_removed``: it is what was there before it was removed.
     """

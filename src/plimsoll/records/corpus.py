@@ -101,7 +101,7 @@ class Inspection(Record):
 
 
 class Rate(Frozen):
-    """How fast one stage goes. ``private_bytes`` is the most its processes held together; ``None`` if not watched."""
+    """How fast one stage goes. ``private_bytes`` is the most its processes used at once; ``None`` if not watched."""
 
     stage: str
     detail: str

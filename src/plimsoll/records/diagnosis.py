@@ -22,7 +22,7 @@ class MemoryGrowth(Frozen):
     """How memory in use after a step changes from step to step, in bytes per step, from ``first_step`` on.
 
     ``low_bytes`` and ``high_bytes`` are the least and the most of three parts of the steps. It ``is_steady`` where all
-    of them grow alike and it comes to more than the noise of an allocator; see `plimsoll.diagnose.growth`.
+    of them grow alike and by more than the noise of an allocator; see `plimsoll.diagnose.growth`.
     """
 
     likely_bytes: int

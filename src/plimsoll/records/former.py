@@ -48,6 +48,6 @@ def former_arguments(**former_names: str) -> Callable[[Callable[P, R]], Callable
     return decorated
 
 
-def warn_of_former(what: str, name: str, stacklevel: int = 3) -> None:
+def warn_of_former(what: str, name: str) -> None:
     """Warn that something is called ``name`` now."""
-    warnings.warn(f"{what} is called {name} now", DeprecationWarning, stacklevel=stacklevel)
+    warnings.warn(f"{what} is called {name} now", DeprecationWarning, stacklevel=3)

@@ -21,11 +21,9 @@ from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Budget
 from plimsoll.records.distill import DistillSource
 from plimsoll.records.embeddings import VectorSource
-from plimsoll.records.job_yaml import near as near  # noqa: PLC0414 -- where others look for it
-from plimsoll.records.job_yaml import parse_value, read_fields
+from plimsoll.records.job_yaml import near, parse_value, read_fields
 from plimsoll.records.plan import PinText
-from plimsoll.records.tokenizer import SMALLEST_VOCAB_SIZES as SMALLEST_VOCAB_SIZES  # noqa: PLC0414 -- as above
-from plimsoll.records.tokenizer import TokenizerSource as TokenizerSource  # noqa: PLC0414 -- as above
+from plimsoll.records.tokenizer import TokenizerSource as TokenizerSource  # noqa: PLC0414 -- where pages import it
 
 HUB_PREFIX = "hf:"  # of a dataset by its name on the Hugging Face hub
 _NOT_EMPTY = Field(min_length=1)

@@ -193,10 +193,9 @@ class Candidate(FormerNames):
 class Tried(Frozen):
     """What a trial made of one candidate.
 
-    ``predicted_seconds`` are of a step, without what earlier runs have taught; ``measured_seconds`` of a step as the
-    passes that were run let expect it; ``peak_bytes`` is the most that was in use in them. A candidate that was struck
-    would need more than memory turned out to hold when another one ran out of it; one that was too near the limit may
-    need more in a long run.
+    ``predicted_seconds`` are of a step, without what earlier runs say; ``measured_seconds`` are estimated from the
+    passes that were run; ``peak_bytes`` is the most that was in use in them. A candidate that was struck needs more
+    than there was when another one ran out; one that was too near the limit may need more in a long run.
     """
 
     choices: tuple[Choice, ...]
@@ -226,13 +225,13 @@ class Plan(FormerNames, Record):
     technique. ``made_for`` says of what the plan is: a plan is refused where one of these facts differs. Where nothing
     fits, ``fallbacks`` has what needs least, ``smallest_budget_bytes`` is the budget it would take, and
     ``lossy_alternatives`` has, for each technique that changes the training and is not allowed, what needs least
-    together with it.
+    with it.
 
     ``pinned`` choices and ``required`` techniques, whose options the plan chooses, are the user's; ``left_out`` has the
-    pins that the number of ranks forbids, each with the reason.
-    ``time_factor`` is what earlier runs have taught of the time, and in ``step_time``. ``off_device`` is there where
-    parameters are in files (CPU) or on the host (CUDA), and not where the budget counts. ``loss_check`` says whether a
-    batch may be cut, and ``tokenizer_bytes`` what training the tokenizer takes at most, before there is a model.
+    pins that the number of ranks forbids, each with the reason. ``time_factor`` corrects the time by earlier runs, and
+    is in ``step_time``. ``off_device`` is set where parameters are in files (CPU) or on the host (CUDA), which the
+    budget does not count. ``loss_check`` says whether a batch may be cut, and ``tokenizer_bytes`` what training the
+    tokenizer takes at most, before there is a model.
     ``candidates`` are plans of about the same time, which a trial on the device runs beside the first configuration;
     what it measured is in ``trial``, ``None`` where none was made.
 

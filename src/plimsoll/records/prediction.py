@@ -38,7 +38,7 @@ class Holding(Frozen):
     """Allocations alike that are alive at the peak, with where the first was made.
 
     They have the same category, shape, source line and module but for the numbers in its name, which are then ``*``.
-    ``num_bytes`` is of all ``count`` of them together; ``name`` is empty for what has none.
+    ``num_bytes`` is of all ``count`` of them; ``name`` is empty for what has none.
     """
 
     num_bytes: int
@@ -146,7 +146,7 @@ class Prediction(Record):
 
     @property
     def fits(self) -> bool:
-        """Whether the likely peak is within the limit and the allocator found room for every request."""
+        """Whether the likely peak is within the limit and the allocator could serve every request."""
         return self.runs_out_at is None and self.peak.likely_bytes <= self.limit_bytes
 
     @property

@@ -13,7 +13,7 @@ class PreparedText(Frozen):
     """Texts that are ready to be opened; a folder is ``None`` where there is no need of it.
 
     ``skipped`` names the first 100 files and rows that were left out, with the reason. Of the texts that are longer
-    than a sample, ``num_truncated`` lost ``num_dropped_tokens`` together, which no epoch sees; ``num_cut_inside``
+    than a sample, ``num_truncated`` lost ``num_dropped_tokens`` in all, which no epoch sees; ``num_cut_inside``
     windows end where no border fitted; ``num_lost_words`` are without a token, and so their tags are without a place.
     Where texts are tokenized on the fly, tokens and truncations are unknown: 0.
     """

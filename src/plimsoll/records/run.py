@@ -145,9 +145,9 @@ class RetainedGraph(Frozen):
     """Tensors that something of the user's keeps after a step with the graph that made them (their ``grad_fn``).
 
     ``holder`` is the attribute or the variable that has them, such as ``model.history``; "" where only the losses of
-    earlier steps are known to be alive. ``marked_steps`` are the steps whose graph was marked before this look, of
-    which ``alive_steps`` are still in memory. ``num_bytes`` is the storage of the tensors themselves, on the device of
-    the training; ``graph_bytes`` what their graph keeps besides, of ``num_nodes`` operations (``None``: not counted).
+    earlier steps are known to be alive. ``marked_steps`` are the steps whose graph was marked before, of which
+    ``alive_steps`` are still in memory. ``num_bytes`` is the storage of the tensors themselves, on the device of the
+    training; ``graph_bytes`` what their graph keeps besides, of ``num_nodes`` operations (``None``: not counted).
     ``place``, ``code`` and ``remedy`` are the line of the user's that keeps them, and what to write instead ("": not
     found).
     """
@@ -309,7 +309,7 @@ class RunRecord(Record):
 
     @property
     def peak_bytes_of_ranks(self) -> tuple[int, ...]:
-        """The highest memory of each rank, of the last that trained together; none where one process trained."""
+        """The highest memory of each rank, of the ranks that trained last; none where one process trained."""
         steps = self.finished_steps
         num_ranks = len(steps[-1].peak_bytes_of_ranks) if steps else 0
         alike = [step.peak_bytes_of_ranks for step in steps if len(step.peak_bytes_of_ranks) == num_ranks]

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from plimsoll.errors import WeightsError
 from plimsoll.records.base import Frozen, Record
-from plimsoll.records.job import near
+from plimsoll.records.job_yaml import near
 from plimsoll.records.plan import Choice, Pin, Value
 from plimsoll.records.prediction import Estimate
 
@@ -217,7 +217,7 @@ class Quality(Frozen):
 
     @property
     def score(self) -> float:
-        """What ways are compared by, more being better: F1 of entities, accuracy, similarity, or less loss."""
+        """What models are compared by, more being better: F1 of entities, accuracy, similarity, or less loss."""
         known = (self.entity_f1, self.accuracy, self.similarity)
         return next((one for one in known if one is not None), -self.loss)
 

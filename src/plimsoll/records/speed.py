@@ -23,7 +23,7 @@ class Point(Frozen):
 Curve = tuple[Point, ...]
 
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
-"""What ranks do together with a tensor: add it up on all, make it of the rows of each, add it up and keep some rows."""
+"""A collective over a tensor: add it up on all ranks, make it of the rows of each, add it up and keep some rows."""
 
 
 def rate_at(curve: Curve, at: float) -> float:

@@ -34,7 +34,7 @@ class Strategy(Frozen):
 
 
 class Strategies(FormerNames, Record):
-    """Every way, the exact ones first; ``subject`` says what is trained, and ``device`` where."""
+    """Every fine-tuning strategy, the exact ones first; ``subject`` says what is trained, and ``device`` where."""
 
     record_kind: ClassVar[str] = "strategies"
     former_kind: ClassVar[str | None] = "ways"

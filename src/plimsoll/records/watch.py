@@ -1,8 +1,8 @@
 """What was seen of processes from outside while they ran: the record of a watch, and the file it is recorded in.
 
-A recording is a file of lines: the record without its samples, a sample for each look, and how the watch ended. It is
-appended line by line, so that a kill leaves all but the last; a torn last line is left out. It is read whole: a day of
-a sample every two seconds is 43,200 lines of about 1 KiB.
+A recording is a file of lines: the record without its samples, a sample a line, and how the watch ended. It is appended
+line by line, so that a kill leaves all but the last; a torn last line is left out. It is read whole: a day of a sample
+every two seconds is 43,200 lines of about 1 KiB.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ class Line(Frozen):
     expected_bytes: int | None = None
     seconds_left: float | None = None
 
+    @property
+    def used_share(self) -> float:
+        """How much of the limit is used."""
+        return self.used_bytes / self.limit_bytes if self.limit_bytes else 1.0
+
 
 class RunProgress(Frozen):
     """How far a run is, as its own lines say; what is not known yet is ``None``.
@@ -103,7 +108,7 @@ class RunProgress(Frozen):
 
 
 class WatchSample(Frozen):
-    """One look.
+    """One observation.
 
     Attributes:
         seconds: since the watch began.
@@ -172,6 +177,15 @@ class WatchRecord(Record):
         """Whether a limit was near in any sample, or memory ran out."""
         ran_out = self.end is not None and self.end.how == "out_of_memory"
         return ran_out or any(sample.warnings for sample in self.samples)
+
+    @property
+    def uses_by_pid(self) -> dict[int, list[tuple[float, ProcessUse]]]:
+        """Each process over time, with the seconds of each sample; of a machine the largest, so some may be missing."""
+        found: dict[int, list[tuple[float, ProcessUse]]] = {}
+        for sample in self.samples:
+            for use in sample.processes:
+                found.setdefault(use.pid, []).append((sample.seconds, use))
+        return found
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -293,10 +293,6 @@ def _drawn_by(charts: Iterable[Chart]) -> str | None:
     return plotly_js() if any(chart.figure for chart in charts) else None
 
 
-def _strategies_page(strategies: Strategies) -> str:
-    return sheets_page("Fine-tuning strategies", strategy_sheets.page_sheets(strategies))
-
-
 PAGES: dict[type[Record], Callable[[Any], str]] = {
     RunRecord: run_page,
     RunComparison: comparison_page,
@@ -309,7 +305,7 @@ PAGES: dict[type[Record], Callable[[Any], str]] = {
     TokenFacts: token_page,
     Inspection: inspection_page,
     FeedRates: feed_page,
-    Strategies: _strategies_page,
+    Strategies: lambda record: sheets_page("Fine-tuning strategies", strategy_sheets.page_sheets(record)),
     InferencePlan: placement_page,
     ShrinkRecord: shrink_page,
     WatchRecord: watch_page,

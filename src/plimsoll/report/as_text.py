@@ -183,7 +183,7 @@ def sheets_report(shown: Sequence[sheets.Sheet]) -> Group:
 
 
 def strategies_report(strategies: Strategies) -> Group:
-    """Return the ways to train; what to give for each is below the tables, a line each, to be copied."""
+    """Return the fine-tuning strategies; what to give for each is below the tables, a line each, to be copied."""
     lines = Text("\n".join(strategy_sheets.give_lines(strategies)), overflow="fold")
     tables = sheets_report(strategy_sheets.strategy_sheets(strategies))
     return _spaced(tables, Group(Text(strategy_sheets.GIVE_TITLE, "bold"), lines))
@@ -242,7 +242,7 @@ def placement_report(plan: InferencePlan) -> Group:
 
 
 def shrink_report(record: ShrinkRecord) -> Group:
-    """Return what making a model smaller came to; tables without rows are left out."""
+    """Return what came of making a model smaller; tables without rows are left out."""
     return _spaced(Text(shrink_sheets.headline(record), "bold"), sheets_report(shrink_sheets.shrink_sheets(record)))
 
 

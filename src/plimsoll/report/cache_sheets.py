@@ -12,7 +12,7 @@ _COLUMNS = columns_of("Kind", "#Files", "#Size", "#Last used")
 
 
 def cache_sheets(cache: CacheContents) -> tuple[Sheet, ...]:
-    """Say of each kind how many files there are, how large they are together, and when they were last used."""
+    """Say of each kind how many files there are, how large they are in all, and when they were last used."""
     rows = [
         (kind.name, f"{kind.num_files:,}", format_bytes(kind.num_bytes), _moment(kind.used_seconds))
         for kind in cache.kinds

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import format_bytes, parse_bytes
-from plimsoll.report.sheets import finished_steps, step_speed, unit_name, used_name
+from plimsoll.report.sheets import step_speed, used_name
 
 _MOST_POINTS = 2000  # about two per pixel of the widest chart
 HEADROOM = 1.12  # of the highest value: room for the budget's label and the event marks
@@ -96,13 +96,13 @@ def memory_chart(record: RunRecord) -> Chart:
 def _in_step(record: RunRecord) -> str:
     """Say which step took the most; nothing where it was one that did not end."""
     peak_bytes = record.peak_bytes  # looks at every step
-    steps = [line.step for line in finished_steps(record) if line.peak_bytes == peak_bytes]
+    steps = [line.step for line in record.finished_steps if line.peak_bytes == peak_bytes]
     return f" in step {steps[0]:,}" if steps else ""
 
 
 def ranks_chart(record: RunRecord) -> Chart:
     """The peak of each step on each rank: how evenly the work is shared out."""
-    steps = [line for line in finished_steps(record) if line.peak_bytes_of_ranks]
+    steps = [line for line in record.finished_steps if line.peak_bytes_of_ranks]
     num_ranks = max(len(line.peak_bytes_of_ranks) for line in steps)
     byte_unit, unit_bytes = unit_of(max(max(line.peak_bytes_of_ranks) for line in steps))
     lines: list[Points] = [
@@ -126,7 +126,7 @@ def ranks_chart(record: RunRecord) -> Chart:
 def micro_batch_chart(record: RunRecord) -> Chart:
     """The micro-batch of each step."""
     title = "Micro-batch in force"
-    points: Points = [(line.step, line.micro_batch) for line in finished_steps(record)]
+    points: Points = [(line.step, line.micro_batch) for line in record.finished_steps]
     if not points:
         return _no_steps("micro-batch", title)
     figure = _step_figure("samples", points)
@@ -137,7 +137,7 @@ def micro_batch_chart(record: RunRecord) -> Chart:
 
 def loss_chart(record: RunRecord) -> Chart:
     """Training loss of each step and validation loss."""
-    steps = finished_steps(record)
+    steps = record.finished_steps
     if not steps:
         return _no_steps("loss", "Loss")
     train: Points = [(line.step, line.loss) for line in steps if math.isfinite(line.loss)]
@@ -147,7 +147,7 @@ def loss_chart(record: RunRecord) -> Chart:
     add_line(figure, "training", thinned(train), "var(--accent)")
     add_line(figure, "validation", validation, "var(--second)", mode="lines+markers")
     lines = "training and validation" if validation else "training only"
-    caption = f"Mean per {unit_name(record).removesuffix('s')}; {lines}."
+    caption = f"Mean per {record.unit_name.removesuffix('s')}; {lines}."
     num_left_out = len(steps) - len(train)
     if num_left_out:
         caption += f" Not drawn, because not a finite number: {num_left_out:,} of {len(steps):,} steps."
@@ -157,11 +157,11 @@ def loss_chart(record: RunRecord) -> Chart:
 def throughput_chart(record: RunRecord) -> Chart:
     """Units of the loss per second, step by step."""
     title = "Throughput"
-    speeds = [(line.step, step_speed(line)) for line in finished_steps(record)]
+    speeds = [(line.step, step_speed(line)) for line in record.finished_steps]
     points: Points = [(step, speed) for step, speed in speeds if speed is not None]
     if not points:
         return _no_steps("throughput", title)
-    unit = unit_name(record)
+    unit = record.unit_name
     figure = _step_figure(f"{unit}/s", points)
     add_line(figure, f"{unit}/s", thinned(points), "var(--accent)")
     caption = f"{unit.capitalize()} per second of each step's own time."

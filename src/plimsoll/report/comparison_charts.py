@@ -39,7 +39,8 @@ def peak_chart(comparison: RunComparison) -> Chart:
 def loss_chart(comparison: RunComparison) -> Chart:
     """Draw both training losses over the steps."""
     title, sides = "Loss", _sides(comparison)
-    lines = [[(step, loss) for step, loss in _losses(side) if math.isfinite(loss)] for _, side in sides]
+    losses = [zip(side.steps, side.losses, strict=True) for _, side in sides]
+    lines: list[Points] = [[(step, loss) for step, loss in own if math.isfinite(loss)] for own in losses]
     if not any(lines):
         return Chart("loss", title, "No step of either run has finished with a finite loss.", None)
     figure = empty_figure("step", "loss")
@@ -77,7 +78,3 @@ def category_chart(comparison: RunComparison) -> Chart:
 
 def _sides(comparison: RunComparison) -> list[tuple[str, RunSide]]:
     return [*zip(labels(comparison), (comparison.first, comparison.second), strict=True)]
-
-
-def _losses(side: RunSide) -> Points:
-    return [*zip(side.steps, side.losses, strict=True)]

@@ -1,4 +1,4 @@
-"""Records in a notebook: the first of their tables as a piece of HTML, without scripts and without charts.
+"""Records in a notebook: the first of their tables as a fragment of HTML, without scripts and without charts.
 
 A cell must be light: a page with plotly is over 1 MB, this is some kB. Colours and font are those of the notebook.
 Covers runs, comparisons, plans, predictions and diagnoses; other records are shown by their text.
@@ -22,7 +22,7 @@ Told = tuple[str, str, Sequence[sheets.Sheet]]  # title, sentence, tables: the f
 
 
 def notebook_html(record: Record) -> str | None:
-    """Return a record as a piece of HTML; ``None`` where there is none of this kind."""
+    """Return a record as a fragment of HTML; ``None`` where there is none of this kind."""
     if type(record) not in _TOLD:
         return None
     title, sentence, shown = _TOLD[type(record)](record)

@@ -17,7 +17,7 @@ from plimsoll.records.prediction import Estimate
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.prediction_sheets import range_text
-from plimsoll.report.sheets import Column, Sheet, columns_of, finished_steps, steps_of_plan
+from plimsoll.report.sheets import Column, Sheet, columns_of, steps_of_plan
 
 MOST_REJECTED = 12  # that are shown; a page has more, folded away
 MOST_REJECTED_FOLDED = 200
@@ -346,7 +346,7 @@ def plan_in_force_sheet(record: RunRecord) -> Sheet:
     sheet, steps = fallback_sheet(record.plan), steps_of_plan(record)
     steps_at = Counter(line.fallback for line in steps)
     rows = tuple((*row, f"{steps_at[index]:,}") for index, row in enumerate(sheet.rows))
-    is_whole = len(steps) == len(finished_steps(record))
+    is_whole = len(steps) == len(record.finished_steps)
     title = "Steps in force" if is_whole else f"Of the last {len(steps):,} steps"
     return Sheet(sheet.title, (*sheet.columns, Column(title, True)), rows)
 

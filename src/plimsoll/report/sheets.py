@@ -51,20 +51,10 @@ class Sheet:
         return num_words > 2 or (num_words == 2 and len(self.columns) > 3)
 
 
-def finished_steps(record: RunRecord) -> tuple[StepLine, ...]:
-    """Return each step once, in order: a step repeated after a restart counts as it was written last."""
-    return record.finished_steps
-
-
 def steps_of_plan(record: RunRecord) -> tuple[StepLine, ...]:
     """Return the finished steps since the last command of the run: earlier ones may have had another plan."""
     begun_at = next((start.step for start in reversed(record.starts) if start.restarts == 0), 0)
-    return tuple(line for line in finished_steps(record) if line.step > begun_at)
-
-
-def unit_name(record: RunRecord) -> str:
-    """Return what the loss averages over: ``"samples"`` in classification, else ``"tokens"``."""
-    return record.unit_name
+    return tuple(line for line in record.finished_steps if line.step > begun_at)
 
 
 def used_name(device: Device) -> str:
@@ -105,11 +95,11 @@ def line_sentence(record: RunRecord) -> str:
 
 def key_numbers(record: RunRecord) -> tuple[tuple[str, str], ...]:
     """Return the numbers a reader looks for first, as label and value."""
-    steps = finished_steps(record)
+    steps = record.finished_steps
     num_steps_asked = record.job.get("steps")
     return (
         ("Steps", f"{len(steps):,} of {num_steps_asked:,}" if num_steps_asked else f"{len(steps):,}"),
-        ("Throughput", format_speed(record.units_per_second, unit_name(record))),
+        ("Throughput", format_speed(record.units_per_second, record.unit_name)),
         ("Time to last step", format_seconds(steps[-1].time_seconds) if steps else "none"),
         ("Micro-batch", _micro_batch_in_force(record)),
         ("First loss", format_loss(steps[0].loss) if steps else "none"),
@@ -179,7 +169,7 @@ def _predicted(record: RunRecord, steps: Sequence[StepLine]) -> tuple[tuple[str,
 
 
 def _micro_batch_in_force(record: RunRecord) -> str:
-    sizes = [start.micro_batch for start in record.starts[:1]] + [line.micro_batch for line in finished_steps(record)]
+    sizes = [start.micro_batch for start in record.starts[:1]] + [line.micro_batch for line in record.finished_steps]
     if not sizes:
         return "not started"
     return f"{sizes[0]:,} throughout" if len(set(sizes)) == 1 else f"{sizes[0]:,} at start, {sizes[-1]:,} at end"
@@ -252,10 +242,10 @@ def checkpoint_sheet(record: RunRecord) -> Sheet:
 
 def step_sheet(record: RunRecord) -> Sheet:
     """List the steps, evenly thinned to about twenty; the first and the last are always there."""
-    steps = finished_steps(record)
+    steps = record.finished_steps
     stride = -(-len(steps) // _MOST_STEP_ROWS) or 1
     shown = [*steps[:-1:stride], *steps[-1:]]
-    units = f"#{unit_name(record).capitalize()}"
+    units = f"#{record.unit_name.capitalize()}"
     columns = columns_of("#Step", "#Loss", "#Learning rate", "#Time", units, "#Micro-batch", "#Peak")
     rows = tuple(
         (

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plimsoll.records.units import format_bytes
 from plimsoll.records.watch import WatchRecord
 from plimsoll.report.charts import HEADROOM, Chart, empty_figure, limit_line, thinned_rows, unit_of
-from plimsoll.report.watch_sheets import lines_by_name, uses_by_pid
+from plimsoll.report.watch_sheets import lines_by_name
 
 _MOST_PROCESSES = 8
 _COLOURS = ("var(--accent)", "var(--second)", "var(--line)", "var(--warning)", "var(--muted)")
@@ -54,7 +54,7 @@ def process_chart(record: WatchRecord) -> Chart:
 
 def _layers(record: WatchRecord) -> list[tuple[str, list[int]]]:
     """The sizes of each process over the samples, 0 where it was not there; the largest first, the rest as one."""
-    sizes = {pid: [0] * len(record.samples) for pid in uses_by_pid(record)}
+    sizes = {pid: [0] * len(record.samples) for pid in record.uses_by_pid}
     names = {}
     for row, sample in enumerate(record.samples):
         for use in sample.processes:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from plimsoll.records.units import format_bytes, format_seconds
-from plimsoll.records.watch import Line, ProcessUse, WatchRecord, WatchSample
+from plimsoll.records.watch import Line, WatchRecord, WatchSample
 from plimsoll.report.sheets import Sheet, columns_of, format_loss, format_speed
 from plimsoll.report.watch_view import LEAST_RANGE_SHARE, parts_text, sparkline
 
@@ -29,7 +29,9 @@ def sentences(record: WatchRecord) -> tuple[str, ...]:
             f"{num:,} sample{'s' * (num != 1)} in {format_seconds(record.samples[-1].seconds)}; highest private memory "
             f"{format_bytes(peak.private_bytes)}, at {format_seconds(peak.seconds)}.",
         ]
-    said.append("The recording breaks off." if record.end is None else f"{_capital(record.end.text)}.")
+    said.append(
+        "The recording breaks off." if record.end is None else f"{record.end.text[:1].upper()}{record.end.text[1:]}."
+    )
     warned = dict.fromkeys(line.name for sample in record.samples for line in sample.warnings)
     if warned:
         said.append(f"Near its limit: {', '.join(warned)}.")
@@ -37,10 +39,6 @@ def sentences(record: WatchRecord) -> tuple[str, ...]:
     if last is not None and last.predicted_parts:
         said.append(f"{parts_text(last.predicted_parts)}.")
     return tuple(said)
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def sheets_of(record: WatchRecord) -> tuple[Sheet, ...]:
@@ -60,7 +58,7 @@ def limit_sheet(record: WatchRecord) -> Sheet:
                 highest.name,
                 format_bytes(highest.used_bytes),
                 format_bytes(highest.limit_bytes),
-                f"{_share(highest):.0%}",
+                f"{highest.used_share:.0%}",
                 "" if first is None else format_seconds(first),
                 _drawn([line.used_bytes for _, line in seen], highest.limit_bytes),
             )
@@ -70,7 +68,7 @@ def limit_sheet(record: WatchRecord) -> Sheet:
 
 def process_sheet(record: WatchRecord) -> Sheet:
     """List the processes with the most private memory."""
-    found = sorted(uses_by_pid(record).values(), key=lambda seen: -max(use.private_bytes for _, use in seen))
+    found = sorted(record.uses_by_pid.values(), key=lambda seen: -max(use.private_bytes for _, use in seen))
     shown = found[:_MOST_PROCESSES]
     has_shared = any(use.shared_bytes for seen in shown for _, use in seen)
     shared = ["#Shared"] * has_shared
@@ -103,7 +101,7 @@ def time_sheet(record: WatchRecord) -> Sheet:
 
 
 def _time_cells(sample: WatchSample, has_run: bool) -> tuple[str, ...]:
-    nearest = max(map(_share, sample.lines), default=None)
+    nearest = max((line.used_share for line in sample.lines), default=None)
     cells = (
         format_seconds(sample.seconds),
         format_bytes(sample.private_bytes),
@@ -125,19 +123,6 @@ def lines_by_name(record: WatchRecord) -> dict[str, list[tuple[float, Line]]]:
         for line in sample.lines:
             found.setdefault(line.name, []).append((sample.seconds, line))
     return found
-
-
-def uses_by_pid(record: WatchRecord) -> dict[int, list[tuple[float, ProcessUse]]]:
-    """Return each process over time, with the seconds of each sample."""
-    found: dict[int, list[tuple[float, ProcessUse]]] = {}
-    for sample in record.samples:
-        for use in sample.processes:
-            found.setdefault(use.pid, []).append((sample.seconds, use))
-    return found
-
-
-def _share(line: Line) -> float:
-    return line.used_bytes / line.limit_bytes if line.limit_bytes else 1.0
 
 
 def _drawn(sizes: list[int], whole_bytes: int) -> str:

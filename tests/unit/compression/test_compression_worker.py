@@ -45,7 +45,7 @@ def predicted_training(source, teacher):
 
 serve(lambda: {
     "weight_bytes": weight_bytes,
-    "offers": lambda: [{"method": "heads", "stage": "structure", "saves": "much", "reason": "none"}],
+    "offers": lambda: [{"method": "heads", "saves": "much", "reason": "none"}],
     "check": lambda chain: weight_bytes(chain) and None,
     "make": make, "measured": measured, "predicted_training": predicted_training,
 })

@@ -307,7 +307,7 @@ def test_a_copy_trains_by_itself(tmp_path):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_is_done_for_ids_on_another_device_gives_the_same(shape, padding_idx, monkeypatch):
     """What a lookup on a GPU does, done on the CPU."""
-    monkeypatch.setattr(host, "_are_together", lambda *_: False)
+    monkeypatch.setattr(host, "_are_on_one_device", lambda *_: False)
     plain, mine = pair(padding_idx)
     ids = torch.randint(0, ROWS, shape)
     assert host._rows_at(mine.weight.detach(), ids)[2].shape == (len(ids.unique()), WIDTH)  # no row is sent twice

@@ -73,7 +73,7 @@ def test_key_numbers_of_a_run_in_which_nothing_happened():
 
 
 def test_a_step_repeated_after_a_restart_counts_once_as_written_last():
-    steps = sheets.finished_steps(eventful_run())
+    steps = eventful_run().finished_steps
     assert [line.step for line in steps] == [1, 2, 3, 4]
     assert [line.loss for line in steps] == [8, 4, 2, 1]
 

@@ -20,12 +20,7 @@ from torch import Tensor, nn
 from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.changed_config import Cut, become, block_of, checked, input_dim, twin_and_cuts
 from plimsoll.compression.importance import Rows, best, is_meta, norms, read_scores
-from plimsoll.compression.shares import (
-    importance_of,
-    num_removed,
-    removal_fault,
-    share_of,
-)
+from plimsoll.compression.shares import importance_of, num_removed, removal_fault, share_of
 from plimsoll.records.plan import Choice
 
 _WIDTHS = (

@@ -20,12 +20,7 @@ from plimsoll.compression.attention import Attention, attentions_of, group_score
 from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.changed_config import Cut, become, checked, input_dim, other_numbers, twin_and_cuts, twin_of
 from plimsoll.compression.importance import best, is_meta
-from plimsoll.compression.shares import (
-    importance_of,
-    num_removed,
-    removal_fault,
-    share_of,
-)
+from plimsoll.compression.shares import importance_of, num_removed, removal_fault, share_of
 from plimsoll.records.plan import Choice
 from plimsoll.weights.structure import keep, note, sizes_of
 

@@ -1,13 +1,9 @@
 """A smaller hidden size: the same dimensions leave everywhere a token's vector is read or written.
 
-What depends on the hidden size follows from the configuration (`plimsoll.compression.changed_config`): embeddings,
-norms, what reads and writes in each block, poolers and heads. Where the configuration has the width of a head (Llama,
-Qwen, Gemma), attention keeps its heads as they are, and what is left is a multiple of their number. Where that width is
-the hidden size over the number of heads (BERT, GPT-2, GPT-NeoX, OPT), whole heads leave with it, the best of each block
-stay, and so a share must be one of whole heads: what is left inside a head stays exact, and rotations keep their
-frequencies.
-
-A norm over fewer dimensions is another norm, so this is never exact, not even where the dimensions were zero.
+Where the configuration has the width of a head (Llama, Qwen, Gemma), attention keeps its heads. Where that width is the
+hidden size over the number of heads (BERT, GPT-2, GPT-NeoX, OPT), whole heads leave too, the best of each block stay,
+and a share must be one of whole heads. A norm over fewer dimensions is another norm, so this is never exact, not even
+where the dimensions were zero.
 
 Does NOT cover encoder-decoders, and models that were given other structures before
 (`plimsoll.weights.structure`).
@@ -29,12 +25,7 @@ from plimsoll.compression.changed_config import Cut, become, checked, cuts_of, i
 from plimsoll.compression.importance import Rows, best, first_order, is_meta, norms, read_scores
 from plimsoll.compression.methods.channels import widths_of
 from plimsoll.compression.methods.heads import Kept, kept_groups, side_of
-from plimsoll.compression.shares import (
-    importance_of,
-    num_removed,
-    removal_fault,
-    share_of,
-)
+from plimsoll.compression.shares import importance_of, num_removed, removal_fault, share_of
 from plimsoll.records.plan import Choice
 
 _EQUALS = ("embedding_size", "word_embed_proj_dim", "pooler_hidden_size")
@@ -43,7 +34,7 @@ _EQUALS = ("embedding_size", "word_embed_proj_dim", "pooler_hidden_size")
 
 @dataclass(frozen=True)
 class Narrowing:
-    """What a smaller hidden size comes to: fields of the configuration, the twin, and its cuts of two kinds."""
+    """What a smaller hidden size changes: fields of the configuration, the twin, and its cuts of two kinds."""
 
     fields: Mapping[str, Any]
     twin: nn.Module
@@ -114,6 +105,7 @@ def _narrowed(model: nn.Module, share: float) -> Narrowing | str:
         fault = removal_fault(f"times {step} dimensions", num_steps, share)
         new_width = (num_steps - num_removed(num_steps, share)) * step
         return fault or _plan(model, attentions, new_width, attentions[0].num_groups)
+    # Of whole heads, what is left inside a head stays exact, and rotations keep their frequencies.
     whole, width = attentions[0].num_groups, attentions[0].head_width * attentions[0].heads_per_group
     removed = num_removed(whole, share)
     if not 0 < removed < whole or abs(removed / whole - share) > 0.5 / config.hidden_size:

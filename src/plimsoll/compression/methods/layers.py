@@ -1,12 +1,8 @@
 """Fewer layers: whole blocks are left out.
 
-Which lists of modules are the layers follows from the configuration: they are what becomes shorter when the number in
-it does (`plimsoll.compression.changed_config`). What a configuration says of each layer (``layer_types``) is shortened
-with them. With ``importance=even`` (the default) the first and the last layer stay and the rest is left out evenly, as
-DistilBERT was made (Sanh et al. 2019, arXiv:1910.01108): it needs no data, and the size of weights says little about a
-layer. ``magnitude`` is the size of what a layer adds to its input, from its weights; ``taylor`` what the loss would
-change without it, to first order; ``activation`` how much it changes its input, as one less the cosine between the two
-(ShortGPT, Men et al. 2024, arXiv:2403.03853).
+``importance=even`` (the default) leaves layers out evenly. ``magnitude`` is the size of what a layer adds to its input,
+from its weights; ``taylor`` what the loss would change without it, to first order; ``activation`` how much it changes
+its input, as one less the cosine between the two (ShortGPT, Men et al. 2024, arXiv:2403.03853).
 
 Does NOT cover layers that share their weights (ALBERT), encoder-decoders, and layers that compute something else at
 another place.
@@ -90,7 +86,9 @@ def _num_kept(choice: Choice, num_layers: int) -> int:
 
 
 def _kept_evenly(num_layers: int, num_kept: int) -> list[int]:
-    """The first, the last, and those between at equal distances.
+    """The first, the last, and those between at equal distances, as DistilBERT was made.
+
+    It needs no data, and the size of weights says little about a layer (Sanh et al. 2019, arXiv:1910.01108).
 
     >>> _kept_evenly(12, 6), _kept_evenly(6, 2), _kept_evenly(4, 1)
     ([0, 2, 4, 7, 9, 11], [0, 5], [0])
@@ -132,6 +130,7 @@ def _fields(config: Any, kept: list[int], num_layers: int) -> Mapping[str, Any]:
     """What a configuration says with these layers alone."""
     fields: dict[str, Any] = {"num_hidden_layers": len(kept)}
     for name, value in vars(config).items():
+        # What it says of each layer, such as `layer_types`.
         if isinstance(value, list) and len(value) == num_layers and not name.startswith("_") and "token_id" not in name:
             fields[name] = [value[place] for place in kept]
     return fields

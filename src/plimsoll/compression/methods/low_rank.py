@@ -123,7 +123,7 @@ def rank_for(num_in: int, num_out: int, share: float) -> int:
 
 
 def _blocks(model: nn.Module) -> Iterator[list[Group]]:
-    """The layers, those with the same weight together, by the block of the first of them."""
+    """The layers, those with the same weight as one, by the block of the first of them."""
     by_weight: dict[int, Group] = {}
     for name in linears_of_blocks(model):
         by_weight.setdefault(id(model.get_submodule(name).weight), []).append(name)

@@ -1,15 +1,11 @@
 """Fewer units in the layers of an LSTM, a GRU or a plain RNN: the best ones of each layer and direction.
 
 A unit is a row of each gate, a column of what leads back, and a column of what reads the layer: the next one or the
-output. All layers keep as many, since the configuration has one number. Where the output shares its weights with the
-embedding, the units of the last layer leave with the dimensions of the embedding, which is as wide.
-
-Importance is by what reads a unit, also the layer itself a step later; ``magnitude`` has what writes it as a factor.
+output. All layers keep as many, since the configuration has one number. Importance is by what reads a unit, also the
+layer itself a step later; ``magnitude`` has what writes it as a factor.
 
 Does NOT cover an adaptive softmax, whose rare words have features whose number follows the hidden size, and recurrent
-layers in other models than those of Plimsoll.
-
-Shapes: H units, D directions, G gates.
+layers in other models than those of Plimsoll. Shapes: H units, D directions, G gates.
 """
 
 from __future__ import annotations
@@ -24,12 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from plimsoll.compression.base import Bundle, Calibration, Shrinker
 from plimsoll.compression.changed_config import Cut, become, checked, twin_and_cuts
 from plimsoll.compression.importance import best, first_order, is_meta, norms, passes
-from plimsoll.compression.shares import (
-    importance_of,
-    num_removed,
-    removal_fault,
-    share_of,
-)
+from plimsoll.compression.shares import importance_of, num_removed, removal_fault, share_of
 from plimsoll.records.plan import Choice
 
 
@@ -101,7 +92,7 @@ def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Modu
     if fault is not None:
         return fault
     fields: dict[str, Any] = {"hidden_size": config.hidden_size - num_removed(config.hidden_size, share)}
-    if config.tie_weights:
+    if config.tie_weights:  # the units of the last layer leave with the dimensions of the embedding, which is as wide
         fields["embedding_size"] = fields["hidden_size"]
     found = twin_and_cuts(model, fields)
     return found if isinstance(found, str) else (fields, *found)

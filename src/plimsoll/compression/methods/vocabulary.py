@@ -1,15 +1,12 @@
 """Only the tokens that a corpus has: fewer rows in the embedding and in the output over the vocabulary.
 
 Exact on that corpus: with the new tokenizer its texts have the same tokens (`token_needs` says why), with other
-numbers, and the logits of the tokens that are kept are bitwise what they were. Probabilities over the vocabulary are
-higher and perplexity is lower than before, for there are fewer tokens to divide among: that is no better model.
+numbers, and the logits of the kept tokens are bitwise what they were. Perplexity is lower than before, for there are
+fewer tokens to divide among: that is no better model.
 
-Which weights have a row for each token is found by building the model, without memory, with one token more. Numbers of
-tokens in the configuration (padding, begin, end) are changed with the rest. It does NOT cover the adaptive softmax,
-whose clusters are ranks of frequency, tables that count tokens otherwise (hashed or several vocabularies), and slow
-tokenizers.
-
-Abdaoui et al. 2020 (arXiv:2010.05609) keep the rows of some languages of multilingual BERT in the same way.
+It does NOT cover the adaptive softmax, whose clusters are ranks of frequency, tables that count tokens otherwise
+(hashed or several vocabularies), and slow tokenizers. Abdaoui et al. 2020 (arXiv:2010.05609) keep the rows of some
+languages of multilingual BERT in the same way.
 """
 
 from __future__ import annotations
@@ -186,7 +183,7 @@ def _special_numbers(model: Any) -> set[int]:
 
 
 def _number_fields(model: Any) -> Iterator[tuple[Any, str, list[int]]]:
-    """The fields of configurations that hold numbers of tokens."""
+    """The fields of configurations that hold numbers of tokens, such as those of padding, begin and end."""
     config = model.config
     if hasattr(config, "model_copy"):
         return

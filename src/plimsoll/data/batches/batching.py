@@ -1,16 +1,11 @@
-"""What the batches of an epoch are, as a function of (seed, epoch, place): nothing is drawn and kept, any size.
+"""The batches of an epoch as a function of (seed, epoch, place), for data of any size: nothing is drawn and stored.
 
-`FixedBatches` cuts the order of the samples as it is. `BucketBatches` puts samples of like length together, so that
-little is padded: a *pool* of some ten thousand samples of the order is sorted by length, cut into batches of a fixed
-number of samples, or of as many as a budget of tokens or a table of predicted memory allows, and the batches of the
-pool come in a drawn order. A batch is found from its `Cursor` alone, by planning its pool: there is no replay.
+`FixedBatches` cuts the order of the samples as it is. `BucketBatches` sorts a *pool* of some ten thousand samples by
+length, cuts it into batches, and draws the order of the pool's batches, so that little is padded. A batch is found from
+its `Cursor` alone, by planning its pool; there is no replay. Both are also batch samplers of `torch.utils.data`: lists
+of sample numbers of one epoch (`set_epoch`). Lengths are asked for, never stored.
 
-The batch of the longest sample comes first in epoch 0, where memory that does not suffice is found out at step 1. It is
-as large as the budget lets it be; its attention is the largest of all, and its elements are within one sample of the
-most. If it is not full, for its pool ends there, the batch with the most elements, padding included, comes first.
-
-Both are also batch samplers of `torch.utils.data`: lists of sample numbers of one epoch (`set_epoch`). Lengths are
-asked for, never stored. It does NOT sort over the whole epoch: batches would come by length.
+It does NOT sort over the whole epoch: batches would come in the order of their lengths.
 """
 
 from __future__ import annotations
@@ -301,6 +296,11 @@ class BucketBatches(Batches):
         return self._exchange
 
     def _heaviest(self) -> Cursor:
+        """Return the place of the batch that comes first, so that memory that does not suffice is found at step 1.
+
+        A full batch of the longest sample has the largest attention, and its elements are within one sample of the
+        most. It is not full if its pool ends there.
+        """
         position = int(self._order.positions(0, np.array([self._longest_sample]))[0])
         begin = position - position % self._pool_samples
         pool = self._pool_at(Cursor(0, begin))
@@ -416,7 +416,7 @@ def batches_of(
         dataset: what is sampled; only its length and, for buckets, its ``lengths`` and ``pad_multiple`` are asked for.
         batches: the samples of a batch, or how batches are made of samples of like length.
         seed: another seed draws another order.
-        shuffle: whether each epoch comes in a new order; `BlockShuffle` to read large files in large pieces.
+        shuffle: whether each epoch comes in a new order; `BlockShuffle` to read large files in large blocks.
         lengths: for buckets, the tokens of every sample, or a function of sample numbers, if the data set has none.
 
     Raises:

@@ -53,7 +53,7 @@ class Loader:
         dataset: samples by number, in batches; or any map-style data set of `torch.utils.data`.
         batches: the samples of a batch, or how batches are made of samples of like length.
         seed: another seed draws another order.
-        shuffle: whether each epoch comes in a new order; `BlockShuffle` to read large files in large pieces.
+        shuffle: whether each epoch comes in a new order; `BlockShuffle` to read large files in large blocks.
         lengths: for buckets, the tokens of every sample if the dataset has no ``lengths``.
         collate: for map-style data sets, makes a batch of a list of samples; by default the data set's or torch's.
         workers: processes that read ahead; ``"auto"`` by cores and ``host_budget_bytes``, none for a memory map.
@@ -61,7 +61,7 @@ class Loader:
         device: where the fields are to be.
         rank: which of ``world_size`` parts of each batch this is, from 0.
         world_size: how many processes share each batch.
-        host_budget_bytes: what ``"auto"`` workers may take together.
+        host_budget_bytes: what ``"auto"`` workers may take in all.
         on_event: told in a sentence what was survived; a warning by default.
         oom_kills: how many processes the kernel has killed for memory so far, to tell such a kill from others.
 

@@ -1,15 +1,11 @@
 """The shuffled order of every epoch as a function of (seed, epoch, position): no list, no state, any size.
 
-A Feistel network is a bijection of the numbers of b bits whatever its round function is; here b is the fewest bits that
-hold ``num_samples``, and a result beyond the last sample is sent through again until it is one ("cycle walking", Black
-and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, https://doi.org/10.1007/3-540-45760-7_9): fewer than
-two passes on average. All arithmetic is in unsigned 64-bit integers, so the order is the same on every machine. It is
-as good as random for training, and NOT for cryptography.
-
 `Order` draws every sample from the whole; `BlockOrder` draws blocks of neighbours, for files that are larger than the
-page cache: read in its order, a file is read once, and not a page for every sample. `uniform` draws numbers for the
-elements of a sample by the same arithmetic, so that what a sample is changed to depends on nothing but its number: not
-on the batch, the worker or the order; some 10 ns a number, where to make a numpy generator per sample takes 10 us.
+page cache: a file is read once, and not a page for every sample. `uniform` draws numbers for the elements of a sample,
+which depend on the number of the sample alone, not on its batch, worker or order.
+
+All arithmetic is in unsigned 64-bit integers, so the order is the same on every machine. It is as good as random for
+training, and NOT for cryptography.
 
 Shapes: B samples, N elements of all of them.
 """
@@ -105,10 +101,10 @@ class Unshuffled:
 
 @dataclass(frozen=True)
 class BlockShuffle:
-    """A shuffle that reads a file once: ``block_samples`` neighbours at a time, mixed with ``pool_blocks - 1`` others.
+    """A shuffle that reads a file once: blocks of ``block_samples`` neighbours, ``pool_blocks`` of them at a time.
 
-    The samples of a pool are what is kept for a while: for texts of 128 bytes, the default is 256 blocks of 64 KiB, 16
-    MiB together. Powers of two are the fastest.
+    The page cache must hold a pool: by default, for texts of 128 bytes, 256 blocks of 64 KiB or 16 MiB in all. Powers
+    of two are the fastest.
     """
 
     block_samples: int = 512
@@ -116,11 +112,11 @@ class BlockShuffle:
 
 
 class BlockOrder:
-    """A permutation for each epoch: blocks of neighbours in a drawn order, and the samples of a pool of blocks mixed.
+    """A permutation for each epoch: blocks of neighbours in a drawn order, and the samples of each pool shuffled.
 
     Samples ``b * block_samples`` to ``(b + 1) * block_samples`` are block b; the last may be short. The blocks come in
     the order of a permutation, each ``pool_blocks`` of them are a pool, and a second permutation, another one for each
-    pool, mixes the samples in it. Where the short block comes is found by the inverse of the first.
+    pool, shuffles the samples in it. Where the short block comes is found by the inverse of the first.
     """
 
     def __init__(self, num_samples: int, seed: int, blocks: BlockShuffle) -> None:
@@ -129,7 +125,7 @@ class BlockOrder:
         self._block_samples, self._pool_blocks = blocks.block_samples, blocks.pool_blocks
         num_blocks = -(-num_samples // blocks.block_samples)
         self._blocks = Order(num_blocks, derived_seed(seed, 1))
-        self._mix_seed = derived_seed(seed, 2)
+        self._pool_seed = derived_seed(seed, 2)
         self._num_missing = num_blocks * blocks.block_samples - num_samples  # of the short block
         self._pool_places = blocks.pool_blocks * blocks.block_samples
 
@@ -169,8 +165,8 @@ class BlockOrder:
         positions = places - self._num_missing * (places >= hole)
         for pool in np.unique(places // self._pool_places).tolist():
             inside = np.flatnonzero(places // self._pool_places == pool)
-            mix, begin = self._mix(pool, hole)
-            positions[inside] = begin + mix.positions(epoch, positions[inside] - begin)
+            within, begin = self._within(pool, hole)
+            positions[inside] = begin + within.positions(epoch, positions[inside] - begin)
         return positions
 
     def _hole(self, epoch: int) -> int:
@@ -183,14 +179,14 @@ class BlockOrder:
         place = min(pool * self._pool_places, self._blocks.num_samples * self._block_samples)
         return place - self._num_missing * (place > hole)
 
-    def _mix(self, pool: int, hole: int) -> tuple[Order, int]:
-        """Return how the samples of a pool are mixed, and its first position."""
+    def _within(self, pool: int, hole: int) -> tuple[Order, int]:
+        """Return the order of the samples within a pool, and its first position."""
         begin = self._begin(pool, hole)
-        return Order(self._begin(pool + 1, hole) - begin, derived_seed(self._mix_seed, pool)), begin
+        return Order(self._begin(pool + 1, hole) - begin, derived_seed(self._pool_seed, pool)), begin
 
     def _in_pool(self, epoch: int, pool: int, positions: NDArray[np.int64], hole: int) -> NDArray[np.int64]:
-        mix, begin = self._mix(pool, hole)
-        places = begin + mix.at(epoch, positions - begin)
+        within, begin = self._within(pool, hole)
+        places = begin + within.at(epoch, positions - begin)
         places += self._num_missing * (places >= hole)
         slots, offsets = places // self._block_samples, places % self._block_samples
         first = pool * self._pool_blocks
@@ -219,7 +215,11 @@ def shuffled(number: int, seed: int) -> NDArray[np.int64]:
 
 
 class _Feistel:
-    """A keyed bijection of the numbers below ``num_numbers``, and its inverse."""
+    """A keyed bijection of the numbers below ``num_numbers``, and its inverse.
+
+    A Feistel network is a bijection of the numbers of b bits, whatever its round function is; b is the fewest bits that
+    hold ``num_numbers``.
+    """
 
     def __init__(self, num_numbers: int) -> None:
         self._num_numbers = num_numbers
@@ -235,6 +235,8 @@ class _Feistel:
         return self._walked(numbers, list(enumerate(keys))[::-1])
 
     def _walked(self, numbers: NDArray[np.uint64], rounds: list[tuple[int, np.uint64]]) -> NDArray[np.uint64]:
+        # Cycle walking: results beyond the last number go through again, on average fewer than two passes (Black and
+        # Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, https://doi.org/10.1007/3-540-45760-7_9).
         results = self._passed(numbers, rounds)
         outside = np.flatnonzero(results >= self._num_numbers)
         while len(outside):
@@ -276,6 +278,8 @@ def sample_keys(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.uin
 
 def uniform(keys_B: NDArray[np.uint64], purpose: int, lengths_B: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return a number from 0 to less than 1 for each element of each sample (N,).
+
+    It takes some 10 ns a number; to make a numpy generator for each sample would take 10 us.
 
     Args:
         keys_B: of the samples.

@@ -1,19 +1,12 @@
 """Batches read ahead by worker processes, in order; what happens to a worker is told, and loses and repeats nothing.
 
-The processes, their queues and the watch they keep on this process are those of `torch.utils.data.DataLoader`. What it
-is given is an endless list of what to read from a cursor on, so its workers stay over the epochs. Where one is killed,
-crashes or fails, its iterator is dropped and begun again AT THE CURSOR with half as many workers, in the end with none;
-an error that is there without workers too is raised as it is. Fewer workers stay fewer for the life of the `Feed`. What
-crashes the last worker (a bus error where a mapped file has become shorter) is not tried in this process.
+The processes, their queues and the watch they keep on this process are those of `torch.utils.data.DataLoader`. Where a
+worker is killed, crashes or fails, all are begun again at the cursor with half as many, in the end with none; fewer
+stay fewer for the life of the `Feed`. An error that also occurs without workers is raised as it is.
 
-A batch in flight is in shared memory: (workers x prefetch + 1) x its bytes, exact in 12 of 12 measured cases. The first
-batch is read by a single worker, and where /dev/shm has no room for the others' there are fewer before it overflows.
-Batches that become larger later, and overflow it, are an error as any other: a worker moves them there itself. (Left to
-the thread of its queue, torch 2.13 prints the error, drops the batch, and the training waits for it for ever.)
-
-The data set itself is never read in this process before the workers have been forked, so a file that it opens when it
-is first read is not shared among them. Not covered: start methods other than fork, with which each worker imports torch
-(226 MiB of it).
+A batch in flight is in shared memory: (workers x prefetch + 1) x its bytes, exact in 12 of 12 measured cases. The data
+set is not read in this process before the workers are forked, so a file that it opens when it is first read is not
+shared among them. NOT covered: start methods other than fork, with which each worker imports torch (226 MiB of it).
 """
 
 from __future__ import annotations
@@ -74,7 +67,7 @@ class Feed:
         workers: how many processes, or ``"auto"``: by cores and ``budget_bytes``, none if ``reads_fast``.
         prefetch: how many batches each worker reads ahead.
         reads_fast: whether reading takes no longer than handing over what a worker has read.
-        budget_bytes: what all workers and their batches may take together; ``None`` for no limit.
+        budget_bytes: what all workers and their batches may take in all; ``None`` for no limit.
         on_event: told in a sentence of everything that was survived.
         oom_kills: how many processes the kernel has killed for memory so far; ``None`` where it is not known.
     """
@@ -129,7 +122,7 @@ class Feed:
     def _read_ahead(self, cursor: Cursor) -> dict[str, Any]:
         if self._ahead is not None and self._ahead.cursor != cursor:
             self.close()
-        is_first = self._batch_bytes is None
+        is_first = self._batch_bytes is None  # a single worker reads it, and its size says how many may follow
         if self._ahead is None:
             self._ahead = self._begin(cursor, *((1, 1) if is_first else (self._num_workers, self._prefetch)))
         fields = self._ahead.take()
@@ -146,7 +139,7 @@ class Feed:
         return _Ahead(self._read, self._places, cursor, num_workers, prefetch)
 
     def _fit(self) -> None:
-        """Take fewer workers, or less ahead, if there is no room for what is asked."""
+        """Take fewer workers, or read less ahead, if there is too little memory for what is asked."""
         batch_bytes = max(self._batch_bytes or 0, 1)
         if self._is_auto and self._budget_bytes is not None:
             of_one = _WORKER_BYTES + (self._prefetch + 1) * batch_bytes
@@ -155,10 +148,10 @@ class Feed:
         need_bytes = self._num_workers * self._prefetch * batch_bytes  # beside the one that is there already
         if free_bytes is None or need_bytes <= free_bytes:
             return
-        room = free_bytes // batch_bytes
+        most_batches = free_bytes // batch_bytes
         asked = f"{self._num_workers} workers that read {self._prefetch} batches ahead"
-        self._num_workers = min(self._num_workers, room)
-        self._prefetch = min(self._prefetch, room // max(self._num_workers, 1)) or 1
+        self._num_workers = min(self._num_workers, most_batches)
+        self._prefetch = min(self._prefetch, most_batches // max(self._num_workers, 1)) or 1
         self._on_event(
             f"{_SHARED_MEMORY} has {format_bytes(free_bytes)} free, but {asked} need {format_bytes(need_bytes)} of it "
             f"({format_bytes(batch_bytes)} a batch): going on with {_workers(self._num_workers)} that read "
@@ -171,7 +164,7 @@ class Feed:
         causes = [self._cause_of_death(pid, code) for pid, code in deaths] or [said]
         cause = "; ".join(causes) + (self._shared_memory() if _NO_SPACE in said else "")
         crash = next((-code for _, code in deaths if -code in _CRASHES), None)
-        if crash and self._num_workers == 1:
+        if crash and self._num_workers == 1:  # such as a bus error where a mapped file has become shorter
             raise KilledError(
                 f"the worker that reads the data crashed: {cause}; it is not read in this process, which would crash "
                 f"too: check that no file of the data has become shorter, or see where it crashes with workers=0",
@@ -205,7 +198,7 @@ class Feed:
 
 
 class _Tasks(Sampler[Task]):
-    """What is read from a cursor on, without an end."""
+    """What is read from a cursor on, without an end, so that the workers stay over the epochs."""
 
     def __init__(self, places: Places, cursor: Cursor) -> None:
         self._places, self._cursor = places, cursor
@@ -228,6 +221,8 @@ class _Reading(Dataset[dict[str, Any] | PlimsollError]):
             fields = self._read(task)
         except PlimsollError as error:  # torch would make a traceback of its message
             return error
+        # An overflow of /dev/shm is an error like any other here. In the thread of the queue torch 2.13 prints it and
+        # drops the batch, and the training waits for it for ever.
         for field in fields.values():
             if isinstance(field, torch.Tensor):
                 field.share_memory_()  # type: ignore[no-untyped-call]
@@ -321,8 +316,8 @@ def shared_memory_free_bytes() -> int | None:
     """Return how much /dev/shm has free, ``None`` where there is none."""
     if not os.path.isdir(_SHARED_MEMORY):
         return None
-    room = os.statvfs(_SHARED_MEMORY)
-    return room.f_bavail * room.f_frsize
+    status = os.statvfs(_SHARED_MEMORY)
+    return status.f_bavail * status.f_frsize
 
 
 def _spare_cores() -> int:
@@ -334,8 +329,8 @@ def _spare_cores() -> int:
 def _begin_worker(parent: int, worker: int) -> None:
     """Set up a worker, and let the kernel end it with the thread that began it.
 
-    Torch's own look for the parent, every 5 s, takes whoever is the parent when the worker is ready: one whose parent
-    was killed before that stays for ever.
+    Torch checks every 5 s for the process that is the parent when the worker is ready: a worker whose parent was killed
+    before that stays for ever.
     """
     end_with(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a forked process hang; torch's are one already

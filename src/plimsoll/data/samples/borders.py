@@ -1,15 +1,11 @@
 """Windows that end where a sentence or a paragraph does, found in the text before a tokenizer changes it.
 
-So it does not matter whether the tokenizer keeps capitals, spaces and line breaks. Where a sentence or a paragraph
-begins is said of the token that holds its first character, in a file beside the tokens (`plimsoll.data.tokens.store`);
-windows are cut by these marks alone.
+So it does not matter whether the tokenizer keeps capitals, spaces and line breaks. The token that holds the first
+character of a sentence or paragraph is marked, in a file beside the tokens (`plimsoll.data.tokens.store`); windows are
+cut by these marks alone. A wrong border moves the end of a window and loses nothing.
 
-A sentence ends after ``. ! ? …`` and closing quotes and brackets, if white space and what is no small letter follow, or
-after the full-width signs of these; and where a paragraph does. A single capital before a full stop ends none, and a
-digit after "digit." begins none. A paragraph ends at a blank line. So "e.g. this", "3.14" and "U.S. Army" hold no
-border. NOT covered: other abbreviations before a capital letter ("Mr. Smith" is cut), texts without capitals, headings
-and lists without a blank line, languages without such signs. A wrong border moves the end of a window, it loses
-nothing. A sentence that begins inside of a token begins with none.
+NOT covered: abbreviations before a capital letter ("Mr. Smith" is cut), texts without capitals, headings and lists
+without a blank line, languages without such signs, and a sentence that begins inside of a token.
 
 Shapes: N tokens, C places where a window may begin or end.
 """
@@ -32,6 +28,7 @@ MARKS: dict[BorderKind, int] = {"sentence": 1, "paragraph": 2}
 _TOKENS_PER_PASS = 1 << 20
 _CONTEXT_CHARACTERS = 256  # beside a piece of a text: longer runs of signs and white space hold no border there
 
+# A sentence ends after `. ! ? …` and closing quotes and brackets if white space follows, or after full-width signs.
 _CLOSERS = r")\]}»”’›」』）】"  # these close, whatever stands before them; straight quotes only right after a word
 # Each begins only where a run of signs or white space does and goes back nowhere, so the time is that of reading.
 _SENTENCE = re.compile(
@@ -92,6 +89,7 @@ def begins_in(text: str, context: tuple[str, str] = ("", "")) -> list[Begin]:
 
 
 def _ends_a_sentence(text: str, match: re.Match[str]) -> bool:
+    """Whether it does, which it does not in "e.g. this", "3. 14" and "U.S. Army"."""
     sign, before, following = match[0], text[max(match.start() - 2, 0) : match.start()], text[match.end()]
     if sign[0] in "。！？":
         return True
@@ -113,7 +111,7 @@ class Piece(NamedTuple):
     begins: Sequence[Begin] = ()
 
 
-def marked_micro_batches(pieces: Iterable[tuple[str, bool]], with_borders: bool) -> Iterator[Piece]:
+def marked_pieces(pieces: Iterable[tuple[str, bool]], with_borders: bool) -> Iterator[Piece]:
     """Yield the pieces of texts, each of which comes with whether it is the last, as `Corpus.pieces` has them.
 
     What begins in one is found with what stands before and behind it in the same text.

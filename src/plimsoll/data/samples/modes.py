@@ -1,7 +1,7 @@
 """The ways to make samples of texts, what of a batch is padding with each, and which of them is that of a job.
 
-Texts are known by their lengths alone. Samples and batches are counted by the functions that cut, pack and put together
-those of a training (`plimsoll.data.samples.spans`, `plimsoll.data.samples.packing`, `plimsoll.data.batches.batching`),
+Texts are known by their lengths alone. Samples and batches are counted by the functions that cut, pack and batch those
+of a training (`plimsoll.data.samples.spans`, `plimsoll.data.samples.packing`, `plimsoll.data.batches.batching`),
 so that the row of the job says what `plimsoll train` will say. All texts are counted, those that are held out for
 validation too. NOT covered: what augmentation does to lengths.
 """
@@ -193,7 +193,7 @@ class Texts(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """Samples by their tokens, and by the bytes of their texts where nothing else is known as they are put together."""
+    """Samples by their tokens, and by the bytes of their texts where nothing else is known as they are batched."""
 
     name: str
     lengths: Ints

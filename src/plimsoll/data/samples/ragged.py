@@ -2,7 +2,7 @@
 
 All of it is a few numpy passes over the tokens, none over the rows in Python. NOT covered: rows on a device.
 
-Shapes: B rows, T columns, N elements of all rows together.
+Shapes: B rows, T columns, N elements of all rows.
 """
 
 from __future__ import annotations

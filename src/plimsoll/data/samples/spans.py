@@ -1,15 +1,12 @@
 """Texts cut into spans of at most ``sequence_length`` tokens: where each sample begins and how long it is.
 
-What a tokenizer puts around a text (`plimsoll.data.tokens.template`) is put around each span as it is read, and counted
+What a tokenizer puts around a text (`plimsoll.data.tokens.template`) is added to each span as it is read, and counted
 in its length; the store does not have it. So a window of a long text is what transformers makes of it with
-``return_overflowing_tokens``. Places are those of the tokens of the text alone.
+``return_overflowing_tokens``. If no text is too long, or all are truncated, spans follow from the store and take no
+memory; else they are a memory-mapped table (12 bytes a span), written once beside the tokens.
 
-If no text is too long, or all are truncated, spans follow from the store and take no memory; else they are a
-memory-mapped table (12 bytes a span), written once beside the tokens in passes of constant memory. The text that a span
-is of is found by a binary search of the ends of the texts. NOT covered: spans that reach over the end of a text
-(`plimsoll.data.samples.windows.WindowDataset`), overlap where windows end at borders.
-
-Shapes: B spans asked for, N spans of one pass.
+NOT covered: spans that reach over the end of a text (`plimsoll.data.samples.windows.WindowDataset`), overlap where
+windows end at borders. Shapes: B spans asked for, N spans of one pass.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ class Spans:
 
     A text without a token is what its template puts around it, or the end token where that is nothing.
 
-    What became of long texts: ``num_long_texts``, ``num_truncated`` of them with ``num_dropped_tokens`` together;
+    What became of long texts: ``num_long_texts``, ``num_truncated`` of them, which lost ``num_dropped_tokens`` in all;
     ``num_cut_inside`` windows end where no border fitted.
     """
 

@@ -1,16 +1,12 @@
 """Where the stream slots of a stream of tokens are, and how far back their gradients reach: arithmetic alone, no torch.
 
-A stream is cut into as many stream slots as a batch has samples. Stream slot b is a region of its own, and is read from
-its begin to its end, one window a step. Neighbours have one token in common, windows of a stream slot as well as stream
-slots: the last of one is only predicted there, and read at the begin of the next. So each token but the first is
-predicted exactly once, and the state after a window is the state before the next. The last window of a stream slot may
-be shorter; fewer tokens than there are stream slots are left over at the end of the stream, and are the same in every
-epoch.
+A stream is cut into as many stream slots as a batch has samples; each is read from its begin to its end, one window a
+step, so the state after a window is the state before the next. Neighbouring windows and stream slots have one token in
+common: the last of one is only predicted there, and read at the begin of the next. So each token but the first is
+predicted exactly once.
 
 Window s of stream slot b is sample ``s * num_slots + b``: in the order of their numbers, samples make batches of one
-window of each stream slot.
-
-It does NOT look at tokens: the borders of texts are given as the places of their end tokens.
+window of each stream slot. It does NOT look at tokens: texts are given by the places of their end tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +70,7 @@ class StreamSlots:
 
     @property
     def num_dropped_tokens(self) -> int:
-        """How many tokens at the end are in no stream slot."""
+        """How many tokens at the end are in no stream slot: fewer than there are slots, the same in every epoch."""
         return self.num_tokens - 1 - self.slot_tokens * self.num_slots
 
     def places(self, ids: Ints) -> tuple[Ints, Ints]:
@@ -139,8 +135,8 @@ def truncated_reach(num_read: int, segment_steps: int) -> GradientReach:
     return GradientReach(most_tokens=int(reaches.max()), mean_tokens=float(reaches.mean()))
 
 
-def training_slots(begin: int, num_tokens: int, num_slots: int, sequence_length: int) -> StreamSlots:
-    """Return the stream slots to train on.
+def training_slots(num_tokens: int, num_slots: int, sequence_length: int) -> StreamSlots:
+    """Return the stream slots to train on, from the first token on.
 
     Raises:
         DataError: if a stream slot does not fill one window.
@@ -155,13 +151,13 @@ def training_slots(begin: int, num_tokens: int, num_slots: int, sequence_length:
             f"sequence_length = {sequence_length} each need {least_tokens}: give more text{',' if fewer else ' or'} "
             f"a shorter sequence_length{shorter}{fewer}"
         )
-    return StreamSlots(begin, num_tokens, num_slots, sequence_length)
+    return StreamSlots(0, num_tokens, num_slots, sequence_length)
 
 
 def slots_of_stream(
     num_tokens: int, share: float, num_slots: int, sequence_length: int
 ) -> tuple[StreamSlots, StreamSlots | None]:
-    """Return the stream slots to train on and those held out: the end of the stream, so that both are in one piece.
+    """Return the stream slots to train on and those held out: the end of the stream, so that both are contiguous.
 
     Args:
         num_tokens: of the whole stream.
@@ -174,7 +170,7 @@ def slots_of_stream(
     """
     num_held_out = round(num_tokens * share)
     num_training = num_tokens - num_held_out
-    train = training_slots(0, num_training, num_slots, sequence_length)
+    train = training_slots(num_training, num_slots, sequence_length)
     return train, StreamSlots(num_training, num_held_out, num_slots, sequence_length) if share else None
 
 

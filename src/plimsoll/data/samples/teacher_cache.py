@@ -1,15 +1,12 @@
-"""What a teacher says of samples, in files beside their tokens: the likeliest words of each position, or each label.
+"""The teacher cache: what a teacher says of samples, in files beside their tokens.
 
     with TeacherCacheFiles(folder, ends, num_kept, num_words) as files:  # goes on where it was interrupted
         files.write(first, words_BTk, log_p_BTk)
     samples = WithTeacher(samples, open_teacher_cache(folder))  # samples with the fields `WORDS` and `LOG_P`
 
-A row of a file is a position of a sample, in the order of the data set; of samples that are judged as a whole there is
-one row each. Words are numbers of 16 bits where that suffices, else of 32; the logarithms of their probabilities are
-float32. The files are mapped: neither writing nor reading takes private memory. What is there is known by the folder's
-name, which whoever makes it chooses; it does NOT cover samples that change from epoch to epoch.
-
-Shapes: B samples, T tokens, k words kept.
+A row of a file is a position of a sample, in the order of the data set, or a sample that is judged as a whole. The
+files are mapped: neither writing nor reading takes private memory. The caller names the folder after what is in it; it
+does NOT cover samples that change from epoch to epoch. Shapes: B samples, T tokens, k words kept.
 """
 
 from __future__ import annotations
@@ -69,7 +66,7 @@ class TeacherCacheFiles:
         num_words: of the vocabulary; ``None``: all labels are kept, in their order.
 
     Raises:
-        OutputError: if the disk has no room for all of it.
+        OutputError: if the disk has too little space for all of it.
     """
 
     def __init__(self, folder: Path, ends: NDArray[np.int64], num_kept: int, num_words: int | None) -> None:

@@ -26,8 +26,8 @@ from plimsoll.data.text.index_rows import BEGINS_FILE, GAPS_FILE, LABELS_FILE
 from plimsoll.data.text.opened_files import OpenFiles
 from plimsoll.data.text.scan import format_named
 from plimsoll.errors import DataError
-from plimsoll.files.checksums import require_whole
-from plimsoll.files.store import Facts, discard, read_facts
+from plimsoll.files.checksums import discard, require_whole
+from plimsoll.files.store import Facts, read_facts
 
 _RUN_BYTES, _RUN_TEXTS = 256 << 10, 1 << 16
 _SLICE_BYTES = 32 << 10

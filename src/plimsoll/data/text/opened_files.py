@@ -98,7 +98,7 @@ class OpenFiles:
         return descriptor
 
     def _close_removed(self) -> None:
-        """Let go of copies that had to make room: their space is free only when nobody has them open."""
+        """Close copies that were removed for others: their space is free only when nobody has them open."""
         for file, descriptor in list(self._descriptors.items()):
             if not os.fstat(descriptor).st_nlink:
                 os.close(self._descriptors.pop(file))

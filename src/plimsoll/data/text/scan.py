@@ -62,9 +62,9 @@ def scan_files(
     """Yield all parts of all files with what they hold, in order.
 
     Args:
-        files: taken one after the other, as there is room.
+        files: taken one after the other, as they are needed.
         max_text_bytes: a longer text is a fault.
-        num_bytes: how many bytes the files have together.
+        num_bytes: how many bytes the files have in all.
     """
     with ExitStack() as stack:
         scanners = _Scanners(stack, num_bytes)
@@ -134,7 +134,7 @@ def _in_order(
 
 
 def _tasks(parts: Iterable[Part], task_bytes: int) -> Iterator[list[Part]]:
-    """Yield lists of parts, at most about ``task_bytes`` together."""
+    """Yield lists of parts, at most about ``task_bytes`` in all."""
     task: list[Part] = []
     num_bytes = 0
     for part in parts:

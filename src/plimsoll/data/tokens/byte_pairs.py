@@ -7,7 +7,7 @@ that are equally rare the ones with the larger hash; below that nothing is, and 
 library trains on the texts themselves, to the byte. What exceeds the budget or a limit is refused before: inside a
 limit the library would abort the process.
 
-A word is what the ``ByteLevel`` pre-tokenizer makes. Texts in ASCII are cut by a regular expression that comes to the
+A word is what the ``ByteLevel`` pre-tokenizer makes. Texts in ASCII are cut by a regular expression that finds the
 same; in others, what stands between white space is counted before it is cut, once for all its occurrences.
 """
 
@@ -42,7 +42,7 @@ _CHUNK = re.compile(rf" ?[^{_WHITE}]+|[{_WHITE}]+(?![^{_WHITE}])|[{_WHITE}]")
 
 
 class TrainedOn(NamedTuple):
-    """How many distinct words a tokenizer was trained on, what they have together, and how many were left out."""
+    """How many distinct words a tokenizer was trained on, how often they occur in all, and how many were left out."""
 
     num_words: int
     num_bytes: int
@@ -60,7 +60,7 @@ def peak_bytes(num_distinct_bytes: int) -> int:
 
 
 def whole_bytes(num_distinct_bytes: int) -> int:
-    """Return what counting such words and training take together, at most."""
+    """Return what counting such words and training take in all, at most."""
     return peak_bytes(num_distinct_bytes) + _COUNTED_BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
 
 

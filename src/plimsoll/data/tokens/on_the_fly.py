@@ -164,7 +164,7 @@ class TextDataset(Samples):
 
 
 def bytes_that_sort(num_bytes: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
-    """Return what stands for the tokens of texts of so many bytes where texts of like length are put together."""
+    """Return what stands for the tokens of texts of so many bytes where texts of like length are batched."""
     return np.minimum(num_bytes, _MOST_TOKEN_BYTES * sequence_length)
 
 

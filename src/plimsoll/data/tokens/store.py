@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data.samples import ragged
-from plimsoll.data.samples.borders import Piece, marked_micro_batches, marks_of
+from plimsoll.data.samples.borders import Piece, marked_pieces, marks_of
 from plimsoll.data.samples.tags import NO_LABEL, Encoded, WordEncoder, tagged_words
 from plimsoll.data.text.corpus import Corpus
 from plimsoll.data.tokens.template import NO_TEMPLATE, Template
@@ -257,7 +257,7 @@ def _write(  # noqa: PLR0917 -- what `tokenize` was given
             pieces: Iterator[_Piece] = ((piece, piece.is_last, piece.num_bytes) for piece in words)
             encode: Callable[[list[Any]], Encoded] = WordEncoder(tokenizer.backend).labelled
         else:
-            marked = marked_micro_batches(corpus.pieces(writing.done.texts), borders)
+            marked = marked_pieces(corpus.pieces(writing.done.texts), borders)
             texts = islice(marked, writing.done.open_pieces, None)
             pieces = ((piece, piece.is_last, _num_bytes_of(piece.text)) for piece in texts)
             encode = partial(TextEncoder(tokenizer.backend).encode, with_marks=borders)
@@ -280,7 +280,7 @@ def _num_bytes_of(text: str) -> int:
 
 
 def _batches(pieces: Iterable[_Piece]) -> Iterator[_Batch]:
-    """Yield pieces, about 1 MiB together."""
+    """Yield pieces of texts, about 1 MiB at a time."""
     texts: list[Any] = []
     are_last: list[bool] = []
     num_bytes = 0

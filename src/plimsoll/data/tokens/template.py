@@ -4,7 +4,7 @@ What a tokenizer adds is found out by trying, so it does not matter how its file
 behind one text. Refused is whatever else a tokenizer may do with it: to repeat it, or to give parts of it another token
 type. NOT covered: pairs of texts.
 
-Shapes: B rows, N elements of all rows together.
+Shapes: B rows, N elements of all rows.
 """
 
 from __future__ import annotations

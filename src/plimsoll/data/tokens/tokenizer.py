@@ -1,17 +1,13 @@
 """The tokenizer: an existing one, or one trained on a sample of the corpus; kept in the cache as a folder.
 
 Trained is byte-level BPE (Hugging Face ``tokenizers``), or the most frequent words, as `plimsoll.data.tokens.words`
-cuts them. Training sees at most 64 MiB of text, drawn evenly over the corpus, of which it counts only so many distinct
-words (`plimsoll.data.tokens.byte_pairs`), and is deterministic: the same texts and settings give the same file. Id 0 of
-a trained tokenizer is ``<|endoftext|>``, which stands between texts and fills padding; id 1 of one of words is
-``<|unk|>``, which stands for all others, so that it does not give a text back.
+cuts them. Training is deterministic: the same texts and settings give the same file. A trained tokenizer puts nothing
+around a text.
 
 An existing one (`plimsoll.data.tokens.given_tokenizer`) stays what it is: it puts its special tokens around each text
-(`Tokenizer.template`), and what is exported are its own files. With ``special_tokens: false`` it adds none, and is
-exported as one that adds none. One that is trained here has none around a text.
-
-Covers tokenizers that are a ``tokenizer.json`` or a local folder of which transformers makes a fast one. A special
-token written out in a text is read as the special token, as ``AutoTokenizer`` does.
+(`Tokenizer.template`), and what is exported are its own files. With ``special_tokens: false`` it adds none. Covered are
+a ``tokenizer.json`` and a local folder of which transformers makes a fast one. A special token written out in a text is
+read as the special token, as ``AutoTokenizer`` does.
 """
 
 from __future__ import annotations
@@ -50,8 +46,8 @@ from plimsoll.records.job import TokenizerSource
 if TYPE_CHECKING:  # the training process imports this module, but need not pay for the library
     import tokenizers
 
-UNKNOWN_TOKEN = "<|unk|>"
-_SAMPLE_BYTES = 64 << 20
+UNKNOWN_TOKEN = "<|unk|>"  # id 1 of a tokenizer of words, for all others: it does not give a text back
+_SAMPLE_BYTES = 64 << 20  # to train on, drawn evenly over the corpus
 FEW_BYTES = 1 << 20
 """Of texts from which one thread trains a tokenizer in half a second, after which the process can still be forked."""
 _LEAST_COUNTED_WORDS, _COUNTED_WORDS_PER_TOKEN, _MOST_CHUNKS = 1 << 18, 4, 1 << 16
@@ -143,7 +139,7 @@ def prepare_tokenizer(
         corpus: the texts to train on.
         cache: the folder for the result.
         progress: called with the stage ``"tokenizer"``.
-        budget_bytes: what this process may take of private memory; ``None``: what there is.
+        budget_bytes: the private memory that this process may take; ``None``: no budget.
 
     Raises:
         BudgetError: if training the tokenizer takes more.
@@ -308,7 +304,7 @@ def _train_words(source: TokenizerSource, corpus: Corpus, progress: Progress) ->
         backend.normalizer = normalizers.Lowercase()
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(word_pattern()), behavior="removed", invert=True)
     backend.add_special_tokens([END_TOKEN, UNKNOWN_TOKEN])
-    return backend, counted.num_left_out  # without a decoder: words are put together with spaces
+    return backend, counted.num_left_out  # without a decoder: words are joined with spaces
 
 
 def _counted(corpus: Corpus, progress: Progress) -> Iterator[str]:

@@ -1,16 +1,12 @@
 """What a word is, and how often each occurs in texts that are larger than memory.
 
-One regular expression says it, which Python's ``re`` and the ``Split`` of Hugging Face ``tokenizers`` follow alike (its
-classes are written out, for those of the engines differ). It is near the Penn Treebank style of the texts of GloVe's
-vectors: a word is a run of letters, marks and digits, with hyphens between them (``state-of-the-art``) and points and
-commas between digits (``1,000.5``), or letters with points (``U.S.``); a sign is a word by itself, and so are ``...``
-and ``--``; ``don't`` and ``it's`` are ``do n't`` and ``it 's``, and so with all English clitics. Words that are put
-together with spaces are cut into the same words.
+It is near the Penn Treebank style of the texts of GloVe's vectors. One regular expression says it, which Python's
+``re`` and the ``Split`` of Hugging Face ``tokenizers`` follow alike. Words that are joined with spaces are cut into the
+same words.
 
 NOT covered: scripts without spaces (a run of Chinese is one word), ``Mr.`` and its like (two words), ``cannot`` (one)
-and ``O'Neill`` (three), curly quotes made straight. Format characters and variation selectors separate words and are in
-none, but for the joiners inside one. A letter that is younger than Python's tables is not made small, and a sign that
-is counts as a letter.
+and ``O'Neill`` (three), curly quotes made straight. A letter that is younger than Python's tables is not made small,
+and a sign that is counts as a letter.
 """
 
 from __future__ import annotations
@@ -108,14 +104,14 @@ def lowered(text: str) -> str:
 @cache
 def word_pattern() -> str:
     """Return the regular expression whose matches, one behind the other, are the words of a text."""
-    signs, others = _classes()
+    signs, others = _classes()  # written out, for the classes of the two engines differ
     end = rf"(?![^{others}{signs}])"
     letter = rf"(?:[a-mo-zA-MO-Z0-9]|[^nN{others}{signs}]|[nN](?!['\u2019][tT]{end}))"  # the first part: for speed
     alternatives = (
-        rf"[A-Za-z]\.(?:[A-Za-z]\.){{1,{_MOST_PARTS}}}",
-        rf"[nN]['\u2019][tT]{end}",
-        rf"['\u2019](?:[sSdDmM]|re|RE|ve|VE|ll|LL){end}",
-        rf"{letter}(?:[-\u200c\u200d]?{letter}|(?<=[0-9])[.,][0-9]){{0,{_MOST_PARTS}}}",
+        rf"[A-Za-z]\.(?:[A-Za-z]\.){{1,{_MOST_PARTS}}}",  # U.S.
+        rf"[nN]['\u2019][tT]{end}",  # do n't
+        rf"['\u2019](?:[sSdDmM]|re|RE|ve|VE|ll|LL){end}",  # it 's
+        rf"{letter}(?:[-\u200c\u200d]?{letter}|(?<=[0-9])[.,][0-9]){{0,{_MOST_PARTS}}}",  # state-of-the-art, 1,000.5
         rf"\.\.\.|--|``|''|[{signs}]",
     )
     return "|".join(alternatives)
@@ -139,6 +135,7 @@ def _kind(code: int) -> str:
     category = unicodedata.category(chr(code))
     if category[0] in "PS":
         return "sign"
+    # Format characters and variation selectors separate words, but for the joiners inside one (`word_pattern`).
     is_other = category[0] == "Z" or category in {"Cc", "Cf"} or code in _SELECTORS
     return "other" if is_other else "letter"
 

@@ -1,6 +1,6 @@
 """One request that no memory could hold: mostly a wrong shape, dimensions swapped or one of them far too long.
 
-Found where more was asked for in one piece than the device has or the limit allows, and where one tensor of a predicted
+Found where one request was for more than the device has or the limit allows, and where one tensor of a predicted
 training is larger than its limit. The shape is shown where it is known: stated in the text, written in the line that
 failed, or that of a tensor of the training of the same size.
 """

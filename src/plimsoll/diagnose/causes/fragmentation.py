@@ -1,4 +1,4 @@
-"""Fragmentation: the allocator holds memory that it cannot hand out, because it lies in pieces.
+"""Fragmentation: the allocator has memory that it cannot hand out, because it is not contiguous.
 
 Found where the numbers of an error say so (as much is reserved and unused as was asked for), where a run's last error
 does, and where memory ran out and at least 15 % of the predicted peak is what the allocator holds beside live tensors.

@@ -1,15 +1,8 @@
 """The graph of earlier steps is kept alive: a hidden state that is not detached, a list of outputs or of losses.
 
-Found where at least three graphs that were marked in steps of the process are alive, every one since the first of them,
-and it is not a window: either no marked graph has gone, or they reach back over half of the steps and grow in number.
-What it takes is counted from what was seen of the tensors and, in the first looks, of the graph; an operation itself
-takes about 1 KiB of the host's memory (0.6 to 1.0 KiB after backward, torch 2.13 on CPU,
-`benchmarks/explain_growth.py`). Private memory can grow by far more: what stays lies between what is freed, whose pages
-the heap then cannot give back or use for anything large (of a GPT-2 of 12 small layers 0.7 MiB per step stay, and
-memory grows by 24). So where memory grows by more than was counted, that is the most the finding can save.
-
-In a live process whose memory has run out it is found where a variable holds at least a twentieth of what the training
-uses, with graphs whose oldest operation is older than two finished steps, or three of them and more.
+Found in a run where at least three marked graphs are alive and the number is not bounded; in a live process whose
+memory has run out, where a variable holds at least a twentieth of what the training uses, with graphs whose oldest
+operation is older than two finished steps, or three of them and more.
 
 Does NOT find a graph that is kept and does not grow (the last step's), nor memory that grows for any other reason.
 """
@@ -25,14 +18,14 @@ from plimsoll.records.run import RetainedGraph
 from plimsoll.records.units import format_bytes
 
 _CAUSE = "graph_kept"
-_NODE_BYTES = 1024
+_NODE_BYTES = 1024  # of the host: 0.6 to 1.0 KiB after backward, torch 2.13 on CPU (`benchmarks/explain_growth.py`)
 _FEWEST_ALIVE = 3
 _WINDOW_SHARE = 1 / 2
 _LEAST_SHARE = 0.05
 
 
 class _Look(NamedTuple):
-    """What one holder had after one step."""
+    """What one holder retained after one step."""
 
     step: int
     held: RetainedGraph
@@ -47,7 +40,12 @@ class _Rates(NamedTuple):
 
 
 class _Each(NamedTuple):
-    """Bytes per step, how they are known, and those by which memory grows in all, where that is more."""
+    """Bytes per step, how they are known, and those by which memory grows in all, where that is more.
+
+    Memory can grow by far more than was counted: what stays lies between what is freed, whose pages the heap then
+    cannot give back or use for anything large. Of a GPT-2 of 12 small layers 0.7 MiB per step stay, and memory grows by
+    24. So the growth is the most that the finding can save.
+    """
 
     num_bytes: float | None
     known: KnownHow | None
@@ -114,6 +112,10 @@ def _ended_by_it(evidence: Evidence) -> Finding:
 
 
 def _is_growing(evidence: Evidence, looks: list[_Look]) -> bool:
+    """Whether every marked graph since the first that is alive is alive too, and it is not a window of constant length.
+
+    So either no marked graph has gone, or they reach back over half of the steps and grow in number.
+    """
     last = looks[-1]
     alive, marked = last.held.alive_steps, last.held.marked_steps
     if len(alive) < _FEWEST_ALIVE or evidence.graphs[-1].step != last.step:
@@ -161,7 +163,7 @@ def _is_state(held: RetainedGraph) -> bool:
 
 
 def _rates_of(looks: list[_Look]) -> _Rates:
-    """Between the first look and the last, each for what was counted in at least two of them."""
+    """Between the first observation and the last, each for what was counted in at least two of them."""
 
     def rate(points: list[tuple[int, int]]) -> float | None:
         if len(points) < 2:

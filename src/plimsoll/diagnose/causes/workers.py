@@ -1,7 +1,7 @@
 """Workers of a DataLoader that each hold memory of their own: copies of the data, batches that wait.
 
 Found in a live process where memory ran out in a worker, or where the processes that it started hold at least a fifth
-of what it and they hold together. Counted is private memory; pages that a fork still shares with its parent are counted
+of what it and they take in all. Counted is private memory; pages that a fork still shares with its parent are counted
 in each, as the kernel does.
 """
 

@@ -75,7 +75,7 @@ def _is_call_cut_off(source: Source, call: ast.Call, depth: int) -> bool:
         return _is_cut_off(source, of.value, depth - 1)
     if _is_frozen(source, of):
         return all(_needs_none(source, one) for one in call.args) and not call.keywords
-    return len(call.args) == 1 and _made(source, of, _WEIGHTLESS) and _is_cut_off(source, call.args[0], depth - 1)
+    return len(call.args) == 1 and _is_weightless(source, of) and _is_cut_off(source, call.args[0], depth - 1)
 
 
 def _is_name_cut_off(source: Source, node: ast.Name, depth: int) -> bool:
@@ -164,9 +164,9 @@ def _is_frozen_in_a_loop(source: Source, name: str) -> bool:
     return False
 
 
-def _made(source: Source, module: ast.expr, names: re.Pattern[str]) -> bool:
+def _is_weightless(source: Source, module: ast.expr) -> bool:
     values = _values(source, module)
-    return bool(values) and all(isinstance(one, ast.Call) and names.match(last_name(one.func)) for one in values)
+    return bool(values) and all(isinstance(one, ast.Call) and _WEIGHTLESS.match(last_name(one.func)) for one in values)
 
 
 def _values(source: Source, module: ast.expr) -> list[ast.expr]:

@@ -23,7 +23,7 @@ def hits(source: Source) -> Iterator[Hit]:
             continue
         scope, model = source.scope(call), path_of(call.func.value)  # type: ignore[attr-defined]
         for other in source.own(scope, ast.Call):
-            if other.lineno < call.lineno and _has_states(source, other, model):
+            if other.lineno < call.lineno and _has_states(other, model):
                 yield Hit(
                     call,
                     "the states of the optimizer were made before the model moved, and stay on the other device",
@@ -33,7 +33,7 @@ def hits(source: Source) -> Iterator[Hit]:
                 break
 
 
-def _has_states(source: Source, call: ast.Call, model: str) -> bool:
+def _has_states(call: ast.Call, model: str) -> bool:
     if last_name(call.func) in _STATES_AT_ONCE:
         return any(path_of(getattr(getattr(part, "func", None), "value", None)) == model for part in call.args)
     return False

@@ -1,14 +1,5 @@
 """What the numbers of an out-of-memory message say of its cause, and nothing that they do not say.
 
-- More was asked for than the device has: an absurd request, mostly a wrong shape.
-- As much as was asked for was free: the numbers do not explain it, and the cause is unknown.
-- torch's allocator held as much as was asked for and could not use it: fragmentation, where that is more than the
-  `_ORDINARY_SHARE` of the device that any allocator holds.
-- Without what other processes hold it would have fitted: another process. Where the text names none, it is what the
-  device lacks beyond this process's allocator and `_CONTEXT_BYTES`.
-- Else what there is, is used: true capacity; fragmentation as well where the free bytes and the unused ones of the
-  allocator would have been enough together: a little less or more of anything else decides it then.
-
 Errors of libraries and of the driver state no numbers: unknown. Those of the host are host memory, or shared memory.
 """
 
@@ -65,25 +56,26 @@ def _on_device(event: OomText, tried: Bytes, num_processes: int) -> Causes:
     if tried > min(limits):
         return "absurd_request", None
     unused, free = event.derived_reserved_unallocated or 0, event.free
-    if free is not None and free >= tried and event.allowed_limit is None:
+    if free is not None and free >= tried and event.allowed_limit is None:  # the numbers do not explain it
         return "unknown", "fragmentation" if unused >= tried else None
     others_explain = _elsewhere(event, num_processes) + (free or 0) >= tried
     if unused >= tried and unused >= _ORDINARY_SHARE * min(limits):
         return "fragmentation", "other_process" if others_explain else "true_capacity"
     if others_explain and _elsewhere(event, num_processes) >= tried:
         return "other_process", "true_capacity"
+    # Free and unused bytes that would suffice as one block: a little less or more of anything else decides then.
     return "true_capacity", "fragmentation" if unused and unused + (free or 0) >= tried else None
 
 
 def _elsewhere(event: OomText, num_processes: int) -> Bytes:
-    """Bytes of the device that are neither free nor this process's."""
+    """Bytes of the device that are neither free nor this process's: as the text says, or what its numbers leave."""
     if event.other_process is not None:
         return event.other_process
-    held = event.reserved_total
-    if held is None and event.allocated_by_pytorch is not None:
-        held = event.allocated_by_pytorch + (event.derived_reserved_unallocated or 0)
+    reserved = event.reserved_total
+    if reserved is None and event.allocated_by_pytorch is not None:
+        reserved = event.allocated_by_pytorch + (event.derived_reserved_unallocated or 0)
     if event.this_process is not None or event.capacity is None or event.free is None:
         return 0
-    if held is None:
+    if reserved is None:
         return event.capacity - event.free if num_processes > 1 else 0
-    return max(0, event.capacity - event.free - held - _CONTEXT_BYTES)
+    return max(0, event.capacity - event.free - reserved - _CONTEXT_BYTES)

@@ -1,11 +1,8 @@
 """A text or a log of any length to its out-of-memory errors, read as a stream.
 
-A message begins at the line whose text `plimsoll.device.oom_errors` knows and has up to 12 lines, fewer where a
-traceback or another message with its numbers begins. The same message at the same place, as several ranks print it, is
-one event that happened several times. A line counts up to 64 KiB and the rest of it as further lines; of distinct
-events the first 1,000 are kept, and always the last. Escape sequences of terminals, carriage returns of progress bars,
-Windows' line ends and UTF-16 are read, what gzip packed, also where the end is missing, and lines of JSON whose message
-is text.
+The same message at the same place, as several ranks print it, is one event that happened several times. Escape
+sequences of terminals, carriage returns of progress bars, Windows' line ends and UTF-16 are read, what gzip packed,
+also where the end is missing, and lines of JSON whose message is text.
 
 The user's line is the last one of the Python traceback above a message that is not in an installed package or in
 Python's library; or, below a message that aborts the process, the first such line that `faulthandler` writes of the
@@ -30,10 +27,10 @@ from plimsoll.device.oom_errors import family_of_text, is_users
 from plimsoll.diagnose.parse.event import event_of, has_numbers
 from plimsoll.records.oom_text import OomText
 
-_MOST_LINES = 12
+_MOST_LINES = 12  # of a message; fewer where a traceback or another message with its numbers begins
 _MOST_CHARACTERS_ABOVE = 2000
-_MOST_EVENTS = 1000
-_MOST_CHARACTERS_OF_LINE = 1 << 16
+_MOST_EVENTS = 1000  # distinct ones; the last is always kept
+_MOST_CHARACTERS_OF_LINE = 1 << 16  # the rest of it counts as further lines
 _LINES_PER_REPORT = 1 << 16
 _BUFFER_BYTES = 1 << 16
 _GZIP = b"\x1f\x8b"

@@ -2,8 +2,8 @@
 
 A step ends where an optimizer of torch begins to work after a forward or a backward pass did. A line is called a leak
 where in at least three quarters of the steps between the first such moment and the last, and in three of them, it
-allocated something that is there when the recording ends, and that comes to 1 MiB and 2 % of the peak at least. So what
-comes once (parameters, states, caches) is none, and what the last, unfinished step holds is none either.
+allocated something that is there when the recording ends, of at least 1 MiB and 2 % of the peak. So what comes once
+(parameters, states, caches) is none, and what the last, unfinished step holds is none either.
 
 Does NOT find a leak in a program without an optimizer's step, in fewer than three whole steps, or of allocations whose
 stacks were not recorded. The line is where the memory was allocated; what keeps it is elsewhere.

@@ -22,12 +22,12 @@ from plimsoll.files.pickles import BrokenPickle, load_plain
 _GZIP = b"\x1f\x8b"
 _PICKLES = tuple(bytes((0x80, protocol)) for protocol in (2, 3, 4, 5))
 _MOST_DEVICES = 256
-_MOST_BYTES = 1 << 63  # of all sizes together
+_MOST_BYTES = 1 << 63  # of all sizes in sum
 _STATES = ("active_allocated", "active_pending_free", "active_awaiting_free", "inactive")
 
 
 class Block(NamedTuple):
-    """A piece of a segment: in use by a tensor, or not.
+    """A part of a segment: in use by a tensor, or not.
 
     ``size_bytes`` is what it takes, ``asked_bytes`` what was asked for.
     """

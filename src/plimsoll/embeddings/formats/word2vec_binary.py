@@ -18,14 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.embeddings.formats import Block, Rows, rows_of
-from plimsoll.embeddings.formats.helpers.blocks import (
-    MAX_DIMENSION,
-    Records,
-    as_set,
-    block_of,
-    cut_at_records,
-    cut_off,
-)
+from plimsoll.embeddings.formats.helpers.blocks import MAX_DIMENSION, Records, as_set, block_of, cut_at_records, cut_off
 from plimsoll.embeddings.formats.helpers.sources import Source
 from plimsoll.errors import EmbeddingError
 

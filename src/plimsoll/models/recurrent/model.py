@@ -41,7 +41,7 @@ from plimsoll.models.names import RECURRENT
 from plimsoll.models.recurrent.carried_state import CarriedState, run_with_resets
 from plimsoll.models.recurrent.segments import Passed, State, Unroll, as_hidden, as_state
 from plimsoll.records.base import Frozen
-from plimsoll.records.job import near
+from plimsoll.records.job_yaml import near
 from plimsoll.weights.saving import save_weights
 
 _LAYERS: dict[str, Callable[..., nn.RNNBase]] = {name: getattr(nn, name.upper()) for name in RECURRENT}

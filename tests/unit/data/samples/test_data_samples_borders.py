@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from made_tokenizers import byte_level, sentence_piece, word_piece
 from plimsoll.data.samples import borders as module
-from plimsoll.data.samples.borders import MARKS, begins_in, marked_micro_batches
+from plimsoll.data.samples.borders import MARKS, begins_in, marked_pieces
 from plimsoll.data.samples.spans import cut_texts
 from plimsoll.data.tokens.store import TextEncoder
 from plimsoll.errors import DataError
@@ -42,7 +42,7 @@ def backend(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
 
 def parts_of(text: str, backend: tokenizers.Tokenizer, kind: str = "sentence") -> list[str]:
     """The text cut before each token that is marked; without white space at the ends."""
-    encoded = TextEncoder(backend).encode(list(marked_micro_batches([(text, True)], True)), with_marks=True)
+    encoded = TextEncoder(backend).encode(list(marked_pieces([(text, True)], True)), with_marks=True)
     offsets = backend.encode(text, add_special_tokens=False).offsets
     assert encoded.marks is not None
     cuts = [offsets[number][0] for number in np.flatnonzero(encoded.marks & MARKS[kind])]
@@ -86,7 +86,7 @@ def test_a_text_in_pieces_has_the_borders_of_the_whole(text: str, cuts: set[int]
     parts = [(text[begin:end], end == len(text)) for begin, end in pairwise(edges)]
     found = [
         (begin.place + edge, begin.mark)
-        for piece, edge in zip(marked_micro_batches(parts, True), edges, strict=False)
+        for piece, edge in zip(marked_pieces(parts, True), edges, strict=False)
         for begin in piece.begins
     ]
     assert found == whole

@@ -91,10 +91,10 @@ def test_a_share_is_held_out_from_the_end_and_both_are_in_one_piece():
 
 
 def test_too_little_text_is_refused_in_numbers():
-    assert training_slots(0, 37, 4, 10).num_windows == 1
+    assert training_slots(37, 4, 10).num_windows == 1
     few = r"has 36 tokens, but batch_size = 4 stream slots with one window of sequence_length = 10 each need 37: .*=3$"
     with pytest.raises(DataError, match=few):
-        training_slots(0, 36, 4, 10)
+        training_slots(36, 4, 10)
     with pytest.raises(
         DataError, match=r"a stream of 4 tokens is too short for batch_size = 4 stream slots.*larger share"
     ):
@@ -134,6 +134,6 @@ def test_numbers_that_are_none_are_refused(numbers, reason):
 
 def test_a_smaller_batch_is_suggested_only_if_it_works():
     with pytest.raises(DataError, match=r"a shorter sequence_length \(at most 31 with one stream slot\)$"):
-        training_slots(0, 31, 4, 100)
+        training_slots(31, 4, 100)
     with pytest.raises(DataError, match=r"batch_size=3$"):
-        training_slots(0, 31, 4, 11)
+        training_slots(31, 4, 11)

@@ -76,7 +76,7 @@ Row = tuple[int, str, Any]  # where it begins, its text, its label
 
 
 def found_rows(part: Part, digest: bytes, num_lines: int, rows: Iterable[Row | Fault]) -> Found:
-    """Put together what a part of a table holds; rows whose text is empty are left out."""
+    """Join what a part of a table has; rows whose text is empty are left out."""
     starts, faults, codes, are_empty = [], [], [], []
     numbers: dict[Any, int] = {}
     for row in rows:

@@ -166,7 +166,7 @@ def look_at(chunk: Chunk) -> Looked:
     if num_words * 8 < chunk.num_bytes or len(marked) > _DENSE_SHARE * num_words:
         inside = raw[: chunk.num_bytes]
         newlines = (inside == NEWLINE).nonzero()[0]
-        return Looked(newlines, 0 not in inside and _is_utf8(_characters(chunk)))
+        return Looked(newlines, 0 not in inside and is_utf8(_characters(chunk)))
     picked = words[marked]
     picked_bytes = picked.view(np.uint8)
     places = (picked_bytes == NEWLINE).nonzero()[0]
@@ -189,10 +189,11 @@ def _are_utf8(chunk: Chunk, marked: NDArray[np.int64], picked: NDArray[np.uint64
     kept = np.ones(pairs.shape, np.bool_)
     kept[:-1, 1] = high[1:] != high[:-1] + 1
     kept[-1, 1] = high[-1] + 1 != chunk.num_bytes // 8
-    return _is_utf8(pairs[kept].tobytes() + after)
+    return is_utf8(pairs[kept].tobytes() + after)
 
 
-def _is_utf8(raw: bytes) -> bool:
+def is_utf8(raw: bytes) -> bool:
+    """Whether bytes are UTF-8."""
     try:
         codecs.utf_8_decode(raw, "strict", True)
     except UnicodeDecodeError:

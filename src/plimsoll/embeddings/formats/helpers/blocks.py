@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Set
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.data.formats.helpers.scanning import is_utf8
 from plimsoll.embeddings.formats import Block, Fault, Rows, rows_of
 from plimsoll.embeddings.formats.helpers.sources import Source
 
@@ -109,13 +110,5 @@ def not_utf8(words: list[bytes]) -> list[int]:
     try:
         b" ".join(words).decode("utf-8")
     except UnicodeDecodeError:
-        return [place for place, word in enumerate(words) if not _is_utf8(word)]
+        return [place for place, word in enumerate(words) if not is_utf8(word)]
     return []
-
-
-def _is_utf8(word: bytes) -> bool:
-    try:
-        word.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -202,7 +202,7 @@ class _Buffers(threading.local):
         self.raw = bytearray()
         self.is_newline = np.empty(0, np.bool_)
 
-    def room(self, num_bytes: int) -> bytearray:
+    def sized(self, num_bytes: int) -> bytearray:
         """Return memory of at least so many bytes; what is in it stays."""
         if len(self.raw) < num_bytes:
             self.raw.extend(bytes(num_bytes - len(self.raw)))
@@ -227,7 +227,7 @@ class _File:
     def fill(self, place: int, at: int, num_bytes: int) -> int:
         """Read the bytes from ``at`` on to a place of the buffer of this thread; return how many there were."""
         # A view must not outlive the reading: memory that is looked at cannot grow.
-        with memoryview(self.buffers.room(place + num_bytes + _HEAD_BYTES)) as raw:
+        with memoryview(self.buffers.sized(place + num_bytes + _HEAD_BYTES)) as raw:
             done = 0
             while done < num_bytes:
                 got = os.preadv(self._descriptor, [raw[place + done : place + num_bytes]], at + done)
@@ -263,7 +263,7 @@ class _PartOfFile:
 
     def _read(self, at: int) -> int:
         """Read up to the end of the last line; return how many bytes."""
-        raw = self.file.buffers.room(_PART_BYTES + _MORE_BYTES)
+        raw = self.file.buffers.sized(_PART_BYTES + _MORE_BYTES)
         num_bytes = self.file.fill(0, at, self.end - at)
         while raw[num_bytes - 1] != NEWLINE:
             more = self.file.fill(num_bytes, at + num_bytes, _MORE_BYTES)

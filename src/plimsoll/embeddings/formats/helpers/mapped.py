@@ -45,7 +45,7 @@ class Mapped:
         self.num_promised, self.dimension = num_words, dimension
 
     def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
-        """Yield the words in the pieces in which they come; see `Vectors`."""
+        """Yield the words in the lists in which they come; see `Vectors`."""
         wanted, first = as_set(wanted), 0
         for words in self._words():
             self._share = min((first + len(words)) / max(self.num_promised, 1), 1.0)

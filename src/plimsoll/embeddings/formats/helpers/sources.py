@@ -199,9 +199,8 @@ class _Gzip:
 
 def _read(file: IO[bytes], num_bytes: int) -> tuple[bytes, bool]:
     """Read as much as there is, and say whether a compressed file broke off before that."""
-    read = (
-        file.read1 if hasattr(file, "read1") else file.read
-    )  # of a compressed file little is lost before it breaks off
+    # Of a compressed file little is lost before it breaks off.
+    read = file.read1 if hasattr(file, "read1") else file.read
     pieces = []
     try:
         while num_bytes and (piece := read(min(num_bytes, _PIECE_BYTES))):
