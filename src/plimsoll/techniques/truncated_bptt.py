@@ -2,16 +2,13 @@
 
     Choice(technique="truncated_bptt", options={"steps": 128})
 
-``steps`` is the length of a segment, 0 what it is in `time_segments`. The hidden state goes on from segment to
-segment, its gradient does not (Williams and Peng 1990, https://doi.org/10.1162/neco.1990.2.4.490): a loss sees what the
-parameters did in at most ``steps`` steps before it, in the mean half as many. It is the loss of plain training with
-another, biased gradient, so the planner takes it only where the job allows it by name. Each segment's gradients are
-made as soon as its loss is there, and nothing is computed twice: that, and no more, is what it has before
-`time_segments`, which is exact and needs as little memory.
+``steps`` is the length of a segment, 0 what it is in `time_segments`. The hidden state goes on from segment to segment,
+its gradient does not (Williams and Peng 1990, https://doi.org/10.1162/neco.1990.2.4.490): a loss sees what the
+parameters did in at most ``steps`` steps before it, in the mean half as many. The gradient is biased. `time_segments`
+is exact, needs as little memory, and takes longer: it computes segments twice.
 
-For models that run in segments and give nothing but their loss, as a sum over the segments; one whose loss is of the
-end of the sequence says so with ``judges_the_end`` (`plimsoll.models.recurrent.segments`), and one that does not say it
-is refused when it first gives something else than a sum. Does NOT cover fp16: gradients are made before the scale of
+For models that run in segments and give nothing but their loss, as a sum over the segments
+(`plimsoll.models.recurrent.segments`); others are refused. Does NOT cover fp16: gradients are made before the scale of
 the loss arrives.
 """
 

@@ -85,16 +85,16 @@ class Folded:
         self._done: list[_Done] = []
         self._blocks = blocks
 
-    def run(self, piece: Any, is_share: bool, do_pass: Callable[[], Tensor]) -> Tensor:
+    def run(self, micro_batch: Any, is_share: bool, do_pass: Callable[[], Tensor]) -> Tensor:
         """Do a pass, or note it again.
 
         Args:
-            piece: the micro-batch.
+            micro_batch: the micro-batch.
             is_share: whether its loss is scaled.
             do_pass: does it and returns its loss.
         """
         without = [one for one in dict.fromkeys(self._parameters()) if one.grad is None]
-        given = _Given([*map(_known_leaf, tree_leaves(piece))], is_share, without)
+        given = _Given([*map(_known_leaf, tree_leaves(micro_batch))], is_share, without)
         before = [*_attributes_of(self._workload.model)]
         done = next((one for one in self._done if one.given.is_like(given) and _are_same(one.before, before)), None)
         if done is not None:
@@ -115,7 +115,7 @@ class Folded:
 
 
 class _Leaf(NamedTuple):
-    """What is known of a leaf of a piece; it keeps no fake tensor, whose death is to be recorded."""
+    """What is known of a leaf of a micro-batch; it keeps no fake tensor, whose death is to be recorded."""
 
     layout: Any
     value: Any
@@ -128,7 +128,7 @@ class _Leaf(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What a pass is given: its piece, whether the loss is scaled, and who has no gradient yet."""
+    """What a pass is given: its micro-batch, whether the loss is scaled, and who has no gradient yet."""
 
     leaves: list[_Leaf]
     is_share: bool

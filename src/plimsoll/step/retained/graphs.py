@@ -50,12 +50,12 @@ class _Mark:
 
 @dataclass(slots=True)
 class _Marks:
-    """The marks of one holder by their steps, how often its graph was walked, and the line that stores it."""
+    """The marks of one holder by their steps, how often its graph was walked, and the line that assigns it."""
 
     name: str
     by_step: dict[int, list[weakref.ref[_Mark]]] = field(default_factory=dict)
     num_walks: int = 0
-    store: Assignment | None = None
+    assignment: Assignment | None = None
 
     def add(self, step: int, tensors: list[Tensor]) -> None:
         """Mark what no earlier step has marked: a graph that was made once and stays is not one of every step."""
@@ -122,8 +122,8 @@ class GraphWatch:
         if not is_due:
             return
         self.memory.append((step, self._backend.use().used_bytes))
-        held = [self._of_holder(one, step) for one in retained_by(self._workload.model, self._workload.loss)]
-        found = [one for one in held if one is not None] or [*filter(None, [self._of_losses(step)])]
+        graphs = [self._of_holder(one, step) for one in retained_by(self._workload.model, self._workload.loss)]
+        found = [one for one in graphs if one is not None] or [*filter(None, [self._of_losses(step)])]
         if found:
             self.lines.append(GraphLine(step=step, retained=tuple(found)))
 
@@ -131,25 +131,27 @@ class GraphWatch:
         """What was found after ``step``, if it was the last that was looked at and something was."""
         return self.lines[-1] if self.lines and self.lines[-1].step == step else None
 
-    def _of_holder(self, held: RetainedTensor, step: int) -> RetainedGraph | None:
+    def _of_holder(self, retained: RetainedTensor, step: int) -> RetainedGraph | None:
         """What one holder keeps of marked steps; marks what it has now."""
-        marks = self._marks.setdefault(held.name, _Marks(held.name))
+        marks = self._marks.setdefault(retained.name, _Marks(retained.name))
         marked, alive = tuple(marks.by_step), marks.alive()
-        marks.add(step, held.tensors[-_MOST_MARKED:])
+        marks.add(step, retained.tensors[-_MOST_MARKED:])
         if len(alive) < _FEWEST_ALIVE:
             return None
-        marks.store = marks.store or assignment_of((*held.owners, *callers()), held.variable, held.value)
-        store = marks.store or Assignment("", "", "")
-        size = self._walked(marks, held.tensors)
+        marks.assignment = marks.assignment or assignment_of(
+            (*retained.owners, *callers()), retained.variable, retained.value
+        )
+        assignment = marks.assignment or Assignment("", "", "")
+        size = self._walked(marks, retained.tensors)
         return RetainedGraph(
-            holder=held.name,
-            num_tensors=len(held.tensors),
-            num_bytes=storage_bytes(held.tensors, self._workload.model.parameters()),
+            holder=retained.name,
+            num_tensors=len(retained.tensors),
+            num_bytes=storage_bytes(retained.tensors, self._workload.model.parameters()),
             num_nodes=size.num_nodes if size else None,
             graph_bytes=size.saved_bytes if size else None,
             marked_steps=marked,
             alive_steps=alive,
-            **store._asdict(),
+            **assignment._asdict(),
         )
 
     def _walked(self, marks: _Marks, tensors: list[Tensor]) -> GraphSize | None:
@@ -172,8 +174,8 @@ class GraphWatch:
 
 def _second_time(step: int, workload: Workload) -> InputError:
     """Say who keeps the graph that backward came to for the second time."""
-    held = retained_by(workload.model, workload.loss)
-    carried = [one for one in held if is_read(one.owners, one.variable)] or held
+    retained = retained_by(workload.model, workload.loss)
+    carried = [one for one in retained if is_read(one.owners, one.variable)] or retained
     if not carried:
         return InputError(
             f"step {step}: {GRAPH_IS_GONE}, which is gone by then; what "
@@ -181,8 +183,8 @@ def _second_time(step: int, workload: Workload) -> InputError:
             "`hidden = hidden.detach()` where it is carried from one pass to the next"
         )
     names = ", ".join(f"`{one.name}`" for one in carried)
-    stores = [assignment_of(one.owners, one.variable, one.value) for one in carried]
-    places = [f"; in {store.place}, write `{store.remedy}` for `{store.code}`" for store in stores if store]
+    assignments = [assignment_of(one.owners, one.variable, one.value) for one in carried]
+    places = [f"; in {one.place}, write `{one.remedy}` for `{one.code}`" for one in assignments if one]
     how = "".join(places) or f"; write `{carried[0].name} = {carried[0].name}.detach()` after each pass"
     return InputError(
         f"step {step}: {GRAPH_IS_GONE}, which is gone by then: {names} "

@@ -290,7 +290,7 @@ def may_hold_state(value: Any) -> bool:
 
 
 def is_of_pass(value: Any) -> bool:
-    """Whether a value is what a pass has computed, with its graph, and would hold much memory if it were held."""
+    """Whether a value is what a pass has computed, with its graph, and would keep much memory alive if it were kept."""
     if isinstance(value, Tensor):
         return value.grad_fn is not None
     if isinstance(value, dict) and type(value) not in {dict, OrderedDict, defaultdict}:  # what a model returns
