@@ -191,7 +191,7 @@ class FallbackSchedule:
         self._num_clean_steps, self._held_here, self._seen = 0, 0, None
 
     def _may_take(self, elements_per_sample: float, fallback: int) -> bool:
-        """Whether a fallback may take a batch of this shape: it is in force or later, or has held as much."""
+        """Whether a fallback may take a batch of this shape: it is in force or later, or as much has gone through."""
         samples, level = self.sizes[fallback]
         is_known = level == self.sizes[self._fallback].level and samples * elements_per_sample <= self._held_here
         return (fallback >= self._fallback or is_known) and self._is_allowed(fallback, elements_per_sample)
@@ -272,7 +272,7 @@ class FallbackSchedule:
         has_held = num_elements <= self._held_elements[level]
         is_outlier = 0 < self._held_elements[level] < num_elements
         this = fallback, num_elements, needs_other_level
-        # What held before fails because something else took memory for a moment; the last has nothing to lose.
+        # What went through before fails because something else took memory for a moment; the last has nothing to lose.
         if (has_held or not smaller or needs_other_level) and this not in self._retried:
             self._retried.add(this)
             return fallback

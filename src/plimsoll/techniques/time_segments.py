@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import InputError
@@ -170,19 +171,20 @@ def _is_checkpointed(model: nn.Module, choice: Choice) -> bool:
 
 def _in_segments(part: nn.Module, cut: Cut) -> Any:
     if runs_in_segments(part):
-        return _SegmentedModel(part, cut)
+        return SegmentedModel(part, cut)
     return _SegmentedCell(part, cut) if isinstance(part, UnrolledCell) else SegmentedLayer(part, cut)  # type: ignore[arg-type]
 
 
-class _SegmentedModel:
-    """The forward of a model that runs in segments."""
+class SegmentedModel:
+    """The forward of a model that runs in segments; with ``truncates`` its gradients end where a segment begins."""
 
-    def __init__(self, model: nn.Module, cut: Cut) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, *, truncates: bool = False) -> None:
         functools.update_wrapper(self, type(model).forward)
-        self._model, self._cut = model, cut
+        self._model, self._cut, self._truncates = model, cut, truncates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unroll = Unrolled(self._model, self._cut, truncates=False)
+        """As the model's own forward."""
+        unroll = Unrolled(self._model, self._cut, truncates=self._truncates and torch.is_grad_enabled())
         return self._model.in_segments(unroll, *args, **kwargs)  # type: ignore[operator]
 
 

@@ -14,13 +14,9 @@ the loss arrives.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
-
-import torch
-from torch import nn
+from typing import ClassVar
 
 from plimsoll.errors import InputError
 from plimsoll.models.distillation.loss import Distillation
@@ -31,7 +27,7 @@ from plimsoll.techniques.mechanisms.forwards import replaced_forward
 from plimsoll.techniques.mechanisms.recurrent_layers import Cut
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 from plimsoll.techniques.mechanisms.uncuttable import counts_rows
-from plimsoll.techniques.time_segments import TimeSegments, Unrolled, segment_lengths, wrong_numbers
+from plimsoll.techniques.time_segments import SegmentedModel, TimeSegments, segment_lengths, wrong_numbers
 
 
 class TruncatedBptt(Technique):
@@ -84,20 +80,9 @@ class TruncatedBptt(Technique):
             raise InputError(
                 f"cannot truncate the gradients of {type(workload.model).__name__}: {reason}; leave it out"
             )
-        with replaced_forward(workload.model, _Truncated(workload.model, Cut(int(choice.options["steps"])))):
+        forward = SegmentedModel(workload.model, Cut(int(choice.options["steps"])), truncates=True)
+        with replaced_forward(workload.model, forward):
             yield
-
-
-class _Truncated:
-    """The forward of a model whose gradients end where a segment begins."""
-
-    def __init__(self, model: nn.Module, cut: Cut) -> None:
-        functools.update_wrapper(self, type(model).forward)
-        self._model, self._cut = model, cut
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unroll = Unrolled(self._model, self._cut, truncates=torch.is_grad_enabled())
-        return self._model.in_segments(unroll, *args, **kwargs)  # type: ignore[operator]
 
 
 def _why_not(workload: Workload) -> str | None:

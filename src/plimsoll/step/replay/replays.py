@@ -110,7 +110,7 @@ class Replays:
         shape = shape_of(micro_batch, kind) if is_asked else None
         if self._is_dry_run:
             return self._in_dry_run(shape, is_first, micro_batch, eager)
-        # Where a dispatch mode looks at the passes, it is to see them.
+        # A dispatch mode that is in force is to see the passes.
         if shape is not None and not self._retry.undo.is_due and _get_current_dispatch_mode() is None:
             # Only the pass with which a step begins can be done again, and a capture pays for shapes that come again.
             if is_first and self._current is None and shape in self._first_shapes - self._full:

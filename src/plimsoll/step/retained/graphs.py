@@ -2,11 +2,11 @@
 
 A graph is alive as long as one of its nodes is. In the steps that are looked at, a small object of ours is put into the
 ``metadata`` of the nodes that made the loss and what the user's objects keep (`plimsoll.step.retained.tensors`); it
-goes when the node goes. So a later look knows which of the marked graphs are still there, without keeping any of them
+goes when the node goes. So a later check knows which of the marked graphs are still there, without keeping any of them
 alive itself.
 
 Steps are looked at ever more rarely (`plimsoll.step.sampled_steps`), which keeps the cost of a step at microseconds.
-Only where an earlier graph is alive a line is made of it, and only in the first of these looks the graph is walked and
+Only where an earlier graph is alive a line is made of it, and only in the first of these checks the graph is walked and
 the user's source read.
 
 Does NOT see graphs that are kept for a part of a step only, and what is kept without a graph.
@@ -32,8 +32,8 @@ from plimsoll.step.retained.tensors import RetainedTensor, retained_by
 from plimsoll.step.sampled_steps import SampledSteps
 from plimsoll.techniques.mechanisms.segment_recompute import SecondBackward
 
-_MOST_MARKED = 8  # tensors of one holder in one look, the newest: a container may have thousands
-_MOST_MARKS = 32  # steps that are asked for in later looks
+_MOST_MARKED = 8  # tensors of one holder in one check, the newest: a container may have thousands
+_MOST_MARKS = 32  # steps that are asked for in later checks
 _FEWEST_ALIVE = 2  # a state that is carried on for one step, or made once, is no graph of every step
 _MOST_LINES = 1000
 _MOST_WALKS = 3  # per holder; see `memory.autograd_graph` for why a growing graph is not walked again and again
@@ -72,11 +72,11 @@ class _Marks:
 
 
 class GraphWatch:
-    """Looks after some of the steps of one training.
+    """Checks some of the steps of one training.
 
     Attributes:
         lines: what was found, of the steps in which something was.
-        memory: the bytes in use after each look, by its step.
+        memory: the bytes in use after each check, by its step.
         failure: what the last step ended with, if it came to an earlier graph.
     """
 
@@ -115,7 +115,7 @@ class GraphWatch:
             raise told from error
 
     def look(self, step: int) -> None:
-        """Look, if it is time to, at what is alive after ``step``, when nothing of its graph should be."""
+        """Check, if it is time to, what is alive after ``step``, when nothing of its graph should be."""
         is_due = self.is_due
         self._sampled_steps.passed(looked=is_due)
         self.failure = ""

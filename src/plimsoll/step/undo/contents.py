@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate, chain
-from operator import is_
 from typing import Any
 
 from plimsoll.step.undo.reachable import Place, Reached, is_of_pass, is_same
@@ -94,7 +93,7 @@ class Contents:
         while waiting:
             begin, end = waiting.pop()
             if self._num_items[begin:end] == other._num_items[begin:end] and all(
-                map(_are_same, self._parts(begin, end), other._parts(begin, end))
+                map(is_same, self._parts(begin, end), other._parts(begin, end))
             ):
                 continue
             if end - begin == 1:
@@ -112,10 +111,6 @@ class Contents:
             self._begins = [*accumulate(lengths[0], initial=0)], [*accumulate(lengths[1], initial=0)]
         items, values = self._begins
         return self._items[items[begin] : items[end]], self._values[values[begin] : values[end]]
-
-
-def _are_same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def contents_of(reached: Reached) -> Contents:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import io
+import operator
 import os
 import random
 import sys
@@ -306,7 +307,7 @@ def is_same(one: Any, other: Any) -> bool:
         return all(
             name is key and value is kept for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True)
         )
-    return all(value is kept for value, kept in zip(one, other, strict=True))
+    return all(map(operator.is_, one, other))
 
 
 class _Walk:

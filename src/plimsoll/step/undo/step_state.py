@@ -92,7 +92,7 @@ class Undo:
         self._late: set[str] = set()  # names of tensors that passes of this update were the first to write
         self._written: set[str] = set()  # names of tensors and arrays that passes have written
         self._placed: set[str] = set()  # names of tensors that passes have put into another storage
-        self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
+        self._old_copies: dict[str, Tensor] = {}  # of earlier steps, to be filled again
         self._writes: Writes | None = None
         self._observes = observes
         self.kinds: set[Any] = set()
@@ -348,7 +348,7 @@ class Undo:
         """Forget the state of before, but keep the memory of copies that the next step will need again."""
         for name, saved in (one for before in self._before for one in before.copies if one[0] in self._written):
             if isinstance(saved, SavedTensor):
-                self._spare[name] = saved.content
+                self._old_copies[name] = saved.content
         self._before = []
 
     def _kind_with_modes(self, batch: Any) -> Any:
@@ -423,7 +423,7 @@ class Undo:
 
     def _copied(self, name: str, tensor: Tensor) -> SavedTensor:
         """Copy it, into the memory of the last copy if there is one."""
-        return SavedTensor.of(tensor, self._spare.pop(name, None), as_bytes=self._observes)
+        return SavedTensor.of(tensor, self._old_copies.pop(name, None), as_bytes=self._observes)
 
     def _copied_strangers(self) -> Iterator[SavedTensor]:
         for key, reference in [*self._strangers.items()]:
@@ -450,7 +450,7 @@ class Undo:
     # -- after a pass --------------------------------------------------------------------------------------------------
 
     def _take_writes(self) -> None:
-        """Note whose tensors were seen to be written, and keep what they held."""
+        """Note whose tensors were seen to be written, and keep their contents."""
         if self._writes is None or not self._before:
             return
         reached = [one for before in self._before for one in before.reached.tensors.values()]
