@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -260,7 +260,7 @@ class _Optimization:
                 "the parameters batch and batch_idx"
             )
         one_pass = partial(self._one_pass, optimizer, batch_idx, kwargs)
-        finish = None if self._trainer.fit_loop._should_accumulate() else partial(self._finish, batch_idx)
+        finish = None if self._trainer.fit_loop._should_accumulate() else partial(self._loop._optimizer_step, batch_idx)
         self._passes = []
         self.transaction.run(kwargs["batch"], one_pass, finish, partial(self._loss_of, kwargs))
         passes = [one for one in self._passes if one.batch_idx == batch_idx]  # an undone window has run others too
@@ -305,9 +305,6 @@ class _Optimization:
         zero = self._loop._make_zero_grad_fn(batch_idx, optimizer)
         if zero is not None:
             zero()
-
-    def _finish(self, batch_idx: int, gradients: Callable[[], Tensor]) -> None:
-        self._loop._optimizer_step(batch_idx, gradients)
 
     # -- logs ----------------------------------------------------------------------------------------------------------
 

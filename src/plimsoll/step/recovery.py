@@ -272,7 +272,7 @@ class FallbackSchedule:
         has_held = num_elements <= self._held_elements[level]
         is_outlier = 0 < self._held_elements[level] < num_elements
         this = fallback, num_elements, needs_other_level
-        # What went through before fails because something else took memory for a moment; the last has nothing to lose.
+        # Where it went through before, something else took memory for a moment; where it is the last, nothing is lost.
         if (has_held or not smaller or needs_other_level) and this not in self._retried:
             self._retried.add(this)
             return fallback

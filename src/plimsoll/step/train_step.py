@@ -524,9 +524,8 @@ class TrainStep:
         """The fallback to begin with, which cuts only where the loss allows it."""
         self._is_asked = True
         if not self.ranks.is_alone or fallback_schedule.sizes[fallback].samples < shape.num_samples:
-            self._collectively(
-                partial(self._use, fallback_schedule.sizes[fallback].level)
-            )  # which frees memory for the passes that compare
+            # First: without the techniques the passes that compare may not fit.
+            self._collectively(partial(self._use, fallback_schedule.sizes[fallback].level))
             self._is_asked = self._keep_whole(fallback_schedule, batch, shape)
             fallback = fallback_schedule.choose(shape.elements_per_sample)
         refuse_recut(self._whole.reason(), fallback_schedule.sizes[fallback].samples, shape, self.ranks)

@@ -95,14 +95,15 @@ class OptimizerOffload(Technique):
         """Move the states there are, and those to come; on exit they come back."""
         optimizer = workload.optimizer
         is_streamed = choice.options["to"] == "host"
-        states = _States(optimizer, PinnedPool() if is_streamed else _file_for(workload), is_streamed)
+        pool: Pool = PinnedPool() if is_streamed else _file_for(workload)
+        states = _States(optimizer, pool, is_streamed)
         handles = [
             optimizer.register_load_state_dict_pre_hook(states.before_loading),
             optimizer.register_load_state_dict_post_hook(states.after_loading),
         ]
         unwrap = _wrap_step(optimizer, states.update)
         try:
-            with states_outside(optimizer, states.copy_of, states if is_streamed else None):
+            with states_outside(optimizer, pool.copy_of, states if is_streamed else None):
                 states.send(_parameters_of(optimizer))
                 yield
         finally:
@@ -168,10 +169,6 @@ class _States:
         for _, state, key, value in self._of(parameters):
             if not self._pool.holds(value):
                 state[key] = self._pool.copy_of(value)
-
-    def copy_of(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to where the states are."""
-        return self._pool.copy_of(tensor)
 
     # -- lending: see `plimsoll.device.off_device.Lender`
     # ------------------------------------------------------------------------

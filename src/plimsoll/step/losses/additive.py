@@ -47,8 +47,8 @@ LossOf = Callable[[Any, float], Tensor]
 
 _NUM_ROWS = (16, 8, 4, 2)  # fewer where memory runs out
 _MOST_GRADIENTS = 1 << 20  # numbers that are compared
-# Of the precision it is computed in: fp32 lets 1e-6 of the loss through (models of six layers had 1e-7). Of bf16 (8e-3)
-# and fp16 (1e-3) one rounding is.
+# That are let through, of the precision that it is computed in: in fp32 1e-6 of the loss (models of six layers had
+# 1e-7). Of bf16 (8e-3) and fp16 (1e-3) it is one.
 _NUM_ROUNDINGS = 8
 _GRADIENTS_TO_LOSSES = 4  # by which differences of gradients may be larger
 # Where a loss cancels (the squared error of a model that predicts well) roundings weigh more: what differs is computed

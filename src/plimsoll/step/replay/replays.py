@@ -148,11 +148,8 @@ class Replays:
     @property
     def uncounted_bytes(self) -> int:
         """What replays of the last step have used, and torch has counted as allocated in the capture alone."""
-        return (
-            self._current.graph.num_bytes
-            if self._current is not None and self._captured_at < self._position.step
-            else 0
-        )
+        captured = self._current
+        return captured.graph.num_bytes if captured is not None and self._captured_at < self._position.step else 0
 
     @property
     def _captured(self) -> list[CapturedPass] | None:

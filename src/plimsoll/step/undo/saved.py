@@ -48,20 +48,15 @@ class SavedTensor:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, tensor: Tensor, target: Tensor | None = None, *, as_bytes: bool = True) -> SavedTensor:
-        """Copy the whole storage ``as_bytes``, or the values only; into ``target``, if that is as large."""
+    def of(cls, tensor: Tensor, into: Tensor | None = None, *, as_bytes: bool = True) -> SavedTensor:
+        """Copy the whole storage ``as_bytes``, or the values only; ``into`` another, if that is as large."""
         owner = tensor.untyped_storage() if as_bytes and has_storage(tensor) else tensor
         whole = bytes_in(owner)
         if not has_storage(tensor):
             return cls(owner, whole.clone())
-        if (
-            target is None
-            or target.shape != whole.shape
-            or target.device != whole.device
-            or target.dtype != whole.dtype
-        ):
-            target = torch.empty_like(whole)
-        return cls(owner, target.copy_(whole))
+        if into is None or into.shape != whole.shape or into.device != whole.device or into.dtype != whole.dtype:
+            into = torch.empty_like(whole)
+        return cls(owner, into.copy_(whole))
 
     @property
     def key(self) -> int | None:

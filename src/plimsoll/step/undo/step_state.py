@@ -80,10 +80,8 @@ class Undo:
         self._watched: Watched | None = None  # of it ...
         self._watched_for: tuple[Any, ...] = ()  # ... as long as this is so
         self.is_updating = False
-        self._new_ids: set[int] = (
-            set()
-        )  # of what had come into places since everything was looked for, when last checked
-        self._stays: list[tuple[str, Any]] = []  # what was there when checked again
+        self._new_ids: set[int] = set()  # of what had come into places when that was last checked
+        self._stays: list[tuple[str, Any]] = []  # what was there in the check after that, too
         self._has_looked = False  # since the last pass
         self._before: list[Before] = []  # of what the roots reach, and of each batch
         self._moving: set[str] = set()  # names of places that passes have changed

@@ -228,7 +228,7 @@ class _Gradients:
     ) -> None:
         self._walk, self._arriving = walk, arriving
         self._first_state, self._sequences, self._parameters = places.split(inputs)
-        self._needs_state, self._needs_sequence, self._needs_parameter = places.split(needed)
+        _, self._needs_sequence, self._needs_parameter = places.split(needed)
         self._of_state: tuple[Tensor | None, ...] = arriving.state
         self._of_sequences: list[Tensor | None] = [
             torch.empty_like(sequence) if needs else None
