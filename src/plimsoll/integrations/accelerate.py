@@ -5,12 +5,7 @@
     for batch in loader:
         result = step(batch)
 
-Why no ``with`` block: the body of one cannot run again, and the variables of a loop that is written out (``outputs``,
-``loss``) hold the graph that has to go first. So the loss is a function, called once for each piece.
-
-What is Accelerate's stays so: ``accumulate`` decides which batch updates (also at the end of a loader), ``backward``
-divides by the accumulation steps and scales, ``clip_grad_norm_`` unscales, the prepared optimizer and schedule skip
-what they skip, autocast is that of the prepared model, ``log`` goes to its trackers.
+Accumulation, backward, clipping, the prepared optimizer and schedule, autocast and trackers stay Accelerate's.
 
 Does NOT cover: several processes, DeepSpeed, FSDP, Megatron, TPUs (refused); fetching by the prepared loader, which
 brings batches to the device before a step begins; an evaluation written out in the loop, which `step.evaluate` is for.
@@ -62,7 +57,11 @@ class BatchResult(NamedTuple):
 
 
 class AccelerateStep:
-    """Batches of one prepared model and optimizer; made by `step`."""
+    """Batches of one prepared model and optimizer; made by `step`.
+
+    No ``with`` block around a batch: its body cannot run again, and the variables of a loop that is written out
+    (``outputs``, ``loss``) keep the graph that has to go first. So the loss is a function, called for each micro-batch.
+    """
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class AccelerateStep:
         )
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
-        """Return the mean loss over ``batches`` without gradients, in as large micro_batches as fit; see
+        """Return the mean loss over ``batches`` without gradients, in as large micro-batches as fit; see
         `TrainStep.evaluate`.
 
         Raises:
@@ -181,11 +180,11 @@ class AccelerateStep:
             on_failure.pop_all()
         self._budget_to_plan = None
 
-    def _loss_of(self, piece: Any, share: float) -> Tensor:
-        return self._loss(self._model, move_batch(piece, self._accelerator.device))
+    def _loss_of(self, micro_batch: Any, share: float) -> Tensor:
+        return self._loss(self._model, move_batch(micro_batch, self._accelerator.device))
 
-    def _one_pass(self, piece: Any, share: float) -> Tensor:
-        loss = self._loss_of(piece, share)
+    def _one_pass(self, micro_batch: Any, share: float) -> Tensor:
+        loss = self._loss_of(micro_batch, share)
         self.transaction.position.phase = "backward"
         self._accelerator.backward(loss * share if share != 1 else loss)
         return at_least_fp32(loss)

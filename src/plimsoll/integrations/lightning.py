@@ -3,26 +3,19 @@
     trainer = lightning.Trainer(callbacks=[plimsoll.lightning.OomProof(units="samples")], ...)
     trainer.fit(module, loader)
 
-While a training runs, the ``run`` of Lightning's automatic optimization is replaced, on that one object. Everything it
-did is still done by Lightning: ``training_step`` through the strategy, backward, zeroing, the hooks of modules and
-callbacks, precision and its scaler, clipping, the optimizer and its progress; only now a batch may be cut, and what ran
-out of memory is undone and done again: gradients of the whole accumulation window, random numbers, buffers, what
-``self.log`` and metrics of torchmetrics took in, progress, scaler, settings of the optimizer.
-
-What ``self.log`` noted per step is then that of the whole batch again (means by the pieces' shares), and the outputs of
-``training_step`` are put together the same way. Hooks of the backward pass are called for each piece, and all of them
-again with each try.
+What ``self.log`` noted per step is that of the whole batch (means by the micro-batches' shares), and so are the outputs
+of ``training_step``. Hooks of the backward pass are called for each micro-batch, and again with each try.
 
 Does NOT cover: manual optimization and several processes (refused); bringing the batch to the device, which Lightning
 does before; attributes that a module changes itself, such as a list of outputs; the value per step of a logged metric
-object, which is that of the last piece, and ``reduce_fx=sum`` over an epoch, which counts pieces.
+object, which is that of the last micro-batch, and ``reduce_fx=sum`` over an epoch, which counts micro-batches.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -66,7 +59,7 @@ _USED_OF_THE_LOOP = (
 
 
 class _Pass(NamedTuple):
-    """What one piece of a batch left behind, with its share of the batch."""
+    """What one micro-batch left behind, with its share of the batch."""
 
     batch_idx: int
     share: float
@@ -76,7 +69,7 @@ class _Pass(NamedTuple):
 
 
 class OomProof(Callback):
-    """Undoes an optimizer step in which memory ran out, and does it again in smaller pieces.
+    """Undoes an optimizer step in which memory ran out, and does it again in smaller micro-batches.
 
     Args:
         units: what the loss of ``training_step`` averages over: ``"samples"``, ``"tokens"`` (labels other than -100),
@@ -154,7 +147,7 @@ class OomProof(Callback):
             self._evaluations.limit_sanity_check()
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make room for the plan, which is made outside the limit."""
+        """Lift the limit for the plan, which is made outside of it."""
         if self._evaluations is not None:
             self._evaluations.end_sanity_check()
 
@@ -206,7 +199,12 @@ class OomProof(Callback):
 
 
 class _Optimization:
-    """Lightning's automatic optimization of one training, with each update a transaction."""
+    """Lightning's automatic optimization of one training, with each update a transaction.
+
+    ``run`` is replaced on that one object. All it did is still done by Lightning; where memory runs out, what is undone
+    are the gradients of the whole accumulation window, random numbers, buffers, what ``self.log`` and metrics of
+    torchmetrics took in, progress, scaler, and settings of the optimizer.
+    """
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: dict[str, Any]) -> None:
         self._trainer, self._module, self._options = trainer, module, options
@@ -262,7 +260,7 @@ class _Optimization:
                 "the parameters batch and batch_idx"
             )
         one_pass = partial(self._one_pass, optimizer, batch_idx, kwargs)
-        finish = None if self._trainer.fit_loop._should_accumulate() else partial(self._finish, batch_idx)
+        finish = None if self._trainer.fit_loop._should_accumulate() else partial(self._loop._optimizer_step, batch_idx)
         self._passes = []
         self.transaction.run(kwargs["batch"], one_pass, finish, partial(self._loss_of, kwargs))
         passes = [one for one in self._passes if one.batch_idx == batch_idx]  # an undone window has run others too
@@ -273,27 +271,27 @@ class _Optimization:
         return {"loss": self.transaction.loss, **_joined(passes)}
 
     def _one_pass(
-        self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: dict[str, Any], piece: Any, share: float
+        self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: dict[str, Any], micro_batch: Any, share: float
     ) -> Tensor:
         results = self._results
-        results.batch, results.batch_size = piece, None  # from which `self.log` reads how many samples there are
-        output = self._loop._training_step(type(kwargs)(kwargs, batch=piece))
-        if output.closure_loss is None:  # `training_step` skips this piece
+        results.batch, results.batch_size = micro_batch, None  # from which `self.log` reads how many samples there are
+        output = self._loop._training_step(type(kwargs)(kwargs, batch=micro_batch))
+        if output.closure_loss is None:  # `training_step` skips this micro-batch
             return torch.zeros((), device=self._module.device)
         self._zero_once(batch_idx, optimizer)
         self.transaction.position.phase = "backward"
         loss = output.closure_loss if share == 1 else output.closure_loss * share
         self._loop._make_backward_fn(optimizer)(loss)
         logged = {} if share == 1 else self._logged()
-        self._passes.append(_Pass(batch_idx, share, batch_size_of(piece), output.extra, logged))
+        self._passes.append(_Pass(batch_idx, share, batch_size_of(micro_batch), output.extra, logged))
         return at_least_fp32(output.loss)
 
-    def _loss_of(self, kwargs: dict[str, Any], piece: Any, share: float) -> Tensor:
-        """The loss of a piece, of which nothing stays in the logs."""
+    def _loss_of(self, kwargs: dict[str, Any], micro_batch: Any, share: float) -> Tensor:
+        """The loss of a micro-batch, of which nothing stays in the logs."""
         before, put_back = (self._passes, self._is_zeroed), self._remember()
         try:
-            self._results.batch, self._results.batch_size = piece, None
-            loss: Tensor | None = self._loop._training_step(type(kwargs)(kwargs, batch=piece)).closure_loss
+            self._results.batch, self._results.batch_size = micro_batch, None
+            loss: Tensor | None = self._loop._training_step(type(kwargs)(kwargs, batch=micro_batch)).closure_loss
             return torch.zeros((), device=self._module.device) if loss is None else loss
         finally:
             put_back()
@@ -308,9 +306,6 @@ class _Optimization:
         if zero is not None:
             zero()
 
-    def _finish(self, batch_idx: int, gradients: Callable[[], Tensor]) -> None:
-        self._loop._optimizer_step(batch_idx, gradients)
-
     # -- logs ----------------------------------------------------------------------------------------------------------
 
     def _logged(self) -> dict[str, Tensor]:
@@ -322,7 +317,7 @@ class _Optimization:
         }
 
     def _log_whole_batch(self, passes: list[_Pass]) -> None:
-        """Let the values per step be those of the batch, not of its last piece."""
+        """Let the values per step be those of the batch, not of its last micro-batch."""
         for key, result in self._results.items():
             values = [one.logged[key] for one in passes if key in one.logged]
             if not values:

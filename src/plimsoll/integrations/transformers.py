@@ -3,27 +3,13 @@
     trainer = transformers.Trainer(model, args, train_dataset=dataset)
     plimsoll.transformers.fit(trainer, budget="8GiB")        # in place of trainer.train()
 
-The trainer stays what it is: its loop, loss, accumulation, logs, callbacks, schedules and checkpoints. Its steps are a
-`plimsoll.integrations.loops.transaction.Transaction`, whose batches come from ``training_step`` and whose update is the
-optimizer's ``step``, both wrapped while it trains: where memory runs out in either, everything is as it was before the
-first batch of the accumulation window, and its batches are done again in smaller pieces. A piece counts as much as it
-has of what the batch's loss averages over, which is put on the loss in ``accelerator.backward``; where the trainer
-divides by ``num_items_in_batch``, it is given those of the piece. Evaluations are cut too, and what they collect is
-kept outside the device (`plimsoll.integrations.loops.evaluations`); what else runs out has an error that says what
-(`plimsoll.integrations.loops.covered_errors`).
+The trainer stays what it is: its loop, loss, accumulation, logs, callbacks, schedules and checkpoints. Does NOT cover
+several processes or devices (`plimsoll train --nproc`), DeepSpeed, optimizers that update inside backward (all
+refused), going on where memory runs out while the next batch is collated or in callbacks (an error says so), and what a
+subclass's ``training_step`` or ``compute_loss`` changes that is no gradient, buffer or random number: it runs for each
+micro-batch, and again with each try.
 
-With a budget the fastest combination of techniques that fits is planned and installed while it trains, its fallbacks
-are what follows where memory runs out, and the budget is enforced. ``auto_find_batch_size`` has nothing to do then: it
-begins the whole training again with another batch size, and keeps the weights of the first try.
-
-Does NOT cover several processes or devices (torchrun's ranks would wait for each other: `plimsoll train --nproc`),
-DeepSpeed, optimizers that update inside backward (all refused), going on where memory runs out while the next batch is
-collated or in callbacks (an error says so), and what a subclass's ``training_step`` or ``compute_loss``
-changes that is no gradient, buffer or random number: it runs for each piece, and again with each try. A batch is cut
-only where its loss is the sum of those of its parts (`plimsoll.step.losses.additive`), in evaluations too.
-Written for transformers 5.23 and tested with it; the names it needs are checked.
-
-Source: https://huggingface.co/docs/transformers/main_classes/trainer
+Written for transformers 5.23 (https://huggingface.co/docs/transformers/main_classes/trainer); its names are checked.
 """
 
 from __future__ import annotations
@@ -115,11 +101,14 @@ def fit(
 ) -> TrainOutput:
     """Call ``trainer.train(...)`` so that running out of memory loses nothing.
 
+    ``auto_find_batch_size`` has nothing to do then: it begins the whole training again with another batch size, and
+    keeps the weights of the first try.
+
     Args:
         trainer: a `transformers.Trainer`, or a subclass.
         train_arguments: as ``trainer.train`` takes them, such as ``resume_from_checkpoint=True``.
         budget: what the process may use of the device, such as ``"8GiB"``: planned for, and enforced. ``None``: what
-            there is, and nothing but the smaller pieces.
+            there is, and nothing but smaller micro-batches.
         units: what the loss averages over where the trainer does not divide by ``num_items_in_batch``; by default
             guessed from the labels (see `plimsoll.data.batch.count_units`).
         batch: with a budget, the largest batch there will be, as the collator makes it; by default the first one.
@@ -336,15 +325,15 @@ class _Guard:
         """Whether it is known what the loss of a batch averages over: without that it is not cut."""
         return self.units is not None or bool({"labels", *self.trainer.label_names} & set(batch))
 
-    def refuse_unclear(self, piece: Any) -> None:
+    def refuse_unclear(self, batch: Any) -> None:
         """Refuse to cut a batch of which nothing says what its loss averages over.
 
         Raises:
             InputError: if it has no labels, and no units were given.
         """
-        if not self.says_what_counts(piece):
+        if not self.says_what_counts(batch):
             raise InputError(
-                f"a batch ran out of memory that has no labels (it has {', '.join(map(str, piece))}), so that nothing "
+                f"a batch ran out of memory that has no labels (it has {', '.join(map(str, batch))}), so that nothing "
                 'says how to weight its pieces: give units="samples" if the loss is a mean over samples, or a function '
                 "batch -> int"
             )
@@ -375,7 +364,10 @@ class _Guard:
         def compute_loss(model: nn.Module, inputs: Any, *arguments: Any, **options: Any) -> Any:
             if self.evaluations.items is not None and "num_items_in_batch" in options:
                 options |= {"num_items_in_batch": self.evaluations.items}
-            computed = partial(_called, original, arguments, options)
+
+            def computed(model: nn.Module, inputs: Any) -> Any:
+                return original(model, inputs, *arguments, **options)
+
             if self._training is None or self._training.is_idle:
                 return computed(model, inputs)
             return self._training.loss(computed, model, inputs)
@@ -418,7 +410,7 @@ class _Training:
         self._model: nn.Module = trainer.model
         self._compute_loss: Callable[[nn.Module, Any], Any] = trainer.compute_loss
         self._share, self._num_backward = 1.0, 0
-        self._looked_at: list[Tensor] | None = None  # losses of a pass that is only looked at
+        self._noted: list[Tensor] | None = None  # losses of a pass in which nothing goes backward
         self._wrapped = ExitStack()
         self._wrapped.callback(self.transaction.close)
         self._wrapped.enter_context(attributes(optimizer, {"step": self._wrapped_update(optimizer.step)}))
@@ -448,33 +440,33 @@ class _Training:
         self._guard.protection.micro_batch = self.transaction.micro_batch
         return self.transaction.loss
 
-    def _one_pass(self, model: nn.Module, items: Any, piece: Any, share: float) -> Tensor:
-        """The trainer's step of a piece.
+    def _one_pass(self, model: nn.Module, items: Any, micro_batch: Any, share: float) -> Tensor:
+        """The trainer's step of a micro-batch.
 
         A loss is a mean, or a sum divided by ``items``, or one of each added up. As if there were only the items of the
-        piece, all of them are the mean of the piece.
+        micro-batch, all of them are its mean; its share of the batch is put on the loss in ``accelerator.backward``.
         """
         if share != 1:
-            self._guard.refuse_unclear(piece)
+            self._guard.refuse_unclear(micro_batch)
             items = None if items is None else items * share
         self._share, self._num_backward, self.is_idle = share, 0, False
-        loss = self._original(model, copy.copy(piece), items)  # a trainer may take fields out of it
+        loss = self._original(model, copy.copy(micro_batch), items)  # a trainer may take fields out of it
         if share != 1 and not self._num_backward:
             raise self._no_backward()
         return loss
 
-    def _loss_of(self, _: transformers.Trainer, model: nn.Module, items: Any, piece: Any, share: float) -> Tensor:
-        """What the trainer's step of a piece goes backward from; of what it changes, the trainer's is put back."""
-        self._looked_at = []
+    def _loss_of(self, _: transformers.Trainer, model: nn.Module, items: Any, micro_batch: Any, share: float) -> Tensor:
+        """What the trainer's step of a micro-batch goes backward from; what it changes of the trainer is put back."""
+        self._noted = []
         try:
-            self._original(model, copy.copy(piece), None if items is None else items * share)
-            losses = self._looked_at
+            self._original(model, copy.copy(micro_batch), None if items is None else items * share)
+            losses = self._noted
         except RuntimeError as error:  # of torch, in ``loss.backward()`` while gradients are off
             if "does not require grad" not in str(error):
                 raise
             raise self._no_backward() from error
         finally:
-            self._looked_at = None
+            self._noted = None
         if not losses:
             raise self._no_backward()
         return torch.stack(losses).sum()
@@ -495,8 +487,8 @@ class _Training:
 
     def _wrapped_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def backward(loss: Tensor, **options: Any) -> None:
-            if self._looked_at is not None:
-                self._looked_at.append(loss)
+            if self._noted is not None:
+                self._noted.append(loss)
                 return
             self._num_backward += 1
             self.transaction.position.phase = "backward"
@@ -524,10 +516,6 @@ class _Training:
             trainer.callback_handler.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
         with stepped_as_now(self._optimizer):
             step(closure)
-
-
-def _called(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any], *first: Any) -> Any:
-    return function(*first, *arguments, **options)
 
 
 __all__ = ["Protection", "fit", "protected", "to_training_arguments"]

@@ -1,20 +1,15 @@
 """The loss of an adaptive softmax (Grave et al. 2017, arXiv:1609.04309), and what its clusters can be.
 
-The parameters are those of ``torch.nn.AdaptiveLogSoftmaxWithLoss``, and so is the mathematics; that class has no
+The parameters and the mathematics are those of ``torch.nn.AdaptiveLogSoftmaxWithLoss``; that class has no
 ``ignore_index``, and of every cluster it keeps as many outputs for backward as its words times its rows. Here they are
-computed some rows at a time and once more in backward (`MOST_OUTPUTS` of them at once), so that a batch of nothing but
-rare words needs no more memory than any other of its size, and what a dry run predicts holds for every text.
-
-A dry run does not know how many words are of which cluster, and takes all of them to be of each. So it says too much
-and never too little: the time of all clusters, and a full piece of the largest. Every cluster has gradients in every
-pass, zeros where no word is of it, so that no optimizer state is made later than in the first step.
+computed some rows at a time and once more in backward, so that a batch of nothing but rare words needs no more memory
+than any other of its size, and what a dry run predicts is right for every text.
 
 Words are of a cluster by their number alone: number 0 is to be the most frequent. With other numbers it is still a
-softmax over all words, but frequent ones have few features and cost more.
+softmax over all words, but frequent ones have few features and cost more. Does NOT cover a bias of the rare words, and
+weights tied to an embedding, which has as many features for every word.
 
-Does NOT cover a bias of the rare words, and weights tied to an embedding, which has as many features for every word.
-
-Shapes: B samples, T tokens, N = B * T, C rows of a piece, H hidden size, V vocabulary.
+Shapes: B samples, T tokens, N = B * T, C rows of a chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ DIV_VALUE = 4
 """torch's and the paper's: each cluster has a quarter of the features of the one before."""
 
 MOST_OUTPUTS = 1 << 22
-"""Rows times words of a piece: 16 MiB in fp32, of which there are three at once (with log-probabilities, gradient)."""
+"""Rows times words of a chunk: 16 MiB in fp32, of which there are three at once (with log-probabilities, gradient)."""
 
 
 def default_cutoffs(vocab_size: int) -> tuple[int, ...]:
@@ -80,7 +75,9 @@ def adaptive_loss(
 ) -> Tensor:
     """Return the loss of predicting the targets (B, T), but for those of -100, in fp32 or better.
 
-    In a dry run the targets must not be known: it would take its own for those of a text.
+    In a dry run the targets must not be known: it would take its own for those of a text. Without them all words are
+    taken to be of each cluster, which says too much and never too little: the time of all, and a full chunk of the
+    largest. Every cluster has gradients in every pass, so that all optimizer states are made in the first step.
     """
     hidden_NH, targets_N = hidden_BTH.flatten(0, 1), targets_BT.flatten()
     head_targets_N, losses = targets_N, []

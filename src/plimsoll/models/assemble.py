@@ -1,6 +1,6 @@
 """From a job and its prepared data to live objects: the model, the optimizer, the loss and the loaders.
 
-Covers everything a run and a prediction need to have in common, so that both look at the same training. Does NOT move
+Covers everything a run and a prediction need to have in common, so that both are of the same training. Does NOT move
 anything to a device it was not asked for, and does not train.
 """
 
@@ -151,7 +151,7 @@ def assemble(
         oom_kills: how many processes the kernel has killed for want of memory, to tell such a death.
         in_files: build the model in mapped files and not in memory, with the same numbers.
         put: moves the model to the device; a technique may leave part of it on the host.
-        ranks: who trains it together; the loader gives this rank's part of each batch.
+        ranks: who trains it; the loader gives this rank's part of each batch.
 
     Raises:
         JobError: if the model or the optimizer cannot be built as described.

@@ -116,7 +116,7 @@ def sketch_model(job: Job) -> nn.Module | None:
     """Build the model of a job on the meta device before there are data, with a stand-in for what these decide.
 
     Returns:
-        the model; ``None`` where it can only be looked for: whether a checkpoint folder fits is decided by the
+        the model; ``None`` where it cannot be built yet: whether a checkpoint folder fits is decided by the
         tokenizer and the labels, and a function of the user's is found but not called.
 
     Raises:

@@ -4,9 +4,8 @@
     logits_BCV = parts.head(parts.hidden_BTH[:, 5:9])
 
 Of a Hugging Face model the head is its own code, whatever it does beside the matrix (a bias, a transform before it,
-soft caps, a scale): its ``forward`` is called again, with the body replaced by what it returned, cut to some positions.
-Where the body cannot be told apart (the model calls none of its modules that are one), the logits are made whole and
-stand for what the head reads, and the head does nothing.
+soft caps, a scale). Where the body cannot be told apart, the logits are made whole and stand for what the head reads,
+and the head does nothing.
 
 It does NOT cover encoder-decoders, and heads in which one position changes another.
 
@@ -86,12 +85,13 @@ def _of_called(
     length = fields["input_ids"].shape[1]
     if (
         not kept or num_first >= length or logits_BCV.shape[1] != num_first
-    ):  # another module is the body, or the head looks around
+    ):  # another module is the body, or the head reads other positions
         states = tuple(outputs.hidden_states) if with_states else ()
         return HeadApart(logits_BCV, Tensor.contiguous, logits_BCV.shape[-1], states=states), None
     assert body is not None
 
     def head(hidden_BCH: Tensor) -> Tensor:
+        # The model's own forward again, in which the body returns what it has returned before, cut to some positions.
         cut = _with_hidden(kept[0], hidden_BCH.contiguous())
         with forward_of(body, lambda run, *_, **__: cut):
             result: Tensor = model(**fields).logits

@@ -59,9 +59,9 @@ class BySamples:
         if micro_batch >= batch_size:
             yield batch, count(batch), range(batch_size)
             return
-        for start, piece in zip(range(0, batch_size, micro_batch), split_batch(batch, micro_batch), strict=True):
-            if num_units := count(piece):
-                yield piece, num_units, range(start, min(start + micro_batch, batch_size))
+        for start, part in zip(range(0, batch_size, micro_batch), split_batch(batch, micro_batch), strict=True):
+            if num_units := count(part):
+                yield part, num_units, range(start, min(start + micro_batch, batch_size))
 
 
 class Sharding(Protocol):
@@ -81,7 +81,7 @@ class Sharding(Protocol):
         ...
 
     def clip(self, parameters: Sequence[Tensor], clip_norm: float) -> Tensor:
-        """Clip the gradients of the whole model together, on this rank those of ``parameters``.
+        """Clip the gradients of the whole model by its norm, on this rank those of ``parameters``.
 
         Returns:
             Their norm before.

@@ -1,16 +1,15 @@
-"""A model built straight into mapped files, so that its weights are never in private memory together.
+"""A model built straight into mapped files, so that its weights are never all in private memory.
 
     with made_in(pool):
         model = build_model(job, ...)
 
 Ops that make tensors (``empty``, ``zeros``, ``randn`` and their kin) get theirs from the pool, and are filled as torch
-fills them: the same random numbers in the same order, so the weights have the bits of a build in memory. What other ops
-return and is as large (``torch.randn(...) * 0.02``) is moved there as soon as it is there, so that one such tensor at a
-time is private.
+fills them: the weights have the bits of a build in memory. What other ops return and is as large (``torch.randn(...) *
+0.02``) is moved there at once, so that one such tensor at a time is private.
 
-In a dry run, on fake tensors, the same tensors count outside the device. Does NOT cover tensors that are made by
-other threads (transformers reads checkpoints with several: see `plimsoll.models.build`), that a library makes without
-torch, and what an op takes inside (a QR decomposition).
+In a dry run, on fake tensors, the same tensors count outside the device. Does NOT cover tensors made by other threads
+(transformers reads checkpoints with several: see `plimsoll.models.build`), those a library makes without torch, and
+what an op takes inside (a QR decomposition).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _ATEN = torch.ops.aten
 
 @contextmanager
 def made_in(pool: MappedPool) -> Iterator[None]:
-    """Let large tensors of the CPU that are made in the block, by this thread, lie in a pool.
+    """Let large tensors of the CPU that are made in the block, by this thread, be in a pool.
 
     Raises:
         OutputError: if the disk has no room for one.

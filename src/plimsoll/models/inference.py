@@ -1,7 +1,7 @@
 """What a model can be applied to texts for: one task each, from a batch of token ids to a result for each text.
 
 `inference_task` reads from a model's folder what the task needs to know (the names of the labels, how an embedding is
-pooled), so that ``compute`` is a pure function of tensors: no autograd, no look at values, shapes that follow from
+pooled), so that ``compute`` is a pure function of tensors: no autograd, no reading of values, shapes that follow from
 those of the batch. That is what lets a pass be dry-run on tensors without memory. Its results are float32 (counts are
 integers), the texts along the first dimension; ``fields`` makes of them what a user reads.
 

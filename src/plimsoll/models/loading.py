@@ -1,14 +1,11 @@
-"""Load a checkpoint folder piece by piece: each weight is read straight into the memory it stays in.
+"""Load a checkpoint folder weight by weight: each is read straight into the memory it stays in.
 
     loaded = load_model("folder", place="mapped")
 
-The host never holds more than the model itself (where the device is the CPU), one tensor and some MiB; the weights are
+The host never has more than the model itself (where the device is the CPU), one tensor and some MiB; the weights are
 bitwise those of ``from_pretrained``. Which weight of the model is which tensor of the checkpoint is what transformers
-says (`plimsoll.models.skeleton`). On place ``mapped`` weights are memory of the checkpoint's files, of which private
-memory is only what was written (copy on write: the files stay as they are); what cannot be as it is in the file is in
-unnamed files (`plimsoll.device.mapped_memory`).
-
-A folder that torchao's integers were saved in is read as it is (`plimsoll.models.quantized`).
+says (`plimsoll.models.skeleton`). A folder that torchao's integers were saved in is read as it is
+(`plimsoll.models.quantized`).
 
 It does NOT cover checkpoints that other libraries quantized, GGUF files, and models with code of their own, but for
 those that were made smaller here (`plimsoll.compression.methods`).
@@ -73,7 +70,7 @@ class Loaded:
         unexpected: tensors of the checkpoint that the model has no use for.
         num_bytes: of the tensors that were read or mapped.
         entries: where in the checkpoint each weight is that is mapped from it, by name in the model.
-        pool: what holds the weights that are in unnamed files.
+        pool: of the weights that are in unnamed files.
     """
 
     model: nn.Module
@@ -127,7 +124,7 @@ def load_model(
     merged = [Path(one) for one in ([adapters] if isinstance(adapters, (str, Path)) else adapters)]
     dtype = None if dtype is None else floating_type(dtype, WeightsError)
     _check_words(head=head, place=place, quantize=quantize)
-    _check_together(quantize, merged)
+    _check_combination(quantize, merged)
     _check_target(device, place, vocab_size)
     checkpoint = open_checkpoint(folder)
     fields = recurrent_fields(checkpoint.folder)
@@ -308,6 +305,7 @@ class _Filling:
         return not made.untyped_storage().resizable()
 
     def _empty(self, meta: Tensor) -> Tensor:
+        """Memory for a weight: on other places than ``memory`` in an unnamed file."""
         if self.pool is not None and self._device.type == "cpu":
             return self.pool.empty_like(meta)
         return torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
@@ -345,7 +343,7 @@ def _check_target(device: str, place: Place, vocab_size: int | None) -> None:
         raise WeightsError(f"vocab_size {vocab_size} leaves no token: give 1 or more, or leave it out")
 
 
-def _check_together(quantize: Quantize | None, adapters: Sequence[Path]) -> None:
+def _check_combination(quantize: Quantize | None, adapters: Sequence[Path]) -> None:
     if quantize and adapters:
         raise WeightsError(
             f"adapters are merged into dense weights, and quantize {quantize} makes integers of them: load with "

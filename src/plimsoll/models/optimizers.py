@@ -70,7 +70,7 @@ def build_schedule(choice: OptimizerChoice, optimizer: torch.optim.Optimizer, st
 def _factor(step: int, warmup_steps: int, steps: int, decay: Callable[[float], float]) -> float:
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    # Beyond the last step (the scheduler looks one step ahead) the factor stays what it is at the end.
+    # Beyond the last step (the scheduler asks one step ahead) the factor stays what it is at the end.
     share_done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
     return decay(share_done)
 
@@ -113,7 +113,7 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether parameters can be updated one after another: nothing in a step looks at several of them together.
+    """Whether parameters can be updated one after another: nothing in a step depends on several of them.
 
     A hook on the steps of all optimizers that may be called with some of the parameters after the others says so in an
     attribute ``works_in_parts``.

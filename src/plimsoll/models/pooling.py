@@ -1,9 +1,9 @@
 """One vector from the vectors of a text's tokens, as sentence-transformers makes it.
 
-The ways are those of its ``Pooling`` module, with its names, its arithmetic (sums of half-precision vectors are made in
-float32) and its order where several are joined. What of a folder says which: ``modules.json``, and the ``config.json``
-of the module named there. It does NOT cover modules after pooling other than ``Normalize`` (``Dense``), prompts that
-are left out of the pooling, and sparse or multi-vector models: each is refused by name.
+The methods are those of its ``Pooling`` module, with its names, its arithmetic (sums of half-precision vectors are made
+in float32) and its order where several are joined. What of a folder says which: ``modules.json``, and the
+``config.json`` of the module named there. It does NOT cover modules after pooling other than ``Normalize`` (``Dense``),
+prompts that are left out of the pooling, and sparse or multi-vector models: each is refused by name.
 
 Shapes: B texts, T tokens, D features.
 """

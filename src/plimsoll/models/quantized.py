@@ -1,14 +1,11 @@
 """Linear weights as integers of torchao, the dense weight never there as a whole: made as they are read, or as saved.
 
-Made: a block of rows is read and quantized after the other. Each row has scales of its own, so the integers are bitwise
-those of torchao on the whole weight. ``int8`` is torchao's ``Int8WeightOnlyConfig`` (a scale for each row), ``int4``
-its weight-only 4 bits with a scale for each 32 numbers of a row; on the CPU that is a prototype of torchao 0.18
-(``PrototypeInt4WeightOnlyConfig``), whose kernels are torch's own.
+Made: ``int8`` is torchao's ``Int8WeightOnlyConfig`` (a scale for each row), ``int4`` its weight-only 4 bits with a
+scale for each 32 numbers of a row; on the CPU that is a prototype of torchao 0.18 (``PrototypeInt4WeightOnlyConfig``),
+whose kernels are torch's own. Each row has scales of its own, so that rows can be quantized block by block, with the
+bits of torchao on the whole weight.
 
-Saved: transformers says in ``quantization_config`` that torchao has quantized a folder. The model is built as if it
-were dense, each of its weights is then made of its parts in the file (`plimsoll.weights.loading.coded`), and in the end
-it says again that it is quantized, so that it can be saved as it was. Tables of embeddings decode only the rows that
-are looked up, and layers whose inputs are quantized too take some rows after the other.
+Saved: a folder whose ``quantization_config`` names torchao. The model can be saved as it was.
 
 It does NOT cover ``int4`` that is made on other devices, layers other than ``nn.Linear`` (GPT-2 has ``Conv1D``), what
 other libraries quantized, and changes of what is quantized: not its type, its vocabulary, its adapters.
@@ -35,8 +32,8 @@ if TYPE_CHECKING:
 
 Quantize = Literal["int8", "int4"]
 
-_BLOCK_NUMBERS = 1 << 20  # torchao makes several tensors of four bytes a number on the way
-_BLOCK_ROWS = 64  # what torch's kernel packs together
+_BLOCK_NUMBERS = 1 << 20  # torchao makes several tensors of four bytes a number meanwhile
+_BLOCK_ROWS = 64  # what torch's kernel packs into one
 
 
 def can_be_quantized(module: nn.Module, kind: Quantize) -> bool:
@@ -109,7 +106,7 @@ _METHOD = "torchao"
 
 
 def without_quantization(config: PreTrainedConfig, checkpoint: Checkpoint) -> tuple[PreTrainedConfig, Any | None]:
-    """Return a configuration of the dense model, and what was said of how it is quantized, ``None`` if nothing.
+    """Return a configuration of the dense model, which is built first, and what was said of how it is quantized, if so.
 
     Raises:
         WeightsError: if it is quantized by something else than torchao, or its files hold none of that.

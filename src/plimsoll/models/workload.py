@@ -37,7 +37,7 @@ class Reason(NamedTuple):
 class Workload:
     """One training: everything a step needs, and the only mutable thing with a name.
 
-    ``loss`` returns the mean over ``units``; ``clip_norm`` bounds the 2-norm of all gradients together. Parameters are
+    ``loss`` returns the mean over ``units``; ``clip_norm`` bounds the 2-norm of all gradients. Parameters are
     kept as the model has them; ``precision`` says what autocast computes in. ``full_length`` is the tokens of the
     longest sample there will be (``None``: those of each batch), ``files`` what the parameters were made in, where that
     was not memory, and ``ranks`` are the processes that train the same model on other parts of each batch.
@@ -65,7 +65,7 @@ class Workload:
 def hooked(workload: Workload, hooks: StepHooks) -> Iterator[None]:
     """Let steps have these hooks while the block runs; on exit those that differ are as before.
 
-    Others are left alone: parameters that there is no room to put together stay sharded.
+    Others are left alone: parameters that memory is too small to gather stay sharded.
     """
     before = workload.hooks
     names = [one.name for one in fields(hooks) if getattr(hooks, one.name) is not getattr(before, one.name)]

@@ -1,12 +1,8 @@
-"""The mean loss over batches, without gradients, in as large pieces as fit.
+"""The mean loss over batches, without gradients, in as large micro-batches as fit.
 
-A batch that runs out of memory is evaluated again in smaller pieces; nothing else changes, so there is nothing to undo.
-The hook ``evaluation_samples`` bounds the pieces. Ranks that train together share each batch as they do in training,
-and what does not fit on one of them is cut on all; the loss is that of all parts, on each of them.
-
-It runs under ``torch.no_grad`` and not ``torch.inference_mode``, which saves no memory beyond it: what a module makes
-and keeps in the first forward (a mask, rotary positions) would be an inference tensor, and fail in the next training
-step, which may save it for backward.
+A batch that runs out of memory is evaluated again in smaller micro-batches; nothing else changes, so there is nothing
+to undo. The hook ``evaluation_samples`` bounds them. Ranks that train the same model share each batch as they do in
+training, and what does not fit on one of them is cut on all; the loss is that of all parts, on each of them.
 
 Does NOT cover memory that runs out inside the iterable of batches, while the next batch is made: an iterator cannot be
 asked for the same batch again.
@@ -79,7 +75,7 @@ class Evaluator:
         self._first_samples: int | None = None
 
     def begin_at(self, num_samples: int) -> None:
-        """Begin with pieces of at most so many samples: what training began with, or what did not kill the process."""
+        """Begin with at most so many samples at once: what training began with, or what did not kill the process."""
         self._fallback_schedule, self._first_samples = None, num_samples
 
     def at_once(self, num_samples: int) -> int:
@@ -106,6 +102,8 @@ class Evaluator:
             events = prepare()
             share_statistics(self._workload.model, self._ranks)
             self._workload.model.eval()
+            # `torch.inference_mode` saves no more memory, and what a module makes and keeps in its first forward (a
+            # mask, rotary positions) would be an inference tensor, which the next step cannot save for backward.
             with torch.no_grad():
                 return self._evaluate(batches, events)
         finally:
@@ -155,7 +153,7 @@ class Evaluator:
             yield batch
 
     def _loss_of(self, batch: Any, own: Shape, shape: Shape, events: list[OomEvent], filler: Filler) -> float:
-        """This rank's part of the mean loss of one batch, in as large pieces as fit on all."""
+        """This rank's part of the mean loss of one batch, in as large micro-batches as fit on all."""
         if self._fallback_schedule is None or self._fallback_schedule.sizes[0].samples < shape.num_samples:
             self._fallback_schedule = self._fallback_schedule_for(shape.num_samples)
         fallback_schedule = self._fallback_schedule
@@ -198,10 +196,10 @@ class Evaluator:
         micro_batches = weighted_micro_batches(batch, micro_batch, own, self._workload, shape.num_units)
         if self._workload.hooks.sharding.is_sharded:
             micro_batches = filler.filled(micro_batches, -(-shape.num_samples // micro_batch))
-        for piece, share, numbers in micro_batches:
+        for part, share, numbers in micro_batches:
             self._position.samples = numbers
             failpoint("evaluation")
-            on_device = move_batch(piece, self._workload.device)
+            on_device = move_batch(part, self._workload.device)
             with autocast(self._workload):
                 total += self._workload.loss(self._workload.model, on_device).float() * share
         return total.item()

@@ -2,7 +2,7 @@
 
 An armed point asks the allocator for 2^60 bytes, so what is raised is the allocator's own error and passes through the
 same recognition as any other. `PLIMSOLL_FAILPOINTS="backward@3,optimizer@7"` arms points in a subprocess: the point's
-name and which passage of it fails, counted from 1. A failpoint that is not armed costs one look into an empty
+name and which passage of it fails, counted from 1. A failpoint that is not armed costs one look-up in an empty
 dictionary.
 
 Does NOT cover places inside a model: use a forward or a gradient hook that calls `exhaust_memory`.

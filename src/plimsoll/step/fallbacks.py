@@ -141,8 +141,8 @@ class InstalledFallbacks:
             shape: of the batch.
 
         Returns:
-            Whether that is known now: without techniques in force (on any rank) there may be no room to find out, and
-            who puts them to work asks before the batch is cut.
+            Whether that is known now: without techniques in force (on any rank) it may not fit to find out, and who
+            puts them to work asks before the batch is cut.
         """
         if whole.reason() is not None:
             return True
@@ -174,7 +174,7 @@ class InstalledFallbacks:
 
 
 def take_back(fallbacks: InstalledFallbacks, workload: Workload, backend: Backend, position: Position) -> None:
-    """Take the techniques back; where there is no room for what is off the device, it stays there, with a warning.
+    """Take the techniques back; what is off the device and does not fit back stays there, with a warning.
 
     Raises:
         OutOfMemoryError: if a model that is shared out over the ranks is not whole again on all of them.
@@ -247,7 +247,7 @@ def after_oom(  # noqa: PLR0917 -- in the order of the sentence that it answers
         min(fallback_schedule.sizes[fallback].samples, shape.num_samples),
     )
     # In the update the graph is gone, and before the techniques are at work there is none: a smaller micro-batch would
-    # leave as much room.
+    # leave as much memory free.
     needs_other_level = event.phase == "optimizer" or not (fallbacks is None or fallbacks.is_in_force(before.level))
     num_elements = math.ceil(samples * shape.elements_per_sample)
     following = fallback_schedule.failed(fallback, samples, num_elements, needs_other_level, ran_out_of(event))
@@ -294,7 +294,7 @@ def measured(fallback_schedule: FallbackSchedule, device: Uses, ranks: Ranks) ->
 
 
 def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size: int) -> None:
-    """Refuse choices that cannot be, or not together; who gives fallbacks allows what is lossy in them."""
+    """Refuse choices that are impossible, alone or combined; who gives fallbacks allows what is lossy in them."""
     allow = frozenset((*TECHNIQUES, "recut_batch_norm"))
     try:
         # In a dry run, a model for CUDA is on the CPU: what is possible on either is let through.

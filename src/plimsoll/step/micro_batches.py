@@ -1,6 +1,6 @@
 """How a batch is cut into micro-batches and weighted; common to a training step and an evaluation.
 
-Does NOT decide how large the pieces are: see `plimsoll.step.recovery`.
+Does NOT choose their size: see `plimsoll.step.recovery`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def shape_of_any(batch: Any, units: Units) -> Shape:
 
 
 class Parts(NamedTuple):
-    """The parts of a batch that all ranks have: what decides how they are cut, and their samples together.
+    """The parts of a batch that all ranks have: what decides how they are cut, and the sum of their samples.
 
     The units of ``shape`` are those of all parts, samples and elements those of the rank that has most. Some ranks may
     have no target at all, because there are fewer samples than ranks.
@@ -70,7 +70,7 @@ class Parts(NamedTuple):
 
 
 def parts_of_all(shape: Shape, ranks: Ranks) -> Parts:
-    """Return what the ranks have together, of whom this one has a part of this shape."""
+    """Return what all ranks have, of which this one has a part of this shape."""
     if ranks.is_alone:
         return Parts(shape, shape.num_samples, some_have_none=False)
     samples, units, elements = zip(*ranks.each(shape), strict=True)
@@ -89,18 +89,18 @@ def weighted_micro_batches(
     if not shape.num_units:
         return
 
-    def count(piece: Any) -> float:
-        return shape.num_units if piece is batch else count_units(piece, workload.units)
+    def count(part: Any) -> float:
+        return shape.num_units if part is batch else count_units(part, workload.units)
 
     cut = workload.hooks.cut.micro_batches(batch, shape.num_samples, micro_batch, count)
-    for piece, num_units, numbers in cut:
-        yield MicroBatch(piece, num_units / (total_units or shape.num_units), numbers)
+    for part, num_units, numbers in cut:
+        yield MicroBatch(part, num_units / (total_units or shape.num_units), numbers)
 
 
 def equal_micro_batches(batch: Any, micro_batch: int, num_samples: int) -> Iterator[MicroBatch]:
     """Cut a batch without a target, of which each sample counts as much."""
-    for piece in split_batch(batch, micro_batch):
-        yield MicroBatch(piece, batch_size_of(piece) / num_samples, ())
+    for part in split_batch(batch, micro_batch):
+        yield MicroBatch(part, batch_size_of(part) / num_samples, ())
 
 
 class Filler:
@@ -119,7 +119,7 @@ class Filler:
         self._is_told = workload.hooks.cut.depends_on_values
 
     def filled(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int) -> Iterator[MicroBatch]:
-        """Yield the pieces, and then the spare sample until there were as many as on the rank that has most.
+        """Yield the micro-batches, and then the filler until there were as many as on the rank that has most.
 
         All ranks must ask for it. So many are ``num_micro_batches``, unless that depends on what is in the batches.
 
@@ -127,14 +127,14 @@ class Filler:
             PeerOutOfMemory: if memory ran out on another rank before it could lend one.
         """
         if self._is_told:
-            micro_batches = iter(all_pieces := list(micro_batches))
+            micro_batches = iter(own_batches := list(micro_batches))
             self._ranks.require_all()
-            num_micro_batches = int(max(number for (number,) in self._ranks.each([len(all_pieces)])))
+            num_micro_batches = int(max(number for (number,) in self._ranks.each([len(own_batches)])))
         first = next(micro_batches, None)
         own = None if first is None else self._with_target(first.batch)
         filler = self._lent(own) if self._is_lent else own
-        for piece in chain(() if first is None else (first,), micro_batches):
-            yield piece
+        for one in chain(() if first is None else (first,), micro_batches):
+            yield one
             num_micro_batches -= 1
         for _ in range(num_micro_batches):
             yield MicroBatch(filler, 0.0, ())
@@ -145,10 +145,10 @@ class Filler:
         every = self._ranks.gather_agreed(here)
         return next(one for one in every if one is not None) if own is None else own
 
-    def _with_target(self, piece: Any) -> Any:
-        """The first sample that the loss is defined for; the whole piece has one."""
-        each = (pick_samples(piece, [number]) for number in range(batch_size_of(piece)))
-        return next((one for one in each if count_units(one, self._units)), piece)
+    def _with_target(self, micro_batch: Any) -> Any:
+        """The first sample that the loss is defined for; the whole micro-batch has one."""
+        each = (pick_samples(micro_batch, [number]) for number in range(batch_size_of(micro_batch)))
+        return next((one for one in each if count_units(one, self._units)), micro_batch)
 
 
 def autocast(workload: Workload) -> torch.autocast:
@@ -157,8 +157,8 @@ def autocast(workload: Workload) -> torch.autocast:
     return torch.autocast(workload.device.type, dtype=dtype, enabled=dtype is not None)
 
 
-def mean_loss(workload: Workload, piece: Any) -> Tensor:
-    """Compute the mean loss of a piece that is on the device.
+def mean_loss(workload: Workload, micro_batch: Any) -> Tensor:
+    """Compute the mean loss of a micro-batch that is on the device.
 
     Raises:
         InputError: if the loss function returns anything else than a tensor of one number, or BatchNorm is to average
@@ -166,7 +166,7 @@ def mean_loss(workload: Workload, piece: Any) -> Tensor:
     """
     try:
         with autocast(workload):
-            loss = workload.loss(workload.model, piece)
+            loss = workload.loss(workload.model, micro_batch)
     except ValueError as error:
         if _OF_BATCH_NORM not in str(error):
             raise

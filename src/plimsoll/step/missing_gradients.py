@@ -1,13 +1,6 @@
 """Trainable parameters that no gradient reaches: said once, by name, with the cause where it shows.
 
-Nothing else tells of them: an optimizer leaves out a parameter without a gradient, and the loss of the others falls. A
-hook on each parameter notes its first gradient, so that it is no matter who frees it and when; a parameter that has had
-one is not looked at again, and most trainings are done with this after their first step. In that step the modules note
-how they run.
-
-What runs without gradients is said after the first step: under ``torch.no_grad()``, or in a re-entrant checkpoint whose
-inputs need none. Anything else may come later, and is said after a few steps; where the same parameter of another layer
-or expert has had a gradient, it is one of many branches, which have more time.
+Nothing else tells of them: an optimizer leaves out a parameter without a gradient, and the loss of the others falls.
 
 Does NOT see parameters that are no part of the model, and gradients that are zero. Of modules that are compiled or
 scripted it does not say why. Parameters that are shared out over ranks are not watched.
@@ -27,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plimsoll.errors import PlimsollWarning
 
+# A gradient may come later; one of many branches (layers, experts), of which another has had one, has more time.
 _FEW_STEPS, _MANY_STEPS = 5, 100
 _MOST_NAMES = 3
 
@@ -78,7 +72,7 @@ _IS_SURE = (_CHECKPOINTED, _WITHOUT_GRAD)
 
 
 class UnreachedWatch:
-    """Looks after the first steps of one training.
+    """Watches the first steps of one training: hooks note the first gradient of each parameter, and are removed then.
 
     Args:
         model: what is trained; its parameters may be exchanged before the first step.

@@ -55,11 +55,11 @@ class Passes:
         self.folded: Folded | None = None
         self._workload, self._position = workload, position
 
-    def add(self, piece: Any, share: float, scaler: Scaler, *, releases_gradients: bool = False) -> Tensor:
+    def add(self, micro_batch: Any, share: float, scaler: Scaler, *, releases_gradients: bool = False) -> Tensor:
         """Add one micro-batch's part to the gradients; everything it allocated is free when this returns.
 
         Args:
-            piece: the micro-batch, on any device.
+            micro_batch: the micro-batch, on any device.
             share: its share of the mean loss.
             scaler: of the loss, for fp16.
             releases_gradients: whether parameters are updated in backward, when it is too late to look at the loss.
@@ -71,16 +71,16 @@ class Passes:
         failpoint("copy")
         eager = partial(self._eagerly, share=share, scaler=scaler, releases_gradients=releases_gradients)
         if self.folded is None:
-            return self.replays.run(piece, share, scaler, eager)
-        loss = self.folded.run(piece, share != 1, lambda: eager(move_batch(piece, self._workload.device)))
+            return self.replays.run(micro_batch, share, scaler, eager)
+        loss = self.folded.run(micro_batch, share != 1, lambda: eager(move_batch(micro_batch, self._workload.device)))
         self._position.phase = "backward"  # in which a pass ends
         return loss
 
-    def _eagerly(self, piece: Any, *, share: float, scaler: Scaler, releases_gradients: bool) -> Tensor:
+    def _eagerly(self, micro_batch: Any, *, share: float, scaler: Scaler, releases_gradients: bool) -> Tensor:
         step = self._position.step + 1
         self._position.phase = "forward"
         failpoint("forward")
-        loss = mean_loss(self._workload, piece)
+        loss = mean_loss(self._workload, micro_batch)
         self.graphs.note_loss(loss, step)
         self._position.phase = "loss"
         failpoint("loss")

@@ -1,22 +1,12 @@
-"""Which fallback is in force: down the planned fallback schedule when memory runs out, up again when it is safe.
+"""Which fallback is in force: down the fallback schedule when memory runs out, up again when it is safe.
 
 The fallbacks are planned before the run (a plan's, or `micro_batch_sizes`); nothing is searched in the crisis. A
 fallback is a micro-batch and a *level*: the techniques that are in force with it. What did not fit at one level may fit
-at another. What is learned is kept in *elements* (samples times elements per sample), because memory follows the shape
-of a batch and not its number of samples: an outlier of long texts that did not fit says nothing against as many short
-ones, and a later outlier is cut before it fails.
+at another.
 
-- A size that held before and fails now gets one more try after a clean-up: something else took the memory for a moment.
-  So does the smallest fallback, where there is nothing to lose.
-- A size that fails otherwise, or twice, is the known limit: no step goes as high again, until one that had to holds.
-- Where a plan says what its fallbacks need, those are passed over that would need too much if they needed as much more
-  than predicted as what failed: the first that is left is the fastest.
-- A batch of other shape takes any fallback with which as many elements have held.
-- After a few clean steps, the largest fallback is taken for which there is room by their measured peak: what failed was
-  something else's doing then. If that fails, four times as many clean steps come before the next such try.
-- After ``grow_after`` clean steps the next larger fallback is taken, if it stays below the known limit.
-- A size at which the whole process was killed (`state_after_death`) is not counted in elements, which died with it:
-  the first batch after the restart says how many they were.
+What is learned is kept in *elements* (samples times elements per sample), because memory follows the shape of a batch
+and not its number of samples: an outlier of long texts that did not fit says nothing against as many short ones, and a
+later outlier is cut before it fails.
 """
 
 from __future__ import annotations
@@ -33,15 +23,15 @@ from plimsoll.records.job import Job
 
 
 def micro_batch_sizes(batch_size: int) -> tuple[int, ...]:
-    """The fallback schedule for a batch: 1, 2, 4, 8, ... pieces of nearly equal size, down to single samples.
+    """The fallback schedule for a batch: 1, 2, 4, 8, ... micro-batches of nearly equal size, down to single samples.
 
     >>> micro_batch_sizes(12)
     (12, 6, 3, 2, 1)
     """
-    sizes, num_pieces = [batch_size], 1
+    sizes, num_micro_batches = [batch_size], 1
     while sizes[-1] > 1:
-        num_pieces *= 2
-        sizes.append(math.ceil(batch_size / num_pieces))
+        num_micro_batches *= 2
+        sizes.append(math.ceil(batch_size / num_micro_batches))
     return tuple(sizes)
 
 
@@ -85,7 +75,7 @@ class _Seen(NamedTuple):
 
 _CLEAN_STEPS = 3  # before a measured peak is believed
 _PATIENCE = 4  # times as many after each larger fallback that was tried in vain
-_ROOM_SHARE = 0.95  # of the limit: a peak varies from step to step, and an allocator has holes
+_USABLE_SHARE = 0.95  # of the limit: a peak varies from step to step, and an allocator has holes
 
 
 def state_after_death(
@@ -158,7 +148,7 @@ class FallbackSchedule:
         self._fallback = next((fallback for fallback in self._usable if fallback >= self._fallback), self._usable[-1])
 
     def begin_again(self, state: dict[str, Any], fallback: int) -> int:
-        """Go on at a fallback with the limits that were known before a step, for what failed in it taught nothing."""
+        """Go on at a fallback with the limits from before a step, whose failures say nothing of memory."""
         self.load_state_dict(state)
         self._fallback = fallback
         return fallback
@@ -175,7 +165,7 @@ class FallbackSchedule:
 
     def choose(self, elements_per_sample: float) -> int:
         """The fallback for a batch of this shape: the one in force, or a later one below the known limit."""
-        if self._too_large_fallback is not None:
+        if self._too_large_fallback is not None:  # its elements died with the process: this batch says how many
             for samples, level in self.sizes[: self._too_large_fallback + 1]:  # earlier fallbacks need more
                 self._note_limit(level, math.ceil(samples * elements_per_sample))
             self._too_large_fallback = None
@@ -184,13 +174,13 @@ class FallbackSchedule:
             self._take(larger[0])
         takes = partial(self._may_take, elements_per_sample)
         fallback = next(filter(takes, self._usable), self._usable[-1])
-        with_room = self._with_room(fallback, elements_per_sample)
-        if with_room is None:
+        fitting = self._larger_that_fits(fallback, elements_per_sample)
+        if fitting is None:
             return fallback
-        self._take(with_room)
-        self._failed_elements[self.sizes[with_room].level] = None
+        self._take(fitting)
+        self._failed_elements[self.sizes[fitting].level] = None
         self._is_trying_larger = True
-        return with_room
+        return fitting
 
     def _take(self, fallback: int) -> None:
         self._fallback = fallback
@@ -201,16 +191,19 @@ class FallbackSchedule:
         self._num_clean_steps, self._held_here, self._seen = 0, 0, None
 
     def _may_take(self, elements_per_sample: float, fallback: int) -> bool:
-        """Whether a fallback may take a batch of this shape: it is in force or later, or has held as much."""
+        """Whether a fallback may take a batch of this shape: it is in force or later, or as much has gone through."""
         samples, level = self.sizes[fallback]
         is_known = level == self.sizes[self._fallback].level and samples * elements_per_sample <= self._held_here
         return (fallback >= self._fallback or is_known) and self._is_allowed(fallback, elements_per_sample)
 
-    def _with_room(self, fallback: int, elements_per_sample: float) -> int | None:
-        """The largest fallback before this one that the measured peak leaves room for, once that is known."""
+    def _larger_that_fits(self, fallback: int, elements_per_sample: float) -> int | None:
+        """The largest fallback before this one that should fit, by the measured peak, once that is known.
+
+        Where one fits, something else had taken the memory for which a larger one failed.
+        """
         if self._limit_bytes is None or self._seen is None or self._num_clean_steps < self._clean_steps_wanted:
             return None
-        most_bytes = _ROOM_SHARE * self._limit_bytes
+        most_bytes = _USABLE_SHARE * self._limit_bytes
         larger = (one for one in self._usable if one < fallback)
         return next((one for one in larger if self._needed_with(one, elements_per_sample) <= most_bytes), None)
 
@@ -279,6 +272,7 @@ class FallbackSchedule:
         has_held = num_elements <= self._held_elements[level]
         is_outlier = 0 < self._held_elements[level] < num_elements
         this = fallback, num_elements, needs_other_level
+        # Where it went through before, something else took memory for a moment; where it is the last, nothing is lost.
         if (has_held or not smaller or needs_other_level) and this not in self._retried:
             self._retried.add(this)
             return fallback
@@ -297,7 +291,7 @@ class FallbackSchedule:
         return following
 
     def _likely_to_fit(self, fallback: int, smaller: Sequence[int], ran_out: RanOut | None) -> int:
-        """The first fallback that fits if it needs as much more than predicted as what failed, or else the last."""
+        """The first, so fastest, that fits if it needs as much more than predicted as what failed, or else the last."""
         needs = self._needs[fallback]
         if ran_out is None or needs is None:
             return smaller[0]
@@ -305,6 +299,7 @@ class FallbackSchedule:
         return next((later for later in smaller if (self._needs[later] or 0) <= most_bytes), smaller[-1])
 
     def _note_limit(self, level: int, num_elements: int) -> None:
+        """Let no step go as high again, until one that had to goes through."""
         self._held_elements[level] = min(self._held_elements[level], num_elements - 1)
         self._failed_elements[level] = min(num_elements, self._failed_elements[level] or num_elements)
 

@@ -15,7 +15,7 @@ from plimsoll.records.run import OomEvent
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did, on all ranks together.
+    """What one step did, on all ranks.
 
     ``loss`` is the mean over ``num_units``; ``micro_batch`` is that of each rank; ``updated`` is False if fp16
     overflowed: skipped.
@@ -57,5 +57,5 @@ def note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], N
 
 
 def at_least_fp32(loss: Tensor) -> Tensor:
-    """Return a loss without its graph, as the losses of pieces are added up."""
+    """Return a loss without its graph, as the losses of micro-batches are added up."""
     return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))

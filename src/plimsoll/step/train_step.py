@@ -1,22 +1,12 @@
 """The OOM-proof training step: either the whole optimizer step happens, once, or nothing does.
 
     step = TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0)
-    for batch in loader:
-        result = step(batch)
-
-A step cuts the batch into micro-batches, accumulates their gradients, clips, and updates. When memory runs out
-anywhere, what the step has changed is put back (by `plimsoll.step.retry`, and what the update has changed by
-`plimsoll.step.update.commit`), and the same samples run again in smaller pieces. The sum of the gradients does not
-depend on the cut: each micro-batch's mean loss is weighted by its share of what the loss averages over, and a batch is
-cut only where that is known to be right (`plimsoll.step.losses.additive`).
+    result = step(batch)
 
 Numerics: with one micro-batch the same bits as the plain loop; with more, the same mathematics in another rounding
-order. Another cut draws other dropout masks, as it does in plain PyTorch. BatchNorm's batch statistics depend on the
-cut, so a model in which they are in use is not cut unless ``recut_batch_norm`` allows it; nor is, at all, one with an
-embedding that scales gradients by what is in a pass (``scale_grad_by_freq``).
-
-With several `Ranks` each gives its own part of the batch, and the step is the one of the whole batch: gradients are
-added up when all ranks have theirs, and memory that runs out on one of them undoes the step on all.
+order, and other dropout masks, as in plain PyTorch. A batch is cut only where the loss is known to be additive
+(`plimsoll.step.losses.additive`). It is not cut where an embedding scales gradients by what is in a pass
+(``scale_grad_by_freq``) or BatchNorm's batch statistics are in use, unless ``recut_batch_norm`` allows the latter.
 
 Does NOT cover: LBFGS and other optimizers that need a closure, gradients that exist before the step (they are dropped),
 and parameters that the model gets after the step was made: make a new one.
@@ -90,7 +80,7 @@ class TrainStep:
             left out where the model computes its own loss and each sample has one label.
         micro_batch: samples per forward and backward pass to begin with; ``None`` begins with the whole batch.
         fallbacks: in place of ``micro_batch``, ``plan.fallbacks``: the techniques to begin with, and what to change to,
-            in order, when memory runs out; or the choices of each alone, of which then no peak is known.
+            in order, when memory runs out; or only the choices of each, without a predicted peak.
         clip_norm: the global gradient norm to clip to, after accumulation.
         schedule: a learning-rate schedule, stepped after every update.
         precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` by autocast (fp16 with a gradient scaler).
@@ -100,14 +90,15 @@ class TrainStep:
         extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state passes change where Plimsoll does
             not look (`plimsoll.step.undo.reachable`); it is put back with the step, and saved by `state_dict`.
         allow_hidden_state: retry after an out-of-memory error although state was found that is not put back.
-        grow_after: clean steps after which the next larger micro-batch is tried; where measured peaks leave room for
-            it, that is after three.
+        grow_after: clean steps after which the next larger micro-batch is tried; where the measured peaks leave enough
+            memory for it, three.
         files: what the model was made in, where that was not memory.
-        full_length: the tokens of the longest sample there will be. With it, and where samples of alike length are put
-            together, a micro-batch is so many samples of that length, and as many more of shorter ones as have no more
-            elements; without it, of the longest of each batch.
+        full_length: the tokens of the longest sample there will be. With it, and where samples are sorted by length, a
+            micro-batch is so many samples of that length, and as many more of shorter ones as have no more elements;
+            without it, of the longest of each batch.
         backend: stands in for the device's, in a dry run; so does ``position`` for the step's own.
-        ranks: who trains the same model on the other parts of each batch; each has made the same step.
+        ranks: who trains the same model on the other parts of each batch; each has made the same step. Gradients are
+            added up when all ranks have theirs, and memory that runs out on one undoes the step on all.
 
     Raises:
         InputError: if an argument cannot be used (see `plimsoll.step.checks`).
@@ -215,7 +206,7 @@ class TrainStep:
         return self.position.step
 
     def __call__(self, batch: Any, on_oom: Callable[[OomEvent], None] | None = None) -> StepResult:
-        """Do one optimizer step on ``batch``, in as many pieces as it takes.
+        """Do one optimizer step on ``batch``, in as many micro-batches as it takes.
 
         Args:
             batch: a dict, tuple, list or tensor whose tensors have the samples in dimension 0.
@@ -338,7 +329,7 @@ class TrainStep:
     def close(self) -> None:
         """Take the techniques back: the model is as it was given, but for what it has learned.
 
-        Where there is no room for what is off the device, that stays where it is, with a warning.
+        What is off the device and does not fit back stays where it is, with a warning.
 
         Raises:
             OutOfMemoryError: if a model that is shared out over the ranks is not whole again on all of them.
@@ -470,9 +461,9 @@ class TrainStep:
         self.replays.begin()
         self._gradient_release = gradient_release(self.workload, micro_batch, own.num_samples)
         with self._gradient_release.in_backward() if self._gradient_release else nullcontext():
-            for piece, share, _ in micro_batches:
+            for part, share, _ in micro_batches:
                 total = total + self._passes.add(
-                    piece, share, self._scaler, releases_gradients=self._gradient_release is not None
+                    part, share, self._scaler, releases_gradients=self._gradient_release is not None
                 )
         return total.item()
 
@@ -533,7 +524,8 @@ class TrainStep:
         """The fallback to begin with, which cuts only where the loss allows it."""
         self._is_asked = True
         if not self.ranks.is_alone or fallback_schedule.sizes[fallback].samples < shape.num_samples:
-            self._collectively(partial(self._use, fallback_schedule.sizes[fallback].level))  # for there to be room
+            # First: without the techniques the passes that compare may not fit.
+            self._collectively(partial(self._use, fallback_schedule.sizes[fallback].level))
             self._is_asked = self._keep_whole(fallback_schedule, batch, shape)
             fallback = fallback_schedule.choose(shape.elements_per_sample)
         refuse_recut(self._whole.reason(), fallback_schedule.sizes[fallback].samples, shape, self.ranks)

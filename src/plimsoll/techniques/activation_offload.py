@@ -1,14 +1,8 @@
 """What forward saves for backward off the device: in a mapped file (CPU), or in pinned host memory (CUDA).
 
-Torch's hooks on saved tensors see each one while ``workload.loss`` runs. The storage behind it is copied away, once for
-all tensors that share it, and given back to backward with the same strides. In a mapped file backward reads it where it
-is. In the host's memory it is copied back: copies run on streams of their own beside the computation, and the one that
-backward will most likely need next is on its way while it works on the last. The last storage of a pass, which backward
-needs at once, stays on the device: each is sent when the next one is saved.
-
-Parameters, buffers and their views stay, as do integers and whatever is below `LEAST_BYTES`. Blocks that are
-checkpointed save their inputs only, which are offloaded too; what a recomputation saves is not. A copy lives as long as
-the graph needs it, so that a step that is given up leaves none.
+Torch's hooks on saved tensors see each one while ``workload.loss`` runs. Parameters, buffers and their views stay, as
+do integers and whatever is below `LEAST_BYTES`. Blocks that are checkpointed save their inputs only, which are
+offloaded too; what a recomputation saves is not.
 
 Numerics: bitwise, backward sees the same values. Does NOT cover tensors that a custom function keeps as attributes and
 does not save, saved tensors that are changed in place (plain PyTorch refuses them, and so it is here where they go to
@@ -117,7 +111,7 @@ class _Away:
             self._side[device] = SideStream(device)
         return self._side[device]
 
-    def has_room(self, num_bytes: int) -> bool:
+    def fits(self, num_bytes: int) -> bool:
         """Whether so many bytes more are allowed."""
         return self._most_bytes is None or sum(kept.num_bytes for kept in self._kept) + num_bytes <= self._most_bytes
 
@@ -129,7 +123,7 @@ class _Away:
 
 
 class _Packed(NamedTuple):
-    """What autograd holds in place of a saved tensor."""
+    """What autograd keeps in place of a saved tensor."""
 
     kept: _Kept
     size: torch.Size
@@ -143,7 +137,7 @@ class _Counter:
 
     @torch.no_grad()
     def __init__(self, tensor: Tensor) -> None:
-        self._counts = tensor.detach()  # counts its versions together with the tensor ...
+        self._counts = tensor.detach()  # counts the versions of the tensor ...
         self._counts.data = tensor.detach().new_empty(0)  # ... also without its storage
         self._version = self._counts._version
 
@@ -193,11 +187,11 @@ class _Pass:
         kept = known() if known is not None and of is not None and of() is storage else None
         if kept is not None and not _counts_alone(tensor):
             return kept
-        if not self._away.has_room(storage.nbytes()):
+        if not self._away.fits(storage.nbytes()):
             return None
         whole = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
         previous = self._last() if self._last is not None else None
-        if previous is not None and self._away.is_host:
+        if previous is not None and self._away.is_host:  # and this one with the next: backward needs the last at once
             self.leaving.add(previous.send())
         kept = self._away.keep(whole, previous)
         self._known[key] = weakref.ref(storage), weakref.ref(kept)
@@ -206,7 +200,10 @@ class _Pass:
 
 
 class _Kept:
-    """One storage off the device, as a tensor of one dimension, and its copy on the device while backward needs it."""
+    """One storage off the device, as a tensor of one dimension, and its copy on the device while backward needs it.
+
+    It lives as long as the graph, so that a step that is given up leaves none.
+    """
 
     def __init__(self, whole: Tensor, away: _Away, previous: _Kept | None) -> None:
         self.num_uses, self.num_bytes = 0, whole.nbytes
@@ -237,7 +234,7 @@ class _Kept:
         if self.num_uses <= 0 and self._away is not None:
             self._here = None
         previous = self._previous() if self._previous is not None else None
-        if previous is not None and previous.num_uses > 0:
+        if previous is not None and previous.num_uses > 0:  # most likely the next that backward needs
             previous._fetch()
         return here
 
@@ -255,7 +252,7 @@ class _Kept:
 def _counts_alone(tensor: Tensor) -> bool:
     """Whether the rest of the storage may have changed since another tensor of this version was saved.
 
-    All views of a storage count their versions together, but not the parts that a kernel chunks unsafely: torch's LSTM
+    All views of a storage have one count of versions, but not the parts that a kernel chunks unsafely: torch's LSTM
     and GRU cells on the CPU change the gates of a step in place, part after part, and each part counts for itself.
     """
     return tensor._version > 0 and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()

@@ -1,20 +1,14 @@
 """An adaptive softmax in place of a recurrent language model's output layer: rare words have few features.
 
 Grave et al. 2017 (arXiv:1609.04309): the most frequent words are outputs as before, beside one output for each cluster
-of rarer ones. Its words are looked at only where a label is of it, and have a quarter (``div_value``) of the features
-that those of the cluster before have. That is less memory and far less time where the vocabulary is large. The loss is
-that of `plimsoll.models.adaptive`.
+of rarer ones. Words of a cluster have a quarter (``div_value``) of the features of the cluster before, and are computed
+only where a label is of it. The loss is that of `plimsoll.models.adaptive`.
 
-Words are of a cluster by their number, so **numbers must be sorted by frequency**. Those of a trained ``words``
-tokenizer are, and those of a ``bpe`` one roughly (by when a pair was the most frequent); with another order frequent
-words have few features, which is slower and learns worse.
+**Numbers of words must be sorted by frequency**, as those of a trained ``words`` tokenizer are, and those of a ``bpe``
+one roughly. With another order frequent words have few features, which is slower and learns worse.
 
-It is for the run: the new layer has the rows of the frequent words, the rest is drawn anew; the optimizer has it in the
-place of the old one, whose weights wait in a mapped file. While it is installed the model is saved as what it then is,
-with ``adaptive_cutoffs`` in its configuration, and can be loaded so; afterwards the output layer is as it was given,
-without what was learned, and the other layers are as they were trained.
-
-Does NOT cover tied weights, output layers with hooks or that are frozen, and models other than ours.
+Afterwards the output layer is as it was given, without what was learned. Does NOT cover tied weights, output layers
+with hooks or that are frozen, and models other than ours.
 """
 
 from __future__ import annotations
@@ -69,7 +63,7 @@ class AdaptiveSoftmax(Technique):
         return _impossible(workload) or (Choice(technique=self.name, options=options),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """What is not allowed, clusters that are none, and the other way to do without all logits."""
+        """What is not allowed, clusters that are none, and the other technique without all logits."""
         if self.name not in setting.allow:
             return "it is lossy: allow it with `allow: [adaptive_softmax]`"
         reason = _impossible(workload)
@@ -107,6 +101,7 @@ class AdaptiveSoftmax(Technique):
             stack.enter_context(_exchanged(workload.optimizer, list(given.parameters()), list(new.parameters())))
             stack.callback(setattr, model, "head", given)
             stack.callback(setattr, model, "config", config)
+            # The configuration says so that the model can be saved as what it is now, and loaded.
             model.head, model.config = new, config.model_copy(update=fields)
             kept.take(weight)
             yield
@@ -146,7 +141,7 @@ def _head_fault(head: nn.Linear, optimizer: torch.optim.Optimizer) -> str | None
 
 
 def _head_like(given: nn.Linear, cutoffs: tuple[int, ...], div_value: float) -> nn.AdaptiveLogSoftmaxWithLoss:
-    """A new output layer that has the frequent words of another."""
+    """A new output layer that has the frequent words of another; the rest is drawn anew."""
     with torch.device(given.weight.device):
         new = adaptive_head(given.in_features, given.out_features, cutoffs, div_value)
     new = new.to(given.weight.dtype).train(given.training)

@@ -1,19 +1,15 @@
 """Torch's CUDA allocator, set up against fragmentation: by default with segments that grow in place.
 
-The allocator asks the driver for segments and cuts them into blocks; where blocks of other sizes follow, holes stay
-that no request fits. ``expandable_segments`` reserves addresses once and maps memory behind them as it is needed, so
-that free memory lies together. Its effect is predicted by simulating the allocator with the settings, on traces that
-are there (`mechanisms.allocators`); a plan takes it where a mix fits only so, or a larger micro-batch does.
+``expandable_segments`` reserves addresses once and maps memory behind them as it is needed, so that free memory is in
+one block. Its effect is predicted by simulating the allocator with the settings on traces made before
+(`mechanisms.allocators`); a plan takes it where a combination, or a larger micro-batch, fits only so. A run without it in its
+plan has it as its last resort (`plimsoll.device.cuda.backend`).
 
-A run that was not planned so has it as its last resort: after an error at which more lay reserved and unused than was
-asked for, the backend lets segments grow from then on (`plimsoll.device.cuda.backend`).
+``max_split_size_mb`` and ``roundup_power2_divisions`` can be pinned. A choice that would change what the user has set
+in the environment is refused.
 
-``max_split_size_mb`` and ``roundup_power2_divisions`` can be pinned. Never together
-with what is known to clash: ``max_split_size_mb`` beside expandable segments leaks (pytorch#193400). What the user has
-set in the environment stays: a choice that would change it is refused.
-
-Does NOT cover ``cudaMallocAsync``, and the fragmentation of batches whose lengths change from step to step, which a
-dry run of full batches does not see.
+Does NOT cover ``cudaMallocAsync``, and the fragmentation of batches whose lengths change from step to step, which a dry
+run of full batches does not see.
 """
 
 from __future__ import annotations
@@ -97,8 +93,4 @@ class Allocator(Technique):
 
 
 def _text(choice: Choice) -> str:
-    return ",".join(f"{key}:{_written(value)}" for key, value in choice.options.items())
-
-
-def _written(value: Value) -> str:
-    return str(value)  # True and False are what torch reads
+    return ",".join(f"{key}:{value}" for key, value in choice.options.items())  # torch reads True and False

@@ -1,18 +1,12 @@
 """Samples of alike length in one pass, without the padding that none of them needs: more of them where they are short.
 
-Within the batch of one optimizer step; which samples a batch has, and in what order batches come, stays the user's. The
-cutting is in `plimsoll.techniques.mechanisms.lengths`: a micro-batch is a budget of elements, that of so many samples
-of the batch's full length.
+Within the batch of one optimizer step: its samples, and the order of batches, stay the user's. It is for models of
+transformers, and for those that say with ``ignores_padding = True`` in their class that padding on the right changes
+nothing for them, as the recurrent ones of `plimsoll.models` do.
 
-It is for models of transformers, and for those that say that padding on the right changes nothing for them, as the
-recurrent ones of `plimsoll.models` do:
-
-    class Model(nn.Module):
-        ignores_padding = True
-
-Numerics: other samples are added up together, in another order; with dropout other masks are drawn, as with any other
-cut. Does NOT cover models whose result depends on the padding (`_SENSITIVE` lists those of transformers), padding on
-the left, and losses that count padding.
+Numerics: samples are added up in another order; with dropout other masks are drawn, as with any other cut. Does NOT
+cover models whose result depends on the padding (`_SENSITIVE` lists those of transformers), padding on the left, and
+losses that count padding.
 """
 
 from __future__ import annotations

@@ -2,16 +2,13 @@
 
     Choice(technique="checkpointing", options={"blocks": "all"})     or "every 2", or "0,3-5"
 
-The forward of each chosen block runs under ``torch.utils.checkpoint`` (https://arxiv.org/abs/1604.06174), which keeps
-its inputs only and stops recomputing once it has what backward needs. The graph is the plain one, so loss and gradients
-have the same bits: random numbers and autocast are as they were, the statistics of BatchNorm count once, and a cache of
-keys and values is given to the second pass as it was before the first. Blocks are numbered as
-`mechanisms.blocks.blocks_of` finds them; without gradients (evaluation) they run plainly.
+The forward of each chosen block (`mechanisms.blocks.blocks_of`) runs under ``torch.utils.checkpoint``
+(https://arxiv.org/abs/1604.06174). Loss and gradients have the same bits: random numbers, autocast and a cache of keys
+and values are in the second pass as they were in the first, and BatchNorm counts its statistics once.
 
 Does NOT cover blocks that draw from Python's or numpy's generators or from one of their own, that change other things
 than BatchNorm's statistics and a cache (a buffer that changes is refused), and on CUDA recurrent layers with dropout of
-their own (cuDNN draws it from a state that cannot be put back). Gradient checkpointing of Hugging Face's that the user
-has switched on is left alone, and this technique then refuses.
+their own (cuDNN draws it from a state that cannot be put back).
 """
 
 from __future__ import annotations

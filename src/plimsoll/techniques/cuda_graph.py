@@ -1,12 +1,9 @@
 """CUDA graphs: micro-batches of equal shape are captured once and replayed, so that a pass is one launch.
 
-Forward and backward of a small micro-batch take the time of their launches: thousands of kernels, each called by Python
-and autograd for some ten microseconds (https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). Replayed from a
-graph they take the time that they compute.
-
-The step does it (`plimsoll.step.replay.replays`): it runs eagerly first, captures the pass of a micro-batch, compares
-the first replay with the eager pass, and drops what it cannot show to be the same. The graph has memory of its own: the
-activations of a micro-batch stay reserved between passes, and gradients between steps.
+A small micro-batch takes the time of its launches: thousands of kernels, each called by Python and autograd for some
+ten microseconds (https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). The step captures and replays
+(`plimsoll.step.replay.replays`). The graph has memory of its own: the activations of a micro-batch stay reserved
+between passes, and gradients between steps.
 
 Numerics: bitwise. Does NOT cover CPUs, micro-batches of changing shapes (those of another shape run eagerly), several
 ranks, and passes that Python or the host take part in: what moves data between host and device, picks by values, counts
@@ -40,7 +37,7 @@ class CudaGraph(Technique):
     stage = "graph"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """The one way there is, where shapes are equal and the device has graphs."""
+        """One choice, where shapes are equal and the device has graphs."""
         return _obstacle(workload, setting) or (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:

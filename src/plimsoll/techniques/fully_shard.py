@@ -1,26 +1,14 @@
 """Each rank keeps its rows of the parameters, gradients and optimizer states; blocks are gathered when they compute.
 
-    Choice(technique="fully_shard", options={"gathered": "once"})                          or "twice"
-    Choice(technique="fully_shard", options={"gathered": "twice", "dtype": "bf16"})        in a job of that precision
-    Choice(technique="fully_shard", options={"gathered": "twice", "offload": "disk"})      or "host", on CUDA
+    Choice(technique="fully_shard", options={"gathered": "twice", "dtype": "bf16", "offload": "disk"})
 
-torch's FSDP2 (`fully_shard`, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) on every repeated
-block, and on what is left of the model. With ``once`` the parameters of a block stay gathered from its forward pass to
-its backward pass, with ``twice`` they are let go in between and gathered again: more is exchanged, and no more than
-two blocks are whole at a time. Gradients are added up block by block inside backward, and each rank updates its rows.
+torch's FSDP2 (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) on every repeated block, and on
+what is left of the model. Memory that runs out on one rank undoes the step on all of them (`mechanisms.sharded`).
 
-With ``dtype``, which is the precision of the job, parameters are gathered in it, and gradients are added up in fp32 and
-update fp32 parameters (`MixedPrecisionPolicy`). Autocast stays, and says as before what computes in fp32; it finds the
-weights of matrix products in the dtype it would make copies of them in. With ``offload`` the rows of this rank, their
-gradients and the optimizer's states lie off the device: in a mapped file for a CPU (see
-`plimsoll.device.mapped_memory`), in the host's memory for CUDA, where the update then runs on the host.
-
-Memory that runs out on one rank undoes the step on all of them (`mechanisms.sharded`).
-
-Numerics: the same mathematics; sums over ranks are in another order than in one process. With ``dtype`` embeddings,
-norms and the inputs of blocks are rounded to it as well, which autocast leaves as they are. Does NOT cover optimizers
-that look at more than one number at a time, weights that two blocks share, and a model too large to be built by each
-rank at the start (with ``offload=disk`` it is built in files). Has NOT been run on CUDA.
+Numerics: sums over ranks are in another order than in one process. With ``dtype`` embeddings, norms and the inputs of
+blocks are rounded to it as well, which autocast leaves as they are. Does NOT cover optimizers whose update of a number
+depends on others, weights that two blocks share, and a model too large to be built by each rank at the start (with
+``offload=disk`` it is built in files). Has NOT been run on CUDA.
 """
 
 from __future__ import annotations
@@ -45,7 +33,11 @@ from plimsoll.techniques.mechanisms.blocks import blocks_of
 from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique, by_deepspeed
 from plimsoll.techniques.optimizer_offload import DEEPSPEED_PLACES, PLACES, OptimizerOffload
 
+# Once: the parameters of a block stay gathered from its forward pass to its backward pass. Twice: they are let go in
+# between; more is exchanged, and no more than two blocks are whole at a time.
 _GATHERED = ("once", "twice")
+# Of ``dtype``, the job's precision: parameters are gathered in it, gradients are added up in fp32 and update fp32
+# parameters. Autocast stays, and finds the weights of matrix products in the dtype it would make copies of them in.
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BY_NUMBER = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 
@@ -109,13 +101,14 @@ class FullyShard(Technique):
         reason = _why_not(workload, setting)
         if reason is not None:
             return reason
+        # With the rows, their gradients and the states; on CUDA the update then runs on the host.
         off_device: dict[str, Value] = {"gathered": "twice", "offload": PLACES[setting.device]}
-        ways: tuple[dict[str, Value], ...] = ({"gathered": "once"}, {"gathered": "twice"}, off_device)
+        options: tuple[dict[str, Value], ...] = ({"gathered": "once"}, {"gathered": "twice"}, off_device)
         precisions = ("fp32", "bf16") if setting.precision == "auto" else (workload.precision,)
         return tuple(
-            Choice(technique=self.name, options=way | ({"dtype": precision} if precision in _HALVES else {}))
+            Choice(technique=self.name, options=one | ({"dtype": precision} if precision in _HALVES else {}))
             for precision in precisions
-            for way in ways
+            for one in options
         )
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:

@@ -1,20 +1,15 @@
-"""Gradient caching: a batch is embedded in slices, its loss is that of all embeddings together.
+"""Gradient caching: a batch is embedded in slices, and its loss is that of all embeddings.
 
     Choice(technique="gradient_cache", options={"samples": 16})
 
-A loss that compares the samples of a batch with each other (in-batch negatives, CLIP, triplets over a batch, Barlow
-Twins, VICReg) cannot be cut: of half a batch it is another loss. But each sample is embedded by itself. So the batch is
-embedded a slice at a time without a graph, the loss is taken of all embeddings, and backward embeds each slice again
-and goes on from the gradient of its embeddings (GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983). The
-loss function stays as it is, with any number of calls: the forward of what embeds is replaced (`mechanisms.sliced`).
+A loss that compares the samples of a batch (in-batch negatives, CLIP, triplets over a batch, Barlow Twins, VICReg)
+cannot be cut, but each sample is embedded by itself. So the batch is embedded a slice at a time without a graph, the
+loss is taken of all embeddings, and backward embeds each slice again and goes on from the gradient of its embeddings
+(GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983).
 
-What embeds is found in the calls of a step: the outermost module that is called with rows and returns rows, one for
-each; ``part`` names it instead. That each row is computed by itself is seen in the first step, of a few real rows
-(`mechanisms.row_by_row`); what is not is refused.
-
-Numerics: kernels for fewer rows round otherwise. Dropout draws slice by slice: other masks than of a whole batch, as in
-any other cut, and the same in backward as in forward. Does NOT cover BatchNorm and other statistics of a pass inside of
-what embeds, models that are compiled, and results that are neither tensors nor dicts, lists and tuples of them.
+Numerics: kernels for fewer rows round otherwise. Dropout draws slice by slice, the same in backward as in forward. Does
+NOT cover BatchNorm and other statistics of a pass inside of what embeds, models that are compiled, and results that are
+neither tensors nor dicts, lists and tuples of them.
 """
 
 from __future__ import annotations
@@ -155,7 +150,8 @@ def gradient_cache_fallbacks(batch_size: int, samples: int) -> tuple[Choices, ..
 def _parts(workload: Workload, part: str) -> list[tuple[str, nn.Module]]:
     """What may embed, outermost first: modules that have parts, but for what is inside of repeated blocks.
 
-    The model itself is none where its forward takes labels and returns the loss.
+    The model itself is none where its forward takes labels and returns the loss. Which one embeds is found in the calls
+    of a step (`mechanisms.sliced`), and refused there if it does not compute each row by itself.
     """
     model = workload.model
     if part != FOUND:

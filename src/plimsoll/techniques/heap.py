@@ -2,7 +2,7 @@
 
 Freed blocks between live ones stay the process's; a mapping goes back at once and is cleared anew each time it is made
 (`plimsoll.device.cpu.heap` has the measured table). Inside a budget blocks are mapped from 4 MiB on, without this
-technique. Where there is room, ``never`` is the fastest: what is freed is kept, and nothing is cleared twice. The
+technique. Where memory suffices, ``never`` is the fastest: what is freed is kept, and nothing is cleared twice. The
 effect is predicted by simulating the heap with its rules (`mechanisms.allocators`).
 
 Does NOT cover other C libraries than glibc, where nothing is done, and memory that no block of the heap is.

@@ -3,13 +3,11 @@
     Choice(technique="layer_streaming", options={"blocks": "all"})     or "every 2", or "0,3-5", as for checkpointing
 
 The parameters of the chosen blocks live in pinned memory of the host, and with them their gradients and the optimizer's
-states: a step updates them there, on the processor. In forward, in what is recomputed and in backward, copies of them
-come to the device block by block, the next one while the current one computes
+states: a step updates them there, on the processor. Copies come to the device block by block
 (`plimsoll.techniques.mechanisms.streamed_layers`). What is not of a block (embeddings, the output layer) stays on the
 device.
 
 A model that is larger than the card never has to be on it: streamed blocks stay on the host (`mechanisms.building`).
-If memory runs out in the exit, the parameters that are not back yet stay on the host, where they can be saved.
 
 Numerics: bitwise in forward and backward; the update runs on the processor, whose kernels may round otherwise than the
 GPU's. Does NOT cover the CPU (see `parameter_offload`), recurrent layers, which keep lists of their weights, and
@@ -102,6 +100,8 @@ def _is_on(parameter: nn.Parameter, device: torch.device) -> bool:
 
 
 def _bring_back(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move parameters to the device; if memory runs out, the others stay on the host, where they can be saved."""
+
     def back(tensor: Tensor) -> Tensor:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return made.copy_(tensor)

@@ -1,17 +1,12 @@
 """Small adapters are trained beside the layers of a model that is frozen: no gradients and no states for the rest.
 
-Low-rank adaptation, Hu et al. 2021 (arXiv:2106.09685), as peft does it: beside each linear layer W of a block,
-``B A x * alpha / rank`` is added, with A and B of ``rank`` rows and columns; B begins with zeros. A classifier's head,
-which is new, is trained as a whole. The optimizer stays the user's, with its arguments and its schedule; it is given
-the adapters in place of the parameters. While it is installed ``save_pretrained`` writes the adapters, as peft's own
-folder; afterwards the model is as it was given, without what was learned.
+Low-rank adaptation, Hu et al. 2021 (arXiv:2106.09685), as peft does it, on each linear layer of a block. A classifier's
+head, which is new, is trained as a whole. With ``base=int8`` or ``nf4`` the weights of the layers that have adapters
+are codes of 8 or 4 bits meanwhile (`mechanisms.frozen_base`), as in QLoRA (arXiv:2305.14314).
 
-With ``base=int8`` or ``nf4`` the weights of the layers that have adapters are codes of 8 or 4 bits meanwhile (see
-`mechanisms.frozen_base`), as in QLoRA (arXiv:2305.14314), and the adapters learn beside these. The original weights
-wait in a mapped file.
-
-Does NOT cover models that are not of transformers, and parameter groups with options of their own (the adapters are in
-the first).
+While it is installed ``save_pretrained`` writes the adapters, as peft's own folder; afterwards the model is as it was
+given, without what was learned. Does NOT cover models that are not of transformers, and parameter groups with options
+of their own (the adapters are in the first).
 """
 
 from __future__ import annotations

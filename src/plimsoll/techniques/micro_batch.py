@@ -1,7 +1,7 @@
 """A batch in micro-batches whose gradients add up to the whole batch's.
 
 The training step (`plimsoll.step.train_step`) cuts and weighs them; here is only which sizes there are: all that give
-another number of pieces, since 40 samples in pieces of 16 take as long as in pieces of 14, and more memory.
+another number of micro-batches, since 40 samples in 16s take as long as in 14s, and more memory.
 
 Numerics: sums are rounded in another order. Does NOT cover losses that look at the whole batch and BatchNorm (which are
 not cut unless the user allows it), and embeddings with ``scale_grad_by_freq`` (never cut); see `mechanisms.uncuttable`.
@@ -19,7 +19,7 @@ from plimsoll.techniques.mechanisms.uncuttable import WholeBatch
 
 
 class MicroBatch(Technique):
-    """`Technique`: accumulate gradients over pieces of the batch."""
+    """`Technique`: accumulate gradients over micro-batches."""
 
     name = MICRO_BATCH
     numerics = "reordered"
@@ -34,7 +34,7 @@ class MicroBatch(Technique):
     stage = "batch"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Every size that needs another number of pieces, largest first."""
+        """Every size that needs another number of micro-batches, largest first."""
         if setting.batch_size == 1:
             return "a batch of one sample cannot be cut"
         reason = self._whole(workload, setting)
@@ -60,9 +60,9 @@ class MicroBatch(Technique):
 
 
 def sizes_of(batch_size: int) -> tuple[int, ...]:
-    """The smallest size for every possible number of pieces, largest first.
+    """The smallest size for every possible number of micro-batches, largest first.
 
     >>> sizes_of(12)
     (12, 6, 4, 3, 2, 1)
     """
-    return tuple(sorted({-(-batch_size // pieces) for pieces in range(1, batch_size + 1)}, reverse=True))
+    return tuple(sorted({-(-batch_size // number) for number in range(1, batch_size + 1)}, reverse=True))

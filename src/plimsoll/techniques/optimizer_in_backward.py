@@ -2,7 +2,7 @@
 
 The training step does it (`plimsoll.step.update.gradient_release`); here is where what undoes a step is kept meanwhile:
 the old values and states in a mapped file where the training is on the CPU, and in pinned memory of the host where it
-is on CUDA. They are as large as parameters and states together, and written in every step.
+is on CUDA. They are as large as the sum of parameters and states, and written in every step.
 
 Numerics: bitwise. Does NOT cover what needs all gradients before the first update: accumulation, clipping of the global
 norm, a gradient scaler. Where the step has to cut a batch after all, it updates at the end as it does without this.
@@ -43,7 +43,7 @@ class OptimizerInBackward(Technique):
     stage = "update"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """The one way there is, unless the training itself forbids it."""
+        """One choice, unless the training itself forbids it."""
         return _obstacle(workload, setting) or (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:

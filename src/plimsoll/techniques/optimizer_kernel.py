@@ -1,7 +1,7 @@
 """The kernel in which an optimizer of ``torch.optim`` does its update: `foreach`, `loop` or `fused`.
 
 - ``foreach`` computes every intermediate of many parameters at once: torch's own choice on CUDA, and the temporaries of
-  a piece of the update (see `plimsoll.step.update.commit`) are as large as the piece.
+  a chunk of the update (see `plimsoll.step.update.commit`) are as large as the chunk.
 - ``loop`` computes one parameter after another: torch's own choice on the CPU.
 - ``fused`` computes a parameter in one pass and makes no intermediate. Only Adagrad, Adam, AdamW and SGD have it.
 

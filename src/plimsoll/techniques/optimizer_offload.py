@@ -1,18 +1,13 @@
 """Optimizer states off the device: in a mapped file (CPU), or in the host's memory and brought for the update (CUDA).
 
-The optimizer makes its states where it always does; right after the update in which they were made they move. The
-training step updates in pieces (`plimsoll.step.update.commit`), so that only one piece's fresh states are on the device
-at a time. In a mapped file an update is in place: the kernel brings the pages and writes them out. In the host's memory
-the states of the piece are lent (`plimsoll.device.off_device.Lender`): copies come to the device, are updated there,
-and go back when the step keeps the piece. Until then the states on the host are what they were, so that undoing a piece
-needs no other copy of them; the parameters' copies go to the host while the states come.
+States move right after the update that made them, so that fresh states of only one chunk
+(`plimsoll.step.update.commit`) are on the device. In a mapped file an update is in place. In the host's memory the
+states of a chunk are lent (`plimsoll.device.off_device.Lender`): copies come to the device, are updated there, and go
+back when the step keeps the chunk. Until then the states on the host are what they were, so that undoing needs no other
+copy of them.
 
-The exit brings the states back one by one. If memory runs out in it, the others stay where they are, and can be used:
-those in a file as they are, those in the host's memory come back with the next update of their parameter.
-
-Numerics: bitwise, the same kernels on the same values. What moves is every tensor of floating-point numbers, or of
-bytes that stand for them, with more than one element in ``optimizer.state``. Does NOT cover states that an optimizer
-keeps elsewhere, and sparse ones.
+Numerics: bitwise, the same kernels on the same values. Does NOT cover states that an optimizer keeps elsewhere, and
+sparse ones.
 """
 
 from __future__ import annotations
@@ -100,14 +95,15 @@ class OptimizerOffload(Technique):
         """Move the states there are, and those to come; on exit they come back."""
         optimizer = workload.optimizer
         is_streamed = choice.options["to"] == "host"
-        states = _States(optimizer, PinnedPool() if is_streamed else _file_for(workload), is_streamed)
+        pool: Pool = PinnedPool() if is_streamed else _file_for(workload)
+        states = _States(optimizer, pool, is_streamed)
         handles = [
             optimizer.register_load_state_dict_pre_hook(states.before_loading),
             optimizer.register_load_state_dict_post_hook(states.after_loading),
         ]
         unwrap = _wrap_step(optimizer, states.update)
         try:
-            with states_outside(optimizer, states.copy_of, states if is_streamed else None):
+            with states_outside(optimizer, pool.copy_of, states if is_streamed else None):
                 states.send(_parameters_of(optimizer))
                 yield
         finally:
@@ -121,7 +117,7 @@ class OptimizerOffload(Technique):
 
 
 def _file_for(workload: Workload) -> MappedPool:
-    """A file with room for all the states, so that a disk that is too full is found before the training."""
+    """A file as large as all the states, so that a disk that is too full is found before the training."""
     pool = MappedPool()
     parameters = _parameters_of(workload.optimizer)
     num_bytes = resident_bytes(workload.model, workload.optimizer)["optimizer_states"]
@@ -174,10 +170,6 @@ class _States:
             if not self._pool.holds(value):
                 state[key] = self._pool.copy_of(value)
 
-    def copy_of(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to where the states are."""
-        return self._pool.copy_of(tensor)
-
     # -- lending: see `plimsoll.device.off_device.Lender`
     # ------------------------------------------------------------------------
 
@@ -221,7 +213,7 @@ class _States:
         self._lent, self._updated, self._departures = [], [], []
 
     def _lend(self, parameters: list[nn.Parameter]) -> None:
-        """Put copies on the device in place of the states: all of them, or none if there is no room."""
+        """Put copies on the device in place of the states: all of them, or none if they do not fit."""
         lent = [
             _Lent(state, key, value, _room_for(value, parameter))
             for parameter, state, key, value in self._of(parameters)
@@ -249,14 +241,18 @@ class _States:
             yield self._sides[device], some
 
     def leave(self) -> None:
-        """Move every state to where its parameter is, and no further ones away."""
+        """Move every state to where its parameter is, one by one, and no further ones away.
+
+        If memory runs out, the others can be used where they are; those in the host's memory come back with the next
+        update of their parameter.
+        """
         self._is_leaving = True
         for parameter, state, key, value in self._of(self._optimizer.state):
             if self._pool.holds(value):
                 state[key] = _on_device(value, parameter)
 
     def before_loading(self, optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Keep the large tensors from being put on the device all together, and copy the others.
+        """Keep the large tensors from being put on the device all at once, and copy the others.
 
         torch would take a count of steps as it is, and what was loaded may be the checkpoint's file itself.
         """
@@ -296,7 +292,7 @@ class _States:
 
 
 def _moves(value: Any) -> bool:
-    """Whether a state is worth moving, and can be."""
+    """Whether a state is worth moving, and can be: of floating-point numbers, or of bytes that stand for them."""
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     return is_dense and (value.is_floating_point() or value.dtype == torch.uint8) and value.numel() > 1
 

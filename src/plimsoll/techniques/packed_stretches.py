@@ -1,25 +1,12 @@
 """Packed sequences of different lengths through the kernels for batches: a stretch of steps with equally many samples.
 
-    Choice(technique="packed_stretches")
-
 On the CPU torch walks a `PackedSequence` whose samples differ in length step by step, and in backward each step makes
 zeros as large as the whole packed input: the time grows with the square of the length. Between two lengths, however,
-the rows of a packed batch are a dense batch of (steps, samples), and go through the kernels for these, one stretch
-after another, each beginning with the states of the last. Samples that end keep their state; in reverse they enter.
-There are at most as many calls as different lengths, no padding, and no copy of the input but in reverse.
+the rows are a dense batch of (steps, samples), and go through the kernels for these. It is offered for a model that
+says with ``packs_sequences = True`` in its class that it packs.
 
-oneDNN, which runs a dense batch of an LSTM, is left out: it writes code for each number of steps and of samples that it
-meets and keeps a thousand of them: stretches are ever others, and a small tagger was 250 MiB larger after 150 steps.
-
-It is offered for a model that says that it packs, as the recurrent ones of `plimsoll.models` do:
-
-    class Model(nn.Module):
-        packs_sequences = True
-
-Numerics: the kernels add up in another order. Dropout between layers of one direction is drawn stretch by stretch:
-other masks than without, as with any other cut. Whatever is not packed, or of one length, is torch's own, and so is
-every dry run with full samples. Does NOT cover layers with a forward of their own, layers whose forward
-`time_segments` has replaced, and compiled models.
+Numerics: the kernels add up in another order. Dropout between layers of one direction is drawn stretch by stretch. Does
+NOT cover layers with a forward of their own, layers whose forward `time_segments` has replaced, and compiled models.
 
 Shapes: B samples, N rows of a packed batch.
 """
@@ -157,7 +144,11 @@ class StretchedLayer(ComposedLayer):
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Let torch run an LSTM by products of matrices, as it runs the other layers."""
+    """Let torch run an LSTM by products of matrices, as it runs the other layers.
+
+    oneDNN writes code for each number of steps and of samples that it meets and keeps a thousand of them. Stretches are
+    ever others: a small tagger was 250 MiB larger after 150 steps.
+    """
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property of a module
     try:

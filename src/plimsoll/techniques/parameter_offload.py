@@ -1,17 +1,9 @@
 """Parameters, and with ``gradients`` their gradients, in a mapped file: for a CPU budget that cannot hold them.
 
 The parameters stay the objects that the model and the optimizer know; their memory is exchanged for a file's, storage
-by storage, so that what is tied or a view stays so. The kernel brings the pages that a layer reads and writes out those
-that were not used for long. A gradient moves as soon as it is complete; later micro-batches add to it in place.
-
-What comes and goes meanwhile would tear the heap, as the parameters leave holes in it: up to 67 MiB more than live
-tensors explain were measured for small models. So blocks are mappings of their own from 128 KiB on (see
-`plimsoll.techniques.heap`).
-
-A model that was built in files (`plimsoll.models.in_files`) is taken over as it is: nothing is copied, on the way in or
-out. In the training process of a plan that begins with this technique it is, and weights are never in private memory.
-
-If memory runs out in the exit, the parameters that are not back yet stay in the file: they train and are saved as well.
+by storage, so that what is tied or a view stays so. A model that was built in files (`plimsoll.models.in_files`) is
+taken over as it is. If memory runs out in the exit, the parameters that are not back yet stay in the file: they train
+and are saved as well.
 
 Numerics: bitwise. Does NOT cover CUDA (see `layer_streaming`), parameters that are not plain dense tensors, and
 buffers.
@@ -78,6 +70,8 @@ class ParameterOffload(Technique):
         parameters = [parameter for parameter in workload.model.parameters() if parameter.layout is torch.strided]
         here = [parameter for parameter in parameters if not pool.holds(parameter)]
         with ExitStack() as stack:
+            # What comes and goes meanwhile would fragment the heap, in which the parameters leave holes: up to 67 MiB
+            # more than live tensors explain were measured for small models. So large blocks are mapped by themselves.
             stack.enter_context(blocks_mapped_from(heap.TIGHT_BYTES))
             stack.callback(_bring_back, here, pool)
             if choice.options.get("gradients"):
@@ -95,7 +89,7 @@ class ParameterOffload(Technique):
 
 
 class _Mover:
-    """Moves the gradient of a parameter when it is there."""
+    """Moves the gradient of a parameter when it is complete; later micro-batches add to it in place."""
 
     def __init__(self, pool: MappedPool) -> None:
         self._pool = pool
@@ -114,7 +108,7 @@ def _bring_back(parameters: list[nn.Parameter], pool: MappedPool) -> None:
 
 @torch.no_grad()
 def _exchange(parameters: list[nn.Parameter], copied: Callable[[Tensor], Tensor]) -> None:
-    """Give parameters the memory of copies, made one storage at a time; those of one storage stay together."""
+    """Give parameters the memory of copies, made one storage at a time; those of one storage still share it."""
     sharing: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:
         sharing.setdefault((parameter.untyped_storage()._cdata, parameter.dtype), []).append(parameter)

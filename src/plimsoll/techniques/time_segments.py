@@ -3,19 +3,11 @@
     Choice(technique="time_segments", options={"steps": 128, "kept": 0})
 
 ``steps`` is the length of a segment, 0 the square root of the sequence's or up to 128; ``kept`` the number of states
-that are kept between segments, 0 all of them. Gradients are those of plain backpropagation through time: nothing is
-truncated. For T steps in segments of S, T / S states and the activations of S steps are kept in place of those of T;
-fewer states cost more computation, as little more as can be (`mechanisms.schedule`; Gruslys et al. 2016,
-https://arxiv.org/abs/1606.03401).
+that are kept between segments, 0 all of them. For T steps in segments of S, T / S states and the activations of S steps
+are kept in place of those of T; fewer states cost more computation (`mechanisms.schedule`).
 
-What is cut: a model that says how it runs in segments (`plimsoll.models.recurrent.segments`; the language models and
-classifiers of `plimsoll.models.recurrent.model` do), as a whole, with its embedding, output layer and loss; else its
-recurrent layers, ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` (`mechanisms.recurrent_layers`) and `UnrolledCell`, whose input
-and output are then as long as the sequence.
-
-Dropout draws segment by segment: other masks than without segments, as any other cut of a batch does, and the same in
-backward as in forward. Does NOT cut loops over cells in a model's code (make them an `UnrolledCell`), and layers whose
-forward was replaced or is not torch's.
+Numerics: nothing is truncated. Dropout draws segment by segment, the same in backward as in forward. Does NOT cut loops
+over cells in a model's code (make them an `UnrolledCell`), and layers whose forward was replaced or is not torch's.
 """
 
 from __future__ import annotations
@@ -26,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import InputError
@@ -142,7 +135,11 @@ def segment_lengths(num_steps: int) -> Iterator[int]:
 
 
 def parts_in_time(model: nn.Module) -> list[nn.Module]:
-    """What of a model is cut: the outermost parts that run in segments, and recurrent layers outside of these."""
+    """What of a model is cut: the outermost parts that run in segments, and recurrent layers outside of these.
+
+    A part that runs in segments is cut with its embedding, output layer and loss; the input and the output of a layer
+    alone stay as long as the sequence.
+    """
     if runs_in_segments(model) or isinstance(model, UnrolledCell) or is_plain_layer(model):
         return [model]
     return [part for child in model.children() for part in parts_in_time(child)]
@@ -175,19 +172,20 @@ def _is_checkpointed(model: nn.Module, choice: Choice) -> bool:
 
 def _in_segments(part: nn.Module, cut: Cut) -> Any:
     if runs_in_segments(part):
-        return _SegmentedModel(part, cut)
+        return SegmentedModel(part, cut)
     return _SegmentedCell(part, cut) if isinstance(part, UnrolledCell) else SegmentedLayer(part, cut)  # type: ignore[arg-type]
 
 
-class _SegmentedModel:
-    """The forward of a model that runs in segments."""
+class SegmentedModel:
+    """The forward of a model that runs in segments; with ``truncates`` its gradients end where a segment begins."""
 
-    def __init__(self, model: nn.Module, cut: Cut) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, *, truncates: bool = False) -> None:
         functools.update_wrapper(self, type(model).forward)
-        self._model, self._cut = model, cut
+        self._model, self._cut, self._truncates = model, cut, truncates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unroll = Unrolled(self._model, self._cut, truncates=False)
+        """As the model's own forward."""
+        unroll = Unrolled(self._model, self._cut, truncates=self._truncates and torch.is_grad_enabled())
         return self._model.in_segments(unroll, *args, **kwargs)  # type: ignore[operator]
 
 

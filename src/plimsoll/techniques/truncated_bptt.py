@@ -2,28 +2,21 @@
 
     Choice(technique="truncated_bptt", options={"steps": 128})
 
-``steps`` is the length of a segment, 0 what it is in `time_segments`. The hidden state goes on from segment to
-segment, its gradient does not (Williams and Peng 1990, https://doi.org/10.1162/neco.1990.2.4.490): a loss sees what the
-parameters did in at most ``steps`` steps before it, in the mean half as many. It is the loss of plain training with
-another, biased gradient, so the planner takes it only where the job allows it by name. Each segment's gradients are
-made as soon as its loss is there, and nothing is computed twice: that, and no more, is what it has before
-`time_segments`, which is exact and needs as little memory.
+``steps`` is the length of a segment, 0 what it is in `time_segments`. The hidden state goes on from segment to segment,
+its gradient does not (Williams and Peng 1990, https://doi.org/10.1162/neco.1990.2.4.490): a loss sees what the
+parameters did in at most ``steps`` steps before it, in the mean half as many. The gradient is biased. `time_segments`
+is exact, needs as little memory, and takes longer: it computes segments twice.
 
-For models that run in segments and give nothing but their loss, as a sum over the segments; one whose loss is of the
-end of the sequence says so with ``judges_the_end`` (`plimsoll.models.recurrent.segments`), and one that does not say it
-is refused when it first gives something else than a sum. Does NOT cover fp16: gradients are made before the scale of
+For models that run in segments and give nothing but their loss, as a sum over the segments
+(`plimsoll.models.recurrent.segments`); others are refused. Does NOT cover fp16: gradients are made before the scale of
 the loss arrives.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
-
-import torch
-from torch import nn
+from typing import ClassVar
 
 from plimsoll.errors import InputError
 from plimsoll.models.distillation.loss import Distillation
@@ -34,7 +27,7 @@ from plimsoll.techniques.mechanisms.forwards import replaced_forward
 from plimsoll.techniques.mechanisms.recurrent_layers import Cut
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 from plimsoll.techniques.mechanisms.uncuttable import counts_rows
-from plimsoll.techniques.time_segments import TimeSegments, Unrolled, segment_lengths, wrong_numbers
+from plimsoll.techniques.time_segments import SegmentedModel, TimeSegments, segment_lengths, wrong_numbers
 
 
 class TruncatedBptt(Technique):
@@ -88,25 +81,14 @@ class TruncatedBptt(Technique):
             raise InputError(
                 f"cannot truncate the gradients of {type(workload.model).__name__}: {reason}; leave it out"
             )
-        with replaced_forward(workload.model, _Truncated(workload.model, Cut(int(choice.options["steps"])))):
+        forward = SegmentedModel(workload.model, Cut(int(choice.options["steps"])), truncates=True)
+        with replaced_forward(workload.model, forward):
             yield
 
     def gradient_steps(self, choice: Choice, num_steps: int) -> int | None:
         """To the beginning of the segment."""
         _, segment_steps = Cut(int(choice.options["steps"])).spans(num_steps)[0]
         return segment_steps
-
-
-class _Truncated:
-    """The forward of a model whose gradients end where a segment begins."""
-
-    def __init__(self, model: nn.Module, cut: Cut) -> None:
-        functools.update_wrapper(self, type(model).forward)
-        self._model, self._cut = model, cut
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unroll = Unrolled(self._model, self._cut, truncates=torch.is_grad_enabled())
-        return self._model.in_segments(unroll, *args, **kwargs)  # type: ignore[operator]
 
 
 def _why_not(workload: Workload) -> str | None:

@@ -1,4 +1,4 @@
-"""A Trainer's loss and ``num_items_in_batch``: what it divides by it, and the loss of a piece of a batch.
+"""A Trainer's loss and ``num_items_in_batch``: what it divides by it, and the loss of a micro-batch.
 
 A Trainer that hands ``num_items_in_batch`` to a model leaves it to the model to divide by it. A model that takes it and
 means over its own batch (classifiers of texts and tokens, masked language models and T5 in transformers 5.23, and many
@@ -87,10 +87,12 @@ def warn_if_undivided(
         )
 
 
-def loss_of_piece(trainer: transformers.Trainer, model: nn.Module, items: Any, piece: Any, share: float) -> Tensor:
-    """Compute the loss of a piece as the trainer's step would, if there were only the items of the piece."""
+def loss_of_micro_batch(
+    trainer: transformers.Trainer, model: nn.Module, items: Any, micro_batch: Any, share: float
+) -> Tensor:
+    """Compute the loss of a micro-batch as the trainer's step would, if there were only its items."""
     with trainer.compute_loss_context_manager():
-        inputs = trainer._prepare_inputs(copy.copy(piece))
+        inputs = trainer._prepare_inputs(copy.copy(micro_batch))
         loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=None if items is None else items * share)
         found: Tensor = loss
         return found
@@ -120,7 +122,7 @@ def loss_check_of_trainer(
     model, computed = trainer.model, trainer.compute_loss
     assert model is not None
     items = trainer._get_num_items_in_batch([batch], trainer.args.device)
-    loss_of = partial(loss_of_piece, trainer, model, items)
+    loss_of = partial(loss_of_micro_batch, trainer, model, items)
     workload = Workload(model, optimizer, cast(Any, computed), units, device=trainer.args.device)
     backend = backend_for(str(trainer.args.device))
     return loss_check_of(workload, batch, backend, cuts["recut_loss"], cuts["never_cut"], loss_of)
@@ -185,6 +187,6 @@ def _losses(
     def loss(divisor: Any) -> float:
         with left_alone({"model": model, **roots_of(trainer)}, backend, sample):
             model.eval()
-            return float(loss_of_piece(trainer, model, divisor, sample, 1))
+            return float(loss_of_micro_batch(trainer, model, divisor, sample, 1))
 
     return loss(items), loss(2 * items)

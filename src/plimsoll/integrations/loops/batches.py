@@ -1,4 +1,4 @@
-"""What a Hugging Face model's batches and outputs are, for taking them apart and putting them together again."""
+"""What a Hugging Face model's batches and outputs are, for cutting them and joining them again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def units_of(inputs: Any, model: nn.Module) -> Units:
 def joined(
     found: list[tuple[Any, Any, Any]], counts: Sequence[float], pool: MappedPool | None = None
 ) -> tuple[Any, Any, Any]:
-    """Put the loss, the logits and the labels of pieces together, in a pool or on their device."""
+    """Join the loss, the logits and the labels of micro-batches, in a pool or on their device."""
     if len(found) == 1:
         return found[0]
     losses, logits, labels = zip(*found, strict=True)

@@ -1,9 +1,9 @@
 """The evaluations of a Trainer inside a budget: batches are cut, what they collect is kept outside the device.
 
-A batch that runs out of memory is predicted again in smaller pieces, if its loss is the sum of those of its parts
-(`plimsoll.step.losses.additive`); where no loss is computed there is nothing to ask. Logits and labels of the batches
-go where the budget does not count them (`plimsoll.integrations.loops.collected_outputs`). What then runs out is code of
-the user's, which can be neither cut nor run twice: its error says which it was, and what to give.
+A batch that runs out of memory is predicted again in smaller micro-batches, if its loss is the sum of those of its
+parts (`plimsoll.step.losses.additive`); where no loss is computed there is nothing to ask. Logits and labels of the
+batches go where the budget does not count them (`plimsoll.integrations.loops.collected_outputs`). What then runs out is
+code of the user's, which can be neither cut nor run twice: its error says which it was, and what to give.
 
 While an evaluation runs, the name by which transformers makes its container is another one, for all trainers of the
 process. Does NOT cover an ``evaluation_loop`` of a subclass that collects in something else.
@@ -53,7 +53,7 @@ class Evaluations:
         backend: of its device.
         units_of: what the mean loss of a batch averages over.
         refuse_unclear: refuses a batch of which nothing says that.
-        why_whole: says why a batch must stay whole, from the loss of a piece and its share.
+        why_whole: says why a batch must stay whole, from the loss of a micro-batch and its share.
         note: told of each event that was recovered from.
     """
 
@@ -73,10 +73,10 @@ class Evaluations:
         self._first_elements: float | None = None
         self._pool: MappedPool | None = None
         self.items: Any = None
-        """What the loss of the piece that is being predicted is divided by, in place of what the trainer counts."""
+        """What the loss of the micro-batch in hand is divided by, in place of what the trainer counts."""
 
     def begin_with(self, num_elements: float) -> None:
-        """Begin with pieces of at most so many elements: those of a pass of the training that was planned."""
+        """Begin with micro-batches of at most so many elements: those of a pass of the training that was planned."""
         self._first_elements = num_elements
 
     def wrapped(self) -> dict[str, Any]:
@@ -145,15 +145,15 @@ class Evaluations:
             ignore_keys: list[str] | None = None,
             **options: Any,
         ) -> Any:
-            def predicted(piece: Any) -> Any:
-                return original(model, piece, prediction_loss_only, ignore_keys, **options)
+            def predicted(micro_batch: Any) -> Any:
+                return original(model, micro_batch, prediction_loss_only, ignore_keys, **options)
 
             return self._predicted(predicted, inputs)
 
         return prediction_step
 
     def _predicted(self, predicted: Callable[[Any], Any], inputs: Any) -> Any:
-        """Loss, logits and labels of a batch; where memory runs out, in smaller pieces if that changes no loss."""
+        """Loss, logits and labels of a batch; where memory runs out, in parts if that changes no loss."""
         why_whole = cache(partial(self._why_whole, inputs, partial(self._loss_of, predicted, inputs)))
         shape = shape_of_any(inputs, "samples")
         fallback_schedule = self._fallback_schedule_for(shape)
@@ -164,7 +164,7 @@ class Evaluations:
             if size < shape.num_samples and why_whole() is not None:
                 size = shape.num_samples
             position = Position(self._trainer.state.global_step, "evaluation", size)
-            found = attempt(partial(self._in_pieces, predicted, inputs, size, shape), self._backend, position)
+            found = attempt(partial(self._in_micro_batches, predicted, inputs, size, shape), self._backend, position)
             if not isinstance(found, OomEvent):
                 fallback_schedule.held(fallback, math.ceil(size * shape.elements_per_sample))
                 return found
@@ -185,39 +185,39 @@ class Evaluations:
                 self._fallback_schedule.start_at(max(1, int(self._first_elements / shape.elements_per_sample)))
         return self._fallback_schedule
 
-    def _loss_of(self, predicted: Callable[[Any], Any], inputs: Any, piece: Any, share: float) -> Tensor:
-        """The loss of a piece, to which belongs that share of the items of a batch; NaN where no loss is computed."""
+    def _loss_of(self, predicted: Callable[[Any], Any], inputs: Any, micro_batch: Any, share: float) -> Tensor:
+        """The loss of a micro-batch, which has that share of the items of a batch; NaN where no loss is computed."""
         items = self._num_items(inputs)
-        loss = self._with_items(None if items is None else items * share, predicted, copy.copy(piece))[0]
+        loss = self._with_items(None if items is None else items * share, predicted, copy.copy(micro_batch))[0]
         return torch.tensor(torch.nan) if loss is None else loss.mean()
 
     def _num_items(self, inputs: Any) -> Any:
         return self._trainer._get_num_items_in_batch([inputs], self._trainer.args.device)
 
-    def _with_items(self, items: Any, predicted: Callable[[Any], Any], piece: Any) -> tuple[Any, Any, Any]:
+    def _with_items(self, items: Any, predicted: Callable[[Any], Any], micro_batch: Any) -> tuple[Any, Any, Any]:
         self.items = items
         try:
-            found: tuple[Any, Any, Any] = predicted(piece)
+            found: tuple[Any, Any, Any] = predicted(micro_batch)
             return found
         finally:
             self.items = None
 
-    def _in_pieces(
+    def _in_micro_batches(
         self, predicted: Callable[[Any], Any], inputs: Any, num_samples: int, shape: Shape
     ) -> tuple[Any, Any, Any]:
-        """Predict each piece; the trainer counts the items of a batch, of which a piece has its share."""
+        """Predict each micro-batch; the trainer counts the items of a batch, of which each has its share."""
         if num_samples == shape.num_samples:
             whole: tuple[Any, Any, Any] = predicted(inputs)
             return whole
         micro_batches = split_batch(inputs, num_samples)
-        units = [self._units_of(piece) for piece in micro_batches]
+        units = [self._units_of(micro_batch) for micro_batch in micro_batches]
         units = units if any(units) else [*map(batch_size_of, micro_batches)]
         items, found = self._num_items(inputs), []
-        for piece, count in zip(micro_batches, units, strict=True):
-            of_piece = items * count / sum(units) if items is not None and count else None
-            loss, logits, labels = self._with_items(of_piece, predicted, piece)
+        for micro_batch, count in zip(micro_batches, units, strict=True):
+            own_items = items * count / sum(units) if items is not None and count else None
+            loss, logits, labels = self._with_items(own_items, predicted, micro_batch)
             if loss is not None:
-                self._refuse_unclear(piece)
+                self._refuse_unclear(micro_batch)
             if self._pool is not None:
                 logits, labels = off_device(logits, self._pool), off_device(labels, self._pool)
             found.append((loss, logits, labels))

@@ -1,11 +1,10 @@
 """Validation, test and prediction of a Lightning trainer inside a budget: cut where that is exact, or ended by name.
 
-A ``validation_step`` logs what it likes of a batch, so that nothing says whether its pieces log the same. Where a batch
-runs out of memory, a few of its samples, those that differ most, are therefore done whole and in two passes, and what
-came of it is compared, once more for a batch of another kind (`plimsoll.step.losses.probe_samples`):
-what was logged, the states of metrics, what was returned, the lists that the module keeps. Where all of it is equal,
-the batch is done in smaller pieces; where it is not, it is not cut, and the error says what differs. Whatever else
-runs out (a hook, a loader, a checkpoint) has an error of Plimsoll's, too.
+A ``validation_step`` logs what it likes of a batch, so that nothing says whether its micro-batches log the same. Where
+a batch runs out of memory, a few of its samples are therefore done whole and in two passes, and compared, once for each
+kind of batch: what was logged, the states of metrics, what was returned, the lists that the module keeps. Where all of
+it is equal, the batch is done in smaller micro-batches; where it is not, it is not cut, and the error says what
+differs. Whatever else runs out (a hook, a loader, a checkpoint) has an error of Plimsoll's, too.
 
 Does NOT cover steps that take an iterator, and what a step changes beside logs, metrics and lists of the module.
 """
@@ -46,7 +45,7 @@ class Evaluations:
     Args:
         trainer: of one process.
         module: what it runs.
-        budget: what holds while it runs without training; a training begins its own limit.
+        budget: in force while it runs without training; a training begins its own limit.
         never_cut: whether the user forbids to cut.
     """
 
@@ -70,7 +69,7 @@ class Evaluations:
         self._stack.close()
 
     def limit_sanity_check(self) -> None:
-        """Let the budget hold for the sanity check, which comes before there is a plan."""
+        """Enforce the budget in the sanity check, which comes before there is a plan."""
         self._sanity.enter_context(self._limited())
 
     def end_sanity_check(self) -> None:
@@ -96,14 +95,14 @@ class Evaluations:
     # -- a batch -------------------------------------------------------------------------------------------------------
 
     def _step(self, name: str, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Do a batch; where memory runs out, in smaller pieces if that changes nothing."""
+        """Do a batch; where memory runs out, in smaller micro-batches if that changes nothing."""
         if not arguments or isinstance(arguments[0], Iterator):
             what = f"in {name}, which takes an iterator, so that nothing can be done again"
             return fitting(partial(original, *arguments, **options), self._backend, what, "")
         batch, others = arguments[0], arguments[1:]
 
-        def run(piece: Any) -> Any:
-            return original(piece, *others, **options)
+        def run(micro_batch: Any) -> Any:
+            return original(micro_batch, *others, **options)
 
         shape = shape_of_any(batch, "samples")
         may_cut = cache(partial(self._may_cut, name, run, batch))
@@ -115,7 +114,7 @@ class Evaluations:
                 size = shape.num_samples
             put_back = self._remember()
             position = Position(self._trainer.global_step, "evaluation", size)
-            found = attempt(partial(self._in_pieces, run, batch, size, shape), self._backend, position)
+            found = attempt(partial(self._in_micro_batches, run, batch, size, shape), self._backend, position)
             if not isinstance(found, OomEvent):
                 fallback_schedule.held(fallback, math.ceil(size * shape.elements_per_sample))
                 return found
@@ -171,27 +170,27 @@ class Evaluations:
             if isinstance(value, list)
         ]
 
-    def _in_pieces(self, run: Callable[[Any], Any], batch: Any, num_samples: int, shape: Shape) -> Any:
+    def _in_micro_batches(self, run: Callable[[Any], Any], batch: Any, num_samples: int, shape: Shape) -> Any:
         if num_samples == shape.num_samples:
             return run(batch)
         return self._joined(run, split_batch(batch, num_samples))
 
     def _joined(self, run: Callable[[Any], Any], micro_batches: Sequence[Any]) -> Any:
-        sizes, found = [batch_size_of(piece) for piece in micro_batches], []
-        for piece in micro_batches:
-            with self._logging(piece):
-                found.append(run(piece))
+        sizes, found = [batch_size_of(micro_batch) for micro_batch in micro_batches], []
+        for micro_batch in micro_batches:
+            with self._logging(micro_batch):
+                found.append(run(micro_batch))
         return joined_values(found, [float(size) for size in sizes], sizes)
 
     @contextmanager
-    def _logging(self, piece: Any) -> Iterator[None]:
-        """Let ``self.log`` read from a piece how many samples there are."""
+    def _logging(self, micro_batch: Any) -> Iterator[None]:
+        """Let ``self.log`` read from a micro-batch how many samples there are."""
         results = self._trainer._results
         if results is None:
             yield
             return
         before = results.batch, results.batch_size
-        results.batch, results.batch_size = piece, None
+        results.batch, results.batch_size = micro_batch, None
         try:
             yield
         finally:
@@ -252,7 +251,7 @@ class Evaluations:
 
 
 def _logged(result: Any) -> Any:
-    """What a logged value comes to over an epoch; one that is logged for each batch would be the last piece's."""
+    """A logged value over an epoch; one that is logged for each batch would be the last micro-batch's."""
     if not result.is_tensor:
         return None  # a metric, which is compared by itself
     return result.compute() if result.meta.on_epoch else math.nan

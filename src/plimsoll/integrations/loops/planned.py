@@ -75,7 +75,7 @@ def planned(
 
 
 def refuse_both(budget: str | int | None, batch: Any, options: dict[str, Any]) -> None:
-    """Refuse a budget together with what it decides, and a batch without a budget.
+    """Refuse a budget with what it decides, and a batch without a budget.
 
     Raises:
         InputError: if they contradict each other.

@@ -46,8 +46,8 @@ def _holding(value: Any, model: nn.Module | None, other: nn.Module) -> Any:
     if value is model:
         return other
     if isinstance(value, dict):
-        held = {name: _holding(one, model, other) for name, one in value.items()}
-        return held if any(held[name] is not one for name, one in value.items()) else value
+        items = {name: _holding(one, model, other) for name, one in value.items()}
+        return items if any(items[name] is not one for name, one in value.items()) else value
     if not isinstance(value, nn.Module):
         return value
     children = {name: _holding(child, model, other) for name, child in value.named_children()}

@@ -1,13 +1,9 @@
 """An optimizer step as a transaction, for a loop that is someone else's.
 
-`plimsoll.step.train_step` owns its loop: it calls backward, clips and updates. Accelerate, Lightning and Hugging Face's
-Trainer do these themselves, with hooks, scalers and logs of their own, and add the gradients of several batches to one
-update. Here is what they need to be undone: the caller says how one piece of a batch goes forward and backward, and how
-a step is finished; where memory runs out in either, everything is put back as it was before the first batch of that
-update, and all its batches run again in smaller pieces.
-
-Each batch has the weight that the caller's loop gives it, and each piece its share of what the batch's loss averages
-over (`plimsoll.step.micro_batches`), so that the sum of the gradients does not depend on the cut.
+Accelerate, Lightning and Hugging Face's Trainer call backward, clip and update themselves, with hooks, scalers and logs
+of their own, and add the gradients of several batches to one update. The caller says how one micro-batch goes forward
+and backward, and how a step is finished; where memory runs out in either, everything is put back as it was before the
+first batch of that update, and all its batches run again in smaller micro-batches.
 
 Does NOT cover: fetching a batch and bringing it to the device where the caller's loop did that before; several
 processes; optimizers that call their closure more than once (LBFGS); what `plimsoll.step.undo.step_state` does not see
@@ -58,7 +54,7 @@ from plimsoll.techniques.mechanisms.technique import Part
 from plimsoll.techniques.mechanisms.uncuttable import WholeBatch
 
 OnePass = Callable[[Any, float], Tensor]
-"""Forward and backward of one piece, whose loss is multiplied by a share; returns its mean loss without a graph."""
+"""Forward and backward of one micro-batch, its loss times a share; returns its mean loss without a graph."""
 
 Finish = Callable[[Callable[[], Tensor]], object]
 """Ends a step: calls what it is given, which makes the gradients, and then clips and updates."""
@@ -201,7 +197,7 @@ class Transaction:
             fallback_schedule = self._fallback_schedule_for(shape.num_samples)
             self._fallback = fallback_schedule.choose(shape.elements_per_sample)
             if fallback_schedule.sizes[self._fallback].samples < shape.num_samples:
-                # For there to be room to find out whether it may be cut.
+                # First: without the techniques it may not fit to find out whether it may be cut.
                 attempt(partial(self._use, fallback_schedule.sizes[self._fallback].level), self.backend, self.position)
                 self._is_asked = self._keep_whole(fallback_schedule, batch, loss_of, shape)
                 self._fallback = fallback_schedule.choose(shape.elements_per_sample)
@@ -317,7 +313,7 @@ class Transaction:
             self._fallbacks.use(level)
 
     def _ask_before_cut(self, samples: int) -> None:
-        """Refuse to cut what must not be, where there was no room to find out before."""
+        """Refuse to cut what must not be, where memory was too small to find out before."""
         waiting = [] if self._is_asked else self._window[self._num_done :]
         for one in waiting:
             if samples < one.shape.num_samples and _can_differ(one.shape):
@@ -349,19 +345,17 @@ class Transaction:
     def _passes_of(self, one: _Batch, samples: int) -> Tensor:
         self.micro_batch = self.position.micro_batch = min(samples, one.shape.num_samples)
         total = torch.zeros((), device=self.workload.device)
-        for piece, share, _ in self._pieces(one.batch, samples, one.shape):
+        for micro_batch, share, _ in self._micro_batches(one.batch, samples, one.shape):
             self.position.phase = "forward"
             failpoint("forward")
-            total = total + one.one_pass(piece, share) * share
+            total = total + one.one_pass(micro_batch, share) * share
             failpoint("backward")
         return total
 
-    def _pieces(self, batch: Any, samples: int, shape: Shape) -> Iterator[MicroBatch]:
+    def _micro_batches(self, batch: Any, samples: int, shape: Shape) -> Iterator[MicroBatch]:
         if shape.num_units:
             return weighted_micro_batches(batch, samples, shape, self.workload)
-        return equal_micro_batches(
-            batch, samples, shape.num_samples
-        )  # nothing has more of what is to be learned than another
+        return equal_micro_batches(batch, samples, shape.num_samples)
 
     @contextmanager
     def _updating(self) -> Iterator[None]:

@@ -2,26 +2,10 @@
 
 For each chunk of positions the student's logits are made, compared with the labels and the teacher's (`SoftTargets`),
 and differentiated at once; backward only multiplies the gradients by the one that arrives, as Liger does for the cross
-entropy (Hsu et al. 2024, arXiv:2410.10989). Neither model's logits exist as a whole. The gradients are those of the
-sum, which are not small, and are divided by the number of positions in backward: what fp16 would lose is not lost.
-
-Both distributions are softened by a temperature T: p = softmax(teacher / T), q = softmax(student / T); what is computed
-is the Kullback-Leibler divergence sum p (log p - log q), and its gradient for the student's logits / T (Hinton et al.
-2015, arXiv:1503.02531, whose factor T squared is the caller's). `FullTargets` has all of the teacher's logits.
-`TopTargets` has the k largest log p of each position and treats the words that are left as one: with the teacher's mass
-p_r = 1 - sum p and the student's q_r = 1 - sum q it is
-
-    sum over the k: p (log p - log q)  +  p_r (log p_r - log q_r)
-
-and no less than 0; of the words that are left only their sum is learnt, and the gradient leaves their shares among each
-other as the student has them. To take the k as if they were all, p / sum p, would teach probabilities that are too
-large by that factor, which no amount of data mends (arXiv:2503.16870). Where the models have different numbers of rows,
-both distributions are over the tokens both have: what is beyond is no token of the tokenizer.
+entropy (Hsu et al. 2024, arXiv:2410.10989). Neither model's logits exist as a whole.
 
 Numerics: matrix products as autocast says, everything between them in float32 (float64 for float64), sums over chunks
-too. The weight of a plain output layer is added up in place; whatever else the head has is differentiated by autograd.
-
-Does NOT cover double backward and a second backward through one loss, which are refused.
+too. Does NOT cover double backward and a second backward through one loss, which are refused.
 
 Shapes: B texts, T tokens, C positions of a chunk, H hidden size, V vocabulary, k words kept.
 """
@@ -48,10 +32,17 @@ _LEAST_LOG = -1e4
 
 
 class SoftTargets(Protocol):
-    """What a teacher says of some positions."""
+    """What a teacher says of some positions.
+
+    Both distributions are softened by a temperature T: p = softmax(teacher / T), q = softmax(student / T). Where the
+    models have different numbers of rows, both are over the tokens both have: what is beyond is no token.
+    """
 
     def compare(self, logits_BCV: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Return the divergence (B, C) of some positions, and the gradient (B, C, V) for the logits / T.
+
+        It is Kullback and Leibler's, sum p (log p - log q), without the factor T squared (Hinton et al. 2015,
+        arXiv:1503.02531), which is the caller's.
 
         The logits are the student's, not softened, in float32 or better; they are not changed.
         """
@@ -79,7 +70,17 @@ class FullTargets:
 
 @dataclass(frozen=True)
 class TopTargets:
-    """`SoftTargets` of the k likeliest words of each position, (B, T, k), and their log p at this temperature."""
+    """`SoftTargets` of the k likeliest words of each position, (B, T, k), and their log p at this temperature.
+
+    The words that are left are treated as one: with the teacher's mass p_r = 1 - sum p and the student's
+    q_r = 1 - sum q the divergence is
+
+        sum over the k: p (log p - log q)  +  p_r (log p_r - log q_r)
+
+    and no less than 0. Of the words that are left only their sum is learnt; the gradient leaves their shares among each
+    other as the student has them. To take the k as if they were all, p / sum p, would teach probabilities that are too
+    large by that factor, which no amount of data mends (arXiv:2503.16870).
+    """
 
     words_BTk: Tensor
     log_p_BTk: Tensor
@@ -129,7 +130,11 @@ class LossWeights(NamedTuple):
 
 
 def chunked_distillation(
-    student: HeadApart, labels_BT: Tensor, targets: SoftTargets, mix: LossWeights, chunk_numbers: int = CHUNK_NUMBERS
+    student: HeadApart,
+    labels_BT: Tensor,
+    targets: SoftTargets,
+    weights: LossWeights,
+    chunk_numbers: int = CHUNK_NUMBERS,
 ) -> Tensor:
     """Return the mean loss over the labels that count, which predict the token after each position.
 
@@ -137,10 +142,10 @@ def chunked_distillation(
         student: with a graph.
         labels_BT: of each token; what stands at t + 1 is predicted at t, and -100 does not count.
         targets: of the teacher.
-        mix: of both losses.
+        weights: of both losses.
         chunk_numbers: the most logits at once; those of one position of all texts are made in any case.
     """
-    work = _Work(student, labels_BT[:, 1:], targets, mix, chunk_numbers)
+    work = _Work(student, labels_BT[:, 1:], targets, weights, chunk_numbers)
     loss: Tensor = _Loss.apply(work, student.hidden_BTH, *student.parameters)  # type: ignore[no-untyped-call]
     return loss
 
@@ -167,12 +172,13 @@ class _Loss(torch.autograd.Function):
                 "its gradients were given away in the first: call the loss anew"
             )
         sums, ctx.sums = ctx.sums, None
+        # Only here: gradients of the sum are not small, so that fp16 loses nothing of them.
         factor = arriving / ctx.num_counted
         scaled: list[Tensor | None] = []
         for number, dtype in enumerate(ctx.dtypes):
             one = sums[number]
             scaled.append(None if one is None else one.mul_(factor).to(dtype))
-            sums[number] = None  # where it was cast, the sum makes room for the next
+            sums[number] = None  # where it was cast, the sum is freed for the next
         return None, *scaled
 
 
@@ -180,9 +186,9 @@ class _Work:
     """One pass over the chunks; ``hidden_sum`` and ``sums`` are the gradients of the sum of the losses."""
 
     def __init__(
-        self, student: HeadApart, targets_BP: Tensor, soft: SoftTargets, mix: LossWeights, chunk_numbers: int
+        self, student: HeadApart, targets_BP: Tensor, soft: SoftTargets, weights: LossWeights, chunk_numbers: int
     ) -> None:
-        self._student, self._soft, self._mix = student, soft, mix
+        self._student, self._soft, self._weights = student, soft, weights
         self.counted_BP = targets_BP != IGNORED_LABEL
         self._targets_BP = targets_BP.masked_fill(~self.counted_BP, 0)
         self._chunk = max(1, chunk_numbers // (len(targets_BP) * student.num_outputs))
@@ -223,7 +229,7 @@ class _Work:
 
     def _loss_and_gradient(self, logits_BCV: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """The sum of the losses of a chunk, and its gradient for the logits."""
-        counted_BC, (temperature, hard) = self.counted_BP[:, begin:end], self._mix
+        counted_BC, (temperature, hard) = self.counted_BP[:, begin:end], self._weights
         logits_BCV = logits_BCV.to(self._sum_dtype)
         losses_BC, gradient = None, None
         if hard < 1:

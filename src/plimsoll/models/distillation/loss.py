@@ -3,22 +3,9 @@
     loss = hard * (the task's own loss) + (1 - hard) * T^2 * KL(teacher_T || student_T)
          + hidden * mean square difference of hidden states
 
-each a mean over the units of the task: the labels that count, or the samples. T softens both distributions (Hinton et
-al. 2015, arXiv:1503.02531); `plimsoll.models.distillation.chunked` has the divergence. Of language models neither
-logits exist as a whole: the teacher runs first, without a graph, and leaves what its head reads; the student's pass
-follows.
-
-Hidden states are compared layer by layer: what the student's layer i passes on with what the teacher's layer
-round(i * teacher's layers / student's layers) does, the embeddings (i = 0) among them, all pairs counting the same (the
-even choice of DistilBERT and TinyBERT, Jiao et al. 2020, arXiv:1909.10351, without a learned projection: both have the
-same size). Of a language model at the positions that predict, of tags at the tokens that have one, of a classifier each
-sample's mean over its tokens, so that a batch may be cut anywhere.
-
-Without gradients it is the task's own loss: an evaluation says the same of a student as of any other model, and takes
-as much. The teacher is in evaluation mode, has no gradients and is no part of the model, its checkpoints or its
-optimizer.
-
-Does NOT cover windows of a stream, whose state the teacher would have to carry as well.
+each a mean over the units of the task: the labels that count, or the samples (`plimsoll.models.distillation.chunked`
+has the divergence). The teacher is in evaluation mode, has no gradients and is no part of the model, its checkpoints or
+its optimizer. Does NOT cover windows of a stream, whose state the teacher would have to carry as well.
 
 Shapes: B samples, T tokens, H hidden size, L labels, V vocabulary.
 """
@@ -55,7 +42,7 @@ class Distillation:
         teacher: what teaches, on the student's device, in evaluation mode and without gradients; ``None``: what it says
             is in the batches (`WORDS` and `LOG_P`), at this temperature.
         task: of both.
-        mix: of both losses.
+        weights: of both losses.
         hidden: how much hidden states count.
         num_words: with no teacher, the words that it had.
         chunk_numbers: the most logits at once.
@@ -65,17 +52,17 @@ class Distillation:
         self,
         teacher: nn.Module | None,
         task: Task,
-        mix: LossWeights,
+        weights: LossWeights,
         *,
         hidden: float = 0.0,
         num_words: int = 0,
         chunk_numbers: int = CHUNK_NUMBERS,
     ) -> None:
-        self.teacher, self._task, self._mix, self._hidden = teacher, task, mix, hidden
+        self.teacher, self._task, self._weights, self._hidden = teacher, task, weights, hidden
         self._num_words, self._chunk_numbers = num_words, chunk_numbers
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        """Return the mean loss of a batch."""
+        """Return the mean loss of a batch; without gradients the task's own, so that evaluations compare."""
         fields = {name: value for name, value in batch.items() if name not in {WORDS, LOG_P}}
         if not torch.is_grad_enabled():
             return model_loss(model, fields)
@@ -93,7 +80,7 @@ class Distillation:
                 teacher_output, _ = head_apart(self.teacher, fields, with_states=self._hidden > 0)
         student, _ = head_apart(model, fields, with_states=self._hidden > 0)
         loss = chunked_distillation(
-            student, labels_BT, self._targets(teacher_output, batch), self._mix, self._chunk_numbers
+            student, labels_BT, self._targets(teacher_output, batch), self._weights, self._chunk_numbers
         )
         if not self._hidden:
             return loss
@@ -103,21 +90,21 @@ class Distillation:
 
     def _targets(self, teacher_output: HeadApart | None, batch: Mapping[str, Any]) -> SoftTargets:
         if teacher_output is None:
-            return TopTargets(batch[WORDS], batch[LOG_P], self._mix.temperature, self._num_words)
+            return TopTargets(batch[WORDS], batch[LOG_P], self._weights.temperature, self._num_words)
         known = teacher_output  # which mypy would forget
 
         @torch.no_grad()
         def logits_of(begin: int, end: int) -> Tensor:
             return known.head(known.hidden_BTH[:, begin:end])
 
-        return FullTargets(logits_of, self._mix.temperature)
+        return FullTargets(logits_of, self._weights.temperature)
 
     def _of_labels(
         self, model: nn.Module, fields: Mapping[str, Any], labels: Tensor, batch: Mapping[str, Any]
     ) -> Tensor:
         """Of samples, or of their tokens: there are few labels, so that logits are as nothing."""
         named = {**fields, "output_hidden_states": True} if self._hidden else fields
-        temperature, hard = self._mix
+        temperature, hard = self._weights
         teacher_output = None
         if self.teacher is not None:
             with torch.no_grad():
@@ -138,6 +125,7 @@ class Distillation:
         assert teacher_output is not None
         shares_BT = shares
         if self._task == "classification":
+            # Each sample's mean over its tokens, so that a batch may be cut anywhere.
             mask_BT = fields["attention_mask"].to(shares.dtype)
             shares_BT = mask_BT / mask_BT.sum(dim=1, keepdim=True).clamp(min=1) / len(mask_BT)
         return loss + self._hidden * difference_of_states(
@@ -154,10 +142,14 @@ def _shares_of(labels: Tensor, dtype: torch.dtype) -> Tensor:
 def difference_of_states(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...], shares_BT: Tensor) -> Tensor:
     """Return the mean square difference of hidden states (B, T, H), layers matched evenly.
 
+    Student's layer i is compared with teacher's layer round(i * teacher's layers / student's layers), the embeddings
+    (i = 0) among them: the even choice of DistilBERT and TinyBERT (Jiao et al. 2020, arXiv:1909.10351), without a
+    learned projection, since both have the same size.
+
     Args:
         student: the embeddings and what each layer passes on.
         teacher: the same, of as many numbers each.
-        shares_BT: what each token counts; together 1.
+        shares_BT: what each token counts, 1 in sum.
     """
     last = max(len(student) - 1, 1)
     total = torch.zeros((), dtype=shares_BT.dtype, device=shares_BT.device)

@@ -2,17 +2,11 @@
 
 `CarriedState` is a part of the model and keeps, for each stream slot of the batch, the state after the window that was
 read last, detached. Each sample says its stream slot and the number of its window (`plimsoll.data.samples.streams`);
-the first window of a stream slot begins from zeros. Kept are two states of each stream slot: a window with an even
-number reads one and writes the other, a window with an odd number the other way round. So what a window reads is still
-there after it: a step that is undone and done again, whole or in other pieces, reads what it read before. The state is
-a buffer, which checkpoints keep.
-
-In evaluation mode there is a state of its own, which no checkpoint has: an evaluation begins its stream from zeros and
-leaves the one of training where it was.
+the first window of a stream slot begins from zeros. The state of training is a buffer, which checkpoints keep.
 
 It does NOT notice windows that come in another order than that of the stream (`plimsoll.data.batches.batching` does),
-or a stream slot that is in a batch twice. Of several processes each carries the stream slots it reads: whoever wraps
-the model in ``DistributedDataParallel`` must say ``broadcast_buffers=False``, or all would go on from those of the
+or a stream slot that is in a batch twice. Whoever wraps the model in ``DistributedDataParallel`` must say
+``broadcast_buffers=False``: each process carries the stream slots it reads, and all would go on from those of the
 first.
 
 Shapes: B samples, T tokens, E embedding size, N layers, H hidden size, P parts of the state (an LSTM has 2, others 1).
@@ -33,7 +27,7 @@ State: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 class CarriedState(nn.Module):
-    """The state of each stream slot; in training mode that of training, else that of evaluation.
+    """The state of each stream slot; in training mode that of training, else that of evaluation, which is not saved.
 
     Args:
         recurrent: the layers whose state it is; on their device, in their dtype.
@@ -55,6 +49,9 @@ class CarriedState(nn.Module):
         weight = next(recurrent.parameters())
         self.num_slots = num_slots
         self._num_parts = 2 if isinstance(recurrent, nn.LSTM) else 1
+        # A window with an even number reads one state and writes the other, one with an odd number the reverse. So what
+        # a window reads is still there after it: a step that is undone and done again, also in other micro-batches,
+        # reads the same.
         shape = (2, num_slots, self._num_parts, recurrent.num_layers, recurrent.hidden_size)
         for name, is_kept in (("training_state", True), ("evaluation_state", False)):
             zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
@@ -62,7 +59,7 @@ class CarriedState(nn.Module):
 
     def state(self, slots_B: Tensor, windows_B: Tensor) -> State:
         """Return the state to begin some windows with."""
-        if len(slots_B) > self.num_slots:  # known without a look at the device
+        if len(slots_B) > self.num_slots:  # known without reading the device
             raise InputError(
                 f"a batch has {len(slots_B)} samples, and the model carries the state of {self.num_slots} stream "
                 f"slots: call `model.carry({len(slots_B)})`, with as many stream slots as the stream has"
@@ -90,15 +87,15 @@ def run_with_resets(
 ) -> tuple[Tensor, State]:
     """Run recurrent layers from a state, ``None`` for zeros, and set it to zeros before each token of ``resets``.
 
-    The windows are cut wherever one of the samples has a reset, and run piece by piece: exact, and slower the more
-    borders there are.
+    The windows are cut wherever one of the samples has a reset, and run part by part: exact, and slower the more resets
+    there are.
 
     Returns:
         the hidden states (B, T, H), and the state after the last token.
     """
     cuts: set[int] = set() if resets_BT is None else set(resets_BT.any(dim=0).nonzero().flatten().tolist())
     hidden = []
-    last: Any = state  # after the last piece there is one
+    last: Any = state  # after the last part there is one
     for begin, end in pairwise(sorted({0, *cuts, embedded_BTE.shape[1]})):
         if resets_BT is not None and last is not None and begin in cuts:
             last = _reset(last, resets_BT[:, begin])

@@ -3,10 +3,7 @@
     self.layer = UnrolledCell(MyCell(width), batch_first=True)
     outputs_BTH, state = self.layer(inputs_BTE)
 
-A cell is ``nn.LSTMCell``, ``nn.GRUCell``, ``nn.RNNCell``, or any module that is called as ``cell(input, state)`` with
-the input of one step and the state after the step before, ``None`` before the first, and returns ``(output, state)``; a
-state is a tensor or a tuple of tensors. As a module the loop can be found: the technique `time_segments` trains it over
-sequences of any length.
+As a module the loop can be found: the technique `time_segments` trains it over sequences of any length.
 
 A cell must keep nothing of a sequence but in its state, and must not change that in place; a change through ``.data``
 is seen by nothing, and makes wrong gradients with `time_segments`. Does NOT cover padding (the state after the last
@@ -31,7 +28,9 @@ class UnrolledCell(nn.Module):
     """Calls a cell for each step of a sequence.
 
     Args:
-        cell: see the module's docstring.
+        cell: ``nn.LSTMCell``, ``nn.GRUCell``, ``nn.RNNCell``, or any module that is called as ``cell(input, state)``
+            with the input of one step and the state after the step before, ``None`` before the first, and returns
+            ``(output, state)``; a state is a tensor or a tuple of tensors.
         batch_first: whether inputs and outputs are (B, T, ...), or (T, B, ...).
     """
 

@@ -1,17 +1,10 @@
 """Recurrent language models, classifiers and taggers: LSTM, GRU and plain (tanh) RNN on ``torch.nn``.
 
 Called as the Hugging Face models are: ``model(input_ids=..., attention_mask=..., labels=...)`` returns ``.loss`` and
-``.logits``. Saved as ``model.safetensors`` and ``config.json``. Dropout is where Zaremba et al. 2014 (arXiv:1409.2329)
-have it: on the embeddings, between the layers and on the output, not on the recurrent state.
-
-A tagger gives each token a label. Padding on the right changes nothing: where both directions are read, sequences are
-packed, so that the one from right to left begins at the last token. On the CPU torch takes time for a packed sequence
-that grows with the square of its length, but with `plimsoll.techniques.packed_stretches`.
-
-Language models and classifiers run in segments of time as well (`plimsoll.models.recurrent.segments`), but for a
-bidirectional classifier. Every
-sequence starts from zeros, but for the windows of a stream, of a language model that was told to carry its state
-(`RecurrentLanguageModel.carry`).
+``.logits``. Dropout is where Zaremba et al. 2014 (arXiv:1409.2329) have it: on the embeddings, between the layers and
+on the output, not on the recurrent state. Padding on the right changes nothing. Every sequence starts from zeros, but
+for the windows of a stream (`RecurrentLanguageModel.carry`). Language models and classifiers run in segments of time as
+well (`plimsoll.models.recurrent.segments`), but for a bidirectional classifier.
 
 It does NOT cover padding on the left, and labels that depend on their neighbours (a CRF).
 
@@ -314,7 +307,11 @@ class RecurrentTagger(RecurrentLabeller):
 
     @property
     def packs_sequences(self) -> bool:
-        """Whether sequences are packed, which `plimsoll.techniques.packed_stretches` asks."""
+        """Whether sequences are packed, so that the one from right to left begins at the last token.
+
+        On the CPU the time for a packed sequence grows with the square of its length, but with
+        `plimsoll.techniques.packed_stretches`.
+        """
         return self.config.bidirectional
 
     def forward(

@@ -1,24 +1,12 @@
-"""How a model says that its forward can be done a stretch of time after another.
+"""How a model says that its forward can be done a stretch of time after another: by a method ``in_segments``.
 
-A recurrent model whose other layers look at one step at a time (an embedding, dropout, a linear layer, the loss) need
-not have all steps in memory. It says so by a second way to call it:
+A recurrent model whose other layers compute one step at a time (an embedding, dropout, a linear layer, the loss) need
+not have all steps in memory. ``in_segments`` takes what ``forward`` takes after an `Unroll`, which shows how it is
+written, and returns the same loss. The techniques `time_segments` and `truncated_bptt` call it; nothing else does.
 
-    class Model(nn.Module):
-        def in_segments(self, unroll: Unroll, input_ids, labels):
-            def run(state, ids_BS, targets_BS):
-                hidden_BSH, state = self.lstm(self.embedding(ids_BS), state or None)
-                loss = F.cross_entropy(self.head(hidden_BSH).flatten(0, 1), targets_BS.flatten(), reduction="sum")
-                return Passed(sums=(loss,), state=state)
-
-            passed = unroll(run, (input_ids, targets))
-            return Output(loss=passed.sums[0] / num_targets)
-
-``in_segments`` takes what ``forward`` takes and returns the same loss. What ``run`` computes must follow from its
-arguments and the parameters alone: it is called again in backward. The techniques `time_segments` and `truncated_bptt`
-call the model so; nothing else does. A model whose loss is not a sum over the steps but of what stands at their end,
-such as one answer to a sequence, says ``judges_the_end = True``: its gradient cannot be truncated.
-
-It does NOT cover what looks at several steps at once (attention, pooling over time, a reverse direction).
+A model whose loss is not a sum over the steps but of what stands at their end, such as one answer to a sequence, says
+``judges_the_end = True``: its gradient cannot be truncated. It does NOT cover what computes with several steps at once
+(attention, pooling over time, a reverse direction).
 
 Shapes: B samples, S steps of a segment, H hidden size.
 """
@@ -73,7 +61,20 @@ Run = Callable[..., Passed]
 
 
 class Unroll(Protocol):
-    """Calls ``run`` for each stretch of time, in order."""
+    """Calls ``run`` for each stretch of time, in order.
+
+        class Model(nn.Module):
+            def in_segments(self, unroll: Unroll, input_ids, labels):
+                def run(state, ids_BS, targets_BS):
+                    hidden_BSH, state = self.lstm(self.embedding(ids_BS), state or None)
+                    loss = F.cross_entropy(self.head(hidden_BSH).flatten(0, 1), targets_BS.flatten(), reduction="sum")
+                    return Passed(sums=(loss,), state=state)
+
+                passed = unroll(run, (input_ids, targets))
+                return Output(loss=passed.sums[0] / num_targets)
+
+    What ``run`` computes must follow from its arguments and the parameters alone: it is called again in backward.
+    """
 
     def __call__(self, run: Run, sequences: Sequence[Tensor], state: State = (), dim: int = 1) -> Passed:
         """Go through ``sequences``, whose steps are in dimension ``dim``, beginning with ``state``."""

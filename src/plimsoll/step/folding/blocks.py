@@ -216,10 +216,10 @@ def _as_it_is(text: int) -> int:
 
 
 def _references_to(tensor: Tensor) -> tuple[int, int, int]:
-    """How often a tensor and its storage are held: more often once they are kept for backward."""
+    """How many references a tensor and its storage have: more once they are kept for backward."""
     storage = tensor.untyped_storage()
-    num_held = tensor._use_count()  # type: ignore[attr-defined]
-    return num_held, torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
+    num_references = tensor._use_count()  # type: ignore[attr-defined]
+    return num_references, torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
 
 
 def _call_before(tensor: Tensor, function: Callable[[Tensor], None]) -> None:

@@ -13,7 +13,6 @@ registered with a library, such as an attention function.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -31,6 +30,7 @@ from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.repeated import Stretch, name_gradients, place_of
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.step.folding.blocks import FoldedBlocks
+from plimsoll.step.undo.reachable import is_same
 from plimsoll.techniques import Choices, technique_of
 
 _KNOWN_CODE = {"torch", "transformers", "plimsoll", "peft"}
@@ -85,18 +85,18 @@ class Folded:
         self._done: list[_Done] = []
         self._blocks = blocks
 
-    def run(self, piece: Any, is_share: bool, do_pass: Callable[[], Tensor]) -> Tensor:
+    def run(self, micro_batch: Any, is_share: bool, do_pass: Callable[[], Tensor]) -> Tensor:
         """Do a pass, or note it again.
 
         Args:
-            piece: the micro-batch.
+            micro_batch: the micro-batch.
             is_share: whether its loss is scaled.
             do_pass: does it and returns its loss.
         """
         without = [one for one in dict.fromkeys(self._parameters()) if one.grad is None]
-        given = _Given([*map(_known_leaf, tree_leaves(piece))], is_share, without)
+        given = _Given([*map(_known_leaf, tree_leaves(micro_batch))], is_share, without)
         before = [*_attributes_of(self._workload.model)]
-        done = next((one for one in self._done if one.given.is_like(given) and _are_same(one.before, before)), None)
+        done = next((one for one in self._done if one.given.is_like(given) and is_same(one.before, before)), None)
         if done is not None:
             loss, *gradients = done.stretch.again()
             for parameter, gradient in zip(done.reached, gradients, strict=True):
@@ -109,13 +109,13 @@ class Folded:
             loss = do_pass()
         reached = [one for one in without if one.grad is not None]
         stretch = Stretch(self._recorder, begin, [loss, *(one.grad for one in reached if one.grad is not None)])
-        if stretch.is_closed and _are_same(before, [*_attributes_of(self._workload.model)]):
+        if stretch.is_closed and is_same(before, [*_attributes_of(self._workload.model)]):
             self._done.append(_Done(given, before, reached, stretch))
         return loss
 
 
 class _Leaf(NamedTuple):
-    """What is known of a leaf of a piece; it keeps no fake tensor, whose death is to be recorded."""
+    """What is known of a leaf of a micro-batch; it keeps no fake tensor, whose death is to be recorded."""
 
     layout: Any
     value: Any
@@ -128,15 +128,15 @@ class _Leaf(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What a pass is given: its piece, whether the loss is scaled, and who has no gradient yet."""
+    """What a pass is given: its micro-batch, whether the loss is scaled, and who has no gradient yet."""
 
     leaves: list[_Leaf]
     is_share: bool
     without: list[nn.Parameter]
 
     def is_like(self, other: _Given) -> bool:
-        is_same = self.is_share == other.is_share and _are_same(self.without, other.without)
-        return is_same and len(self.leaves) == len(other.leaves) and all(map(_Leaf.is_like, self.leaves, other.leaves))
+        has_same = self.is_share == other.is_share and is_same(self.without, other.without)
+        return has_same and len(self.leaves) == len(other.leaves) and all(map(_Leaf.is_like, self.leaves, other.leaves))
 
 
 class _Done(NamedTuple):
@@ -173,7 +173,3 @@ def _token(value: Any) -> Any:
         return weakref.ref(value)  # the one that there is already, as long as the object lives
     except TypeError:
         return value
-
-
-def _are_same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))

@@ -1,10 +1,10 @@
-"""Pieces of a dry run's update that are like one it has done in the same step: they are noted again and not run.
+"""Chunks of a dry run's update that are like one it has done in the same step: they are noted again and not run.
 
-The matrices of twelve layers are updated one after the other, in pieces of their own (`plimsoll.step.update.commit`):
-the first of a kind is run, and the others are noted as it was, with gradients and states of their own. Alike are pieces
-whose parameters, gradients and states have the same layouts, and the same values where these are known, as the count of
-steps is: nothing else decides what an update does that treats each parameter alone, and only such an update has pieces.
-A piece that leaves anything but states, such as the memory for later copies, is no example for others.
+The matrices of twelve layers are updated one after the other, in chunks of their own (`plimsoll.step.update.commit`):
+the first of a kind is run, and the others are noted as it was, with gradients and states of their own. Chunks are alike
+whose parameters, gradients and states have the same layouts, and the same values where these are known, such as the
+count of steps: nothing else decides what an update does that treats each parameter alone, and only such an update has
+chunks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from plimsoll.memory.repeated import Stretch, notes_of, place_of, row_of, take_n
 from plimsoll.models.optimizers import settings_of
 from plimsoll.step.update.transient_memory import Members
 
-_MOST_PARAMETERS = 8  # of a piece: those of more are seldom alike, and to compare them takes time, too
+_MOST_PARAMETERS = 8  # of a chunk: those of more are seldom alike, and to compare them takes time, too
 
 
 class FoldedUpdates:
-    """The pieces of the updates of one dry run.
+    """The chunks of the updates of one dry run.
 
     Args:
         recorder: what records them.
@@ -40,10 +40,10 @@ class FoldedUpdates:
         self._done: dict[Hashable, _Done] = {}
 
     def run(self, members: Members, do_chunk: Callable[[], Any]) -> Any:
-        """Update a piece and let its gradients go, or note that again.
+        """Update a chunk and let its gradients go, or note that again.
 
         Args:
-            members: the parameters of the piece.
+            members: the parameters of the chunk.
             do_chunk: does it; ``None`` says that it is done.
         """
         if len(members) > _MOST_PARAMETERS:
@@ -70,6 +70,7 @@ class FoldedUpdates:
             value for one in states for value in one.values() if isinstance(value, Tensor) and id(value) not in before
         ]
         stretch = Stretch(self._recorder, begin, new, ended)
+        # One that leaves anything but states, such as the memory for later copies, is no example for others.
         if event is None and stretch.is_closed and all(map(operator.is_, settings, self._settings())):
             self._done[kinds] = _Done(stretch, [_example_of(one, {*map(id, new)}) for one in states])
         return event
@@ -101,7 +102,7 @@ class FoldedUpdates:
 
 
 class _Done(NamedTuple):
-    """A piece that was run, and what it left in the states of each parameter."""
+    """A chunk that was run, and what it left in the states of each parameter."""
 
     stretch: Stretch
     examples: list[dict[str, Any]]

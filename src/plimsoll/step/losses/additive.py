@@ -3,17 +3,11 @@
 Only then may a batch be cut, into micro-batches, over ranks or into passes of an evaluation. A loss that compares the
 samples of a batch (contrastive losses), that averages over something else than the units (class weights), or that has a
 term over the whole batch (the balance of a router) is another one in parts. So before a batch is cut, the losses of a
-few samples are computed at once and one by one, and compared; so are their gradients, of the smallest parameters,
-which differ where a loss has detached parts. A sample here is one of the batch that is to be cut, and those that differ
-most are taken (`plimsoll.step.losses.probe_samples`). It costs two passes of at most sixteen samples, is done once more
-for a batch of another kind (fields, labels or padding that were not compared), and at the 2nd, 4th, 8th, ... cut.
+few of its samples, and their gradients, are computed at once and one by one, and compared. Nothing of that stays
+(`plimsoll.step.losses.without_dropout`, `plimsoll.step.undo.step_state`).
 
-Dropout is taken out, and nothing stays of it (`plimsoll.step.losses.without_dropout`, `plimsoll.step.undo.step_state`).
-It is computed without autocast where that is possible. The difference that is let through is 8 roundings of the
-precision that it is computed in (fp32: 1e-6 of the loss; models of six layers had 1e-7), or one of bf16 (8e-3) and fp16
-(1e-3). Where memory runs out, fewer samples are taken, then no gradients are compared. Where a loss cancels (the
-squared error of a model that predicts well) roundings weigh more: what differs is computed again with parameters that
-are changed by a rounding, and 3 times what that changes is let through, too.
+It costs two passes of at most sixteen samples, once for each kind of batch (fields, labels or padding that were not
+compared), and again at the 2nd, 4th, 8th, ... cut.
 
 Does NOT see what a loss does only with more samples than these, or later in a training, until it is checked again.
 """
@@ -49,14 +43,18 @@ from plimsoll.step.undo.step_state import Undo, left_alone
 from plimsoll.techniques.mechanisms.segment_recompute import has_hook
 
 LossOf = Callable[[Any, float], Tensor]
-"""``(piece, share) -> mean loss``, as a step computes it."""
+"""``(micro-batch, share) -> mean loss``, as a step computes it."""
 
 _NUM_ROWS = (16, 8, 4, 2)  # fewer where memory runs out
 _MOST_GRADIENTS = 1 << 20  # numbers that are compared
+# That are let through, of the precision that it is computed in: in fp32 1e-6 of the loss (models of six layers had
+# 1e-7). Of bf16 (8e-3) and fp16 (1e-3) it is one.
 _NUM_ROUNDINGS = 8
 _GRADIENTS_TO_LOSSES = 4  # by which differences of gradients may be larger
-_NUM_CHANGES = 2  # of the parameters, by a rounding
-_MOST_CHANGES = 3  # as large a difference as the largest of them, so many times
+# Where a loss cancels (the squared error of a model that predicts well) roundings weigh more: what differs is computed
+# again with parameters changed by a rounding, and a multiple of what that changes is let through, too.
+_NUM_CHANGES = 2
+_MOST_CHANGES = 3  # times the largest difference among them
 _LEAST_DIFFERENCE = 1e-6  # models in float64 have losses that compute in float32
 _MOST_ROWS_TRIED = 64  # until there are two samples with something to learn
 
@@ -139,14 +137,14 @@ class Additivity:
     def before_cut(self, batch: Any, loss_of: LossOf | None = None) -> Reason | None:
         """Return why a batch must not be cut, if it must not; all ranks must ask.
 
-        ``loss_of`` computes a piece as the caller's loop does; by default by ``workload.loss``.
+        ``loss_of`` computes a micro-batch as the caller's loop does; by default by ``workload.loss``.
         """
         workload = self._workload
         if workload.kept_whole is None:
             ask = partial(self._ask, batch, loss_of or self._loss_of)
             # Ranks agree in it, so that none may begin again by itself.
             found = attempt_twice(ask, self._backend, self._position) if workload.ranks.is_alone else ask()
-            self.found = _no_room("samples were compared", found) if isinstance(found, OomEvent) else found
+            self.found = _out_of_memory("samples were compared", found) if isinstance(found, OomEvent) else found
         if self.found is not None and not self.found.may_cut:
             workload.kept_whole = Reason(self.found.why, self.found.remedy)
         return workload.kept_whole
@@ -193,7 +191,7 @@ class Additivity:
         compared = pick_samples(rows, range(found.num_samples)) if isinstance(found, _Found) else None
         self._kinds.note(self._new, compared, is_own=self._has_own_rows)
         if isinstance(found, OomEvent):
-            return _no_room("the loss of two samples was computed at once", found)
+            return _out_of_memory("the loss of two samples was computed at once", found)
         return None if found is None else _verdict(found, self._workload, self._num_cuts, self._num_checks)
 
     def _whole(self, batch: Any, loss_of: LossOf) -> None:
@@ -214,17 +212,17 @@ class Additivity:
         )
 
     def _compared(self, rows: Any, loss_of: LossOf) -> _Found | OomEvent | str | None:
-        """Compare as many samples as there is room for, with gradients where that can be; or say how it fails."""
+        """Compare as many samples as fit, with gradients where that can be; or say how it fails."""
         precision = self._workload.precision
         is_sharded = self._workload.hooks.sharding.is_sharded
         has_gradients = torch.is_grad_enabled() and not is_sharded and not _is_watched(self._workload)
         most = min(batch_size_of(rows), max(self.most_samples, 2))
         counts = list(dict.fromkeys(min(count, most) for count in _NUM_ROWS))
-        ways = [(count, True, False) for count in counts if has_gradients]
-        ways += [(count, False, False) for count in (counts[0], counts[-1])]
-        ways += [(counts[-1], has_gradients, True)] if precision != "fp32" else []
+        attempts = [(count, True, False) for count in counts if has_gradients]
+        attempts += [(count, False, False) for count in (counts[0], counts[-1])]
+        attempts += [(counts[-1], has_gradients, True)] if precision != "fp32" else []
         # A loss that fails for a single sample may do for more.
-        for is_single, (count, gradients, casts) in product((True, False), ways):
+        for is_single, (count, gradients, casts) in product((True, False), attempts):
             self._workload.precision = precision if casts else "fp32"
             some = pick_samples(rows, range(count))
             compare = partial(self._compare, some, 1 if is_single else count // 2 + 1, loss_of, gradients)
@@ -254,8 +252,8 @@ class Additivity:
         ):
             whole = one(rows, 1.0)
             before.restore()  # a state that a loss keeps from pass to pass is then another one in the parts
-            pieces = weighted_micro_batches(rows, samples_of_part, shape, workload)
-            losses = [one(piece, share) for piece, share, _ in pieces]
+            parts = weighted_micro_batches(rows, samples_of_part, shape, workload)
+            losses = [one(part, share) for part, share, _ in parts]
             dtypes = mode.dtypes | {one.dtype for one in workload.model.parameters() if one.is_floating_point()}
             found = _difference(shape.num_samples, whole, losses, _most_difference(dtypes), mode.averages_weights)
             if found is None or found.is_random or workload.hooks.sharding.is_sharded:
@@ -272,8 +270,8 @@ class Additivity:
                     changed.append(one(rows, 1.0))
         return _with_roundings(found, whole, losses, changed)
 
-    def _loss_of(self, piece: Any, share: float) -> Tensor:
-        return mean_loss(self._workload, move_batch(piece, self._workload.device))
+    def _loss_of(self, part: Any, share: float) -> Tensor:
+        return mean_loss(self._workload, move_batch(part, self._workload.device))
 
     def _rows(self, batch: Any) -> Any:
         """The samples to compute with, the same on all ranks; ``None`` where none has something to learn."""
@@ -330,12 +328,12 @@ def loss_check_of(  # noqa: PLR0917 -- as for `Additivity`
     return additivity.found or LossCheck.not_computed("the loss of the samples that were given is no number")
 
 
-def _no_room(what: str, event: OomEvent) -> LossCheck:
+def _out_of_memory(what: str, event: OomEvent) -> LossCheck:
     return LossCheck(verdict="not shown", why=f"memory ran out while {what} ({event.shortage})", remedy=_ALLOW)
 
 
 class _Loss(NamedTuple):
-    """The loss of a piece, its gradient, its share of the whole, and whether random numbers were drawn for it."""
+    """The loss of a part, its gradient, its share of the whole, and whether random numbers were drawn for it."""
 
     value: float
     gradient: Tensor | None
@@ -348,12 +346,12 @@ def _loss(  # noqa: PLR0917 -- bound to all but the last two
     parameters: Sequence[Tensor],
     random_state: dict[str, Any],
     backend: Backend,
-    piece: Any,
+    part: Any,
     share: float,
 ) -> _Loss:
     backend.restore_random_state(random_state)
     with torch.set_grad_enabled(bool(parameters)), torch.autograd.set_multithreading_enabled(False):
-        loss = loss_of(piece, share)
+        loss = loss_of(part, share)
         gradient = None
         if parameters and loss.requires_grad:
             found = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -500,7 +498,7 @@ def _is_watched(workload: Workload) -> bool:
 
 
 def _smallest(workload: Workload) -> list[Tensor]:
-    """The smallest parameters that are trained, at least one."""
+    """The smallest parameters that are trained, at least one: gradients differ where a loss has detached parts."""
     of_optimizer = (one for group in workload.optimizer.param_groups for one in group["params"])
     every = (one for one in (*workload.model.parameters(), *of_optimizer) if one.requires_grad and not has_hook(one))
     trained = {id(one): one for one in every}

@@ -1,16 +1,10 @@
 """One captured pass of a micro-batch, and the proof that its replay is that pass.
 
-    found = Capture(workload, retry, backend, parameters).of(piece, share, scaler, eager)
+    found = Capture(workload, retry, backend, parameters).of(micro_batch, share, scaler, eager)
 
-The graph reads a static copy of its inputs and adds to static gradients. Gradients that begin with -0.0 have after the
-first addition what was added, to the last bit. What backward begins with is static as well, so that micro-batches of
-another share of the loss, or under another scale, need no other graph.
-
-Equal or refused. Two eager passes go first, from the same state: they must leave what Python keeps as it was (a replay
-runs no Python), draw nothing on the host, and do nothing that `plimsoll.step.replay.survey` knows to be lost. The first
-replay, from that state again, must then have their bits: loss, gradients, what they wrote and random numbers. Where
-they do not have each other's, two more are made, and the replay must be as near (`plimsoll.step.replay.repeats`). Who
-calls puts the state back.
+The graph reads a static copy of its inputs and adds to static gradients. Equal or refused: its first replay must have
+the bits of eager passes from the same state (loss, gradients, what they wrote and random numbers), or be as near to
+them as they are to each other. Who calls puts the state back.
 
 Does NOT see what Python does beyond what `plimsoll.step.undo.reachable` reaches and `plimsoll.step.replay.surroundings`
 compares: what a loss prints, or writes to a file, it prints and writes in eager passes only, and what it reads there
@@ -96,10 +90,10 @@ class Captured:
         """Note, when no step is under way, that nobody else has the gradients, which the next ones will change."""
         self.num_holders = _num_holders(self.gradients)
 
-    def replay(self, piece: Any, share: float, scaler: Scaler) -> Tensor:
+    def replay(self, micro_batch: Any, share: float, scaler: Scaler) -> Tensor:
         """Add the gradients of a micro-batch of the same shape, and return its part of the loss."""
         with torch.no_grad():
-            for (_, static), (_, leaf) in zip(leaves_of(self.inputs), leaves_of(piece), strict=True):
+            for (_, static), (_, leaf) in zip(leaves_of(self.inputs), leaves_of(micro_batch), strict=True):
                 if isinstance(static, Tensor):
                     # From pageable memory the copy would wait for the replay before it.
                     is_far = static.is_cuda and not leaf.is_cuda
@@ -141,11 +135,11 @@ class Capture:
     ) -> None:
         self._workload, self._retry, self._backend, self._parameters = workload, retry, backend, parameters
 
-    def of(self, piece: Any, share: float, scaler: Scaler, eager: Eager) -> Captured | str:
+    def of(self, micro_batch: Any, share: float, scaler: Scaler, eager: Eager) -> Captured | str:
         """Capture the pass of a micro-batch; returns why not where a replay would not be that pass.
 
         Args:
-            piece: the micro-batch, on any device.
+            micro_batch: the micro-batch, on any device.
             share: its share of the mean loss.
             scaler: of the loss, for fp16.
             eager: the pass without a graph.
@@ -155,7 +149,7 @@ class Capture:
         if why is not None:
             return why
         self._go_back()  # where a step is one of several from the state that is remembered
-        inputs = map_leaves(piece, lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf)
+        inputs = map_leaves(micro_batch, lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf)
         around = Around(self._retry.undo.remembered[0], device)
         if around.obstacle is not None:
             return around.obstacle
@@ -278,12 +272,13 @@ def _num_holders(gradients: list[tuple[nn.Parameter, Tensor]]) -> list[int]:
 
 
 def _begin_with(gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+    # -0.0 and not 0.0: the first addition to it leaves what was added, to the last bit.
     for parameter, gradient in gradients:
         parameter.grad = gradient.fill_(-0.0)
 
 
 def _seed_of(loss: Tensor, share: float, scaler: Scaler) -> Tensor:
-    """What backward begins with for a share of a loss: what autograd makes of it."""
+    """What backward begins with: static, so that another share of the loss or another scale needs no other graph."""
     leaf = torch.zeros_like(loss, requires_grad=True)
     part = leaf * share if share != 1 else leaf
     (seed,) = torch.autograd.grad(part if scaler is None else scaler.scale(part), leaf)

@@ -2,15 +2,10 @@
 
     replays = Replays(workload, retry, backend, position, parameters)
     replays.begin()                                            # of each try of a step
-    loss = replays.run(piece, share, scaler, eager)            # of each micro-batch
+    loss = replays.run(micro_batch, share, scaler, eager)      # of each micro-batch
 
-The first step runs eagerly, and is observed. In the first micro-batch of a later step whose shape has been there before
-the pass is captured and proven (`plimsoll.step.replay.capture`), and everything is put back; from then on such
-micro-batches are replayed. All others run eagerly and add to the same gradients. Before each step what is around the
-passes is compared with what it was at the capture: where it differs, the graph is dropped, and captured anew. Whatever
-forbids a capture, or fails in it, the steps run eagerly; that is said once, and the memory of the graph is given back.
-
-In a dry run nothing is captured: the ops of such a micro-batch are marked as a graph's
+Whatever forbids a capture, or fails in it, the steps run eagerly; that is said once, and the memory of the graph is
+given back. In a dry run nothing is captured: the ops of such a micro-batch are marked as a graph's
 (`plimsoll.memory.annotations`), unless its forward is seen to read the data.
 """
 
@@ -47,7 +42,7 @@ class Replays:
     """Runs the micro-batches of one training, by replays where that is asked for and shown to be the same.
 
     Args:
-        workload: the training; its hook ``captured`` asks for it, and holds what was captured.
+        workload: the training; its hook ``captured`` asks for it, and keeps what was captured.
         retry: goes back to the state of before the step.
         backend: of the device.
         position: where the training is.
@@ -76,7 +71,7 @@ class Replays:
         self._capture = Capture(workload, retry, backend, parameters)
         self._is_first = True
         self._first_shapes: set[Hashable] = set()
-        self._full: set[Hashable] = set()  # shapes for whose graph there was no room
+        self._full: set[Hashable] = set()  # shapes whose graph did not fit
         self._shape: Hashable = None  # of what is captured
         self._captured_at = 0  # the step
         self._num_changes = self._num_idle = 0
@@ -84,13 +79,13 @@ class Replays:
         self._static: dict[nn.Parameter, Tensor] | None = None
 
     def begin(self) -> None:
-        """Begin a try of a step, whose state is remembered: drop what was captured for another."""
+        """Begin a try of a step, whose state is remembered: drop the graph if what is around the passes has changed."""
         self._is_first = True
-        held = self._held
-        if held is None:
+        captured = self._current
+        if captured is None:
             return
         self._num_idle += 1
-        why = held.what_changed(self._retry.undo.remembered[0])
+        why = captured.what_changed(self._retry.undo.remembered[0])
         if why is None and self._num_idle <= _IDLE_STEPS:
             return
         self.drop()
@@ -98,32 +93,33 @@ class Replays:
         if self._num_changes > _MOST_CHANGES:
             self._give_up(f"{why or 'the shape of micro-batches'} changes again and again")
 
-    def run(self, piece: Any, share: float, scaler: Scaler, eager: Eager) -> Tensor:
+    def run(self, micro_batch: Any, share: float, scaler: Scaler, eager: Eager) -> Tensor:
         """Add the gradients of a micro-batch, and return its part of the loss.
 
         Args:
-            piece: the micro-batch, on any device.
+            micro_batch: the micro-batch, on any device.
             share: its share of the mean loss.
             scaler: of the loss, for fp16.
             eager: does it without a graph.
         """
         if self._captured is None:
-            return eager(move_batch(piece, self._workload.device))
+            return eager(move_batch(micro_batch, self._workload.device))
         is_first, self._is_first = self._is_first, False
         is_asked = self._backend.kind in GRAPHS and self.why_not is None
         kind = "" if self._is_dry_run else self._workload.device.type
-        shape = shape_of(piece, kind) if is_asked else None
+        shape = shape_of(micro_batch, kind) if is_asked else None
         if self._is_dry_run:
-            return self._in_dry_run(shape, is_first, piece, eager)
-        # Where a dispatch mode looks at the passes, it is to see them.
+            return self._in_dry_run(shape, is_first, micro_batch, eager)
+        # A dispatch mode that is in force is to see the passes.
         if shape is not None and not self._retry.undo.is_due and _get_current_dispatch_mode() is None:
-            if is_first and self._held is None and shape in self._first_shapes - self._full:
-                self._try_to_capture(shape, piece, share, scaler, eager)
-            if self._held is not None and shape == self._shape:
-                return self._replayed(self._held, piece, share, scaler)
+            # Only the pass with which a step begins can be done again, and a capture pays for shapes that come again.
+            if is_first and self._current is None and shape in self._first_shapes - self._full:
+                self._try_to_capture(shape, micro_batch, share, scaler, eager)
+            if self._current is not None and shape == self._shape:
+                return self._replayed(self._current, micro_batch, share, scaler)
         if is_first:
             self._first_shapes.add(shape)
-        return eager(move_batch(piece, self._workload.device))
+        return eager(move_batch(micro_batch, self._workload.device))
 
     def drop(self) -> None:
         """Let go of what was captured, and give its memory back."""
@@ -147,34 +143,35 @@ class Replays:
     @property
     def is_settled(self) -> bool:
         """Whether passes run as they will from now on, and not for the first time before a capture."""
-        return self._captured is None or self._held is not None or bool(self.why_not or self._full)
+        return self._captured is None or self._current is not None or bool(self.why_not or self._full)
 
     @property
     def uncounted_bytes(self) -> int:
         """What replays of the last step have used, and torch has counted as allocated in the capture alone."""
-        return self._held.graph.num_bytes if self._held is not None and self._captured_at < self._position.step else 0
+        captured = self._current
+        return captured.graph.num_bytes if captured is not None and self._captured_at < self._position.step else 0
 
     @property
     def _captured(self) -> list[CapturedPass] | None:
         return self._workload.hooks.captured
 
     @property
-    def _held(self) -> Captured | None:
-        held = self._captured[0] if self._captured else None
-        assert held is None or isinstance(held, Captured)
-        return held
+    def _current(self) -> Captured | None:
+        captured = self._captured[0] if self._captured else None
+        assert captured is None or isinstance(captured, Captured)
+        return captured
 
-    def _replayed(self, held: Captured, piece: Any, share: float, scaler: Scaler) -> Tensor:
+    def _replayed(self, captured: Captured, micro_batch: Any, share: float, scaler: Scaler) -> Tensor:
         self._num_idle = 0
         for phase in ("forward", "loss", "backward"):
             self._position.phase = phase
             failpoint(phase)
         self.num_replays += 1
-        return held.replay(piece, share, scaler)
+        return captured.replay(micro_batch, share, scaler)
 
-    def _try_to_capture(self, shape: Hashable, piece: Any, share: float, scaler: Scaler, eager: Eager) -> None:
+    def _try_to_capture(self, shape: Hashable, micro_batch: Any, share: float, scaler: Scaler, eager: Eager) -> None:
         """Capture the pass of a micro-batch with which a step begins; whatever comes of it, the state is as before."""
-        work = partial(self._capture.of, piece, share, scaler, eager)
+        work = partial(self._capture.of, micro_batch, share, scaler, eager)
         found = without_fail(lambda: attempt(work, self._backend, self._position))
         self._retry.go_back([*self._parameters()])
         if isinstance(found, Captured):
@@ -196,19 +193,19 @@ class Replays:
         self.why_not = why
         warn_at_the_loop(f"micro-batches are not replayed as a CUDA graph, because {why}: the steps run without one")
 
-    def _in_dry_run(self, shape: Hashable, is_first: bool, piece: Any, eager: Eager) -> Tensor:
+    def _in_dry_run(self, shape: Hashable, is_first: bool, micro_batch: Any, eager: Eager) -> Tensor:
         """The pass of a dry run: from the second step on its ops are a graph's, and gradients stay between steps.
 
-        They are held between passes only: autograd adds to them in place as long as nobody else has them.
+        They are kept between passes only: autograd adds to them in place as long as nobody else has them.
         """
-        moved = move_batch(piece, self._workload.device)
+        moved = move_batch(micro_batch, self._workload.device)
         if self._position.step and self._static is None:
             self._static = {parameter: torch.empty_like(parameter) for parameter in self._reached}
-        held, self._static = self._static or {}, None if self._static is None else {}
+        kept, self._static = self._static or {}, None if self._static is None else {}
         for parameter in self._reached:
-            if parameter.grad is None and parameter in held:
-                parameter.grad = held.pop(parameter).fill_(-0.0)
-        held.clear()
+            if parameter.grad is None and parameter in kept:
+                parameter.grad = kept.pop(parameter).fill_(-0.0)
+        kept.clear()
         is_captured = self._position.step and shape is not None and shape == self._shape
         with as_captured() if is_captured else nullcontext():
             loss = self._surveyed(eager, moved) if self._position.step == 0 and is_first else eager(moved)
@@ -218,25 +215,25 @@ class Replays:
             self._static.update((one, one.grad) for one in self._reached if one.grad is not None)
         return loss
 
-    def _surveyed(self, eager: Eager, piece: Any) -> Tensor:
+    def _surveyed(self, eager: Eager, micro_batch: Any) -> Tensor:
         """A pass whose forward is looked at: where it reads its data, nothing will be replayed."""
         workload, survey = self._workload, Survey(self._workload.device)
         loss = workload.loss
         workload.loss = lambda model, batch: survey.of(lambda: loss(model, batch))
         try:
-            return eager(piece)
+            return eager(micro_batch)
         finally:
             workload.loss, self.why_not = loss, survey.reason
 
 
-def shape_of(piece: Any, kind: str) -> Hashable:
+def shape_of(micro_batch: Any, kind: str) -> Hashable:
     """What two micro-batches must have in common to be passes of one graph on a kind of device.
 
     ``None`` where that cannot be told, or where an eager pass would read numbers in place that lie otherwise than the
     graph's copy of them: kernels go by that, and round otherwise.
     """
     found: list[Hashable] = []
-    for path, leaf in leaves_of(piece):
+    for path, leaf in leaves_of(micro_batch):
         if isinstance(leaf, Tensor):
             if leaf.layout != torch.strided or not _is_aligned(leaf, kind):
                 return None

@@ -2,13 +2,10 @@
 
     around = Around(before, device)     # before the passes of the capture
     around.what_a_pass_changed()        # of what no operator is seen to write
-    ...
     around.what_changed(before)         # before another step
 
-Compared are bytes of numpy's arrays and of the host's tensors, which ``float(array[0])`` and ``.tolist()`` read past
-torch's dispatcher; environment variables; where tensors are, and whether they are trained; hooks; torch's settings; and
-code: methods of classes in use, functions of the libraries that these are from, and what functions are made of. What
-has come into places since they were found (see `plimsoll.step.undo.step_state`) is compared as well.
+Compared are bytes of numpy's arrays and of the host's tensors, environment variables, where tensors are, and whether
+they are trained, hooks, torch's settings, code, and what has come into places since they were found.
 
 Does NOT see what is read from files, clocks, and objects of libraries that `plimsoll.step.undo.reachable` does not
 follow.
@@ -94,6 +91,7 @@ class Around:
         return "the environment" if os.environ != self._environment else None
 
     def _data_of(self, all_reached: Sequence[Reached], device: torch.device) -> tuple[_Arrays, _Tensors]:
+        """The data that ``float(array[0])`` and ``.tolist()`` read past torch's dispatcher."""
         arrays = [pair for one in all_reached for pair in one.arrays if not is_of_the_update(pair[0])]
         is_on_cpu = device.type == "cpu"  # as a stand-in in tests: weights and buffers are the device's
         own = {id(one) for reached in all_reached for module in reached.modules for one in module._buffers.values()}
@@ -131,7 +129,7 @@ class Around:
 
 
 class _Code:
-    """What code is in use: names of classes and of libraries with what they stand for, and parts of functions."""
+    """What code is in use: methods of classes, functions of their libraries, and what functions are made of."""
 
     def __init__(self, seen: Sequence[Any]) -> None:
         kinds = {kind for one in seen if isinstance(one, type) for kind in one.__mro__ if kind is not object}

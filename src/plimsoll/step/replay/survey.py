@@ -1,16 +1,12 @@
 """What in a pass a captured graph could not do again, seen by a dispatch mode before anything is captured.
 
-A graph replays kernels on the device's memory. Where the host reads a value, as ``.item()`` does, where the size of a
-result depends on values, where data goes between host and device, or where a tensor of the host or a generator of the
-program's own is used, a replay would go on with what was there at the capture. CUDA refuses some of it with an error
-that names nothing, and takes the rest silently.
-
-A value that depends on nothing but Python is the same in each pass, and may be read: decoders of transformers look
-whether positions that they have counted themselves jump. A capture cannot wait for it, and is told it (`ReadAgain`).
+A graph replays kernels on the device's memory. Where the host reads a value (``.item()``), where the size of a result
+depends on values, where data goes between host and device, or where a tensor of the host or a generator of the
+program's own is used, a replay would go on with the values of the capture. CUDA refuses some of it with an error that
+names nothing, and takes the rest silently.
 
 Does NOT see what passes torch's dispatcher by: what Python, numpy and ``.tolist()`` read, of which what can be reached
-is compared before each step (`plimsoll.step.replay.capture`, `plimsoll.step.replay.surroundings`), and kernels that are
-launched by hand.
+is compared before each step (`plimsoll.step.replay.surroundings`), and kernels that are launched by hand.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ _SKIPPED = ("torch.", "traceback", __name__)
 
 
 class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at every operator while it is in force.
+    """Checks every operator while it is in force.
 
     Args:
         device: where the pass computes.
@@ -69,6 +65,8 @@ class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.reason is None:
             others = [one for one in returned if not any(one is seed for seed in seeds)]
             why = _why_not(func, given) or self._why_not_here(func, tensors, others)
+            # What depends on Python alone is the same in each pass, and may be read: decoders of transformers check
+            # whether positions that they have counted jump. A capture cannot wait for it, and is told (`ReadAgain`).
             if func is _READS and is_constant and not _is_in_backward():
                 self.read.append(result)
             elif func is _READS:

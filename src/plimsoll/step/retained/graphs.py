@@ -2,11 +2,11 @@
 
 A graph is alive as long as one of its nodes is. In the steps that are looked at, a small object of ours is put into the
 ``metadata`` of the nodes that made the loss and what the user's objects keep (`plimsoll.step.retained.tensors`); it
-goes when the node goes. So a later look knows which of the marked graphs are still there, without keeping any of them
+goes when the node goes. So a later check knows which of the marked graphs are still there, without keeping any of them
 alive itself.
 
 Steps are looked at ever more rarely (`plimsoll.step.sampled_steps`), which keeps the cost of a step at microseconds.
-Only where an earlier graph is alive a line is made of it, and only in the first of these looks the graph is walked and
+Only where an earlier graph is alive a line is made of it, and only in the first of these checks the graph is walked and
 the user's source read.
 
 Does NOT see graphs that are kept for a part of a step only, and what is kept without a graph.
@@ -32,8 +32,8 @@ from plimsoll.step.retained.tensors import RetainedTensor, retained_by
 from plimsoll.step.sampled_steps import SampledSteps
 from plimsoll.techniques.mechanisms.segment_recompute import SecondBackward
 
-_MOST_MARKED = 8  # tensors of one holder in one look, the newest: a container may have thousands
-_MOST_MARKS = 32  # steps that are asked for in later looks
+_MOST_MARKED = 8  # tensors of one holder in one check, the newest: a container may have thousands
+_MOST_MARKS = 32  # steps that are asked for in later checks
 _FEWEST_ALIVE = 2  # a state that is carried on for one step, or made once, is no graph of every step
 _MOST_LINES = 1000
 _MOST_WALKS = 3  # per holder; see `memory.autograd_graph` for why a growing graph is not walked again and again
@@ -50,12 +50,12 @@ class _Mark:
 
 @dataclass(slots=True)
 class _Marks:
-    """The marks of one holder by their steps, how often its graph was walked, and the line that stores it."""
+    """The marks of one holder by their steps, how often its graph was walked, and the line that assigns it."""
 
     name: str
     by_step: dict[int, list[weakref.ref[_Mark]]] = field(default_factory=dict)
     num_walks: int = 0
-    store: Assignment | None = None
+    assignment: Assignment | None = None
 
     def add(self, step: int, tensors: list[Tensor]) -> None:
         """Mark what no earlier step has marked: a graph that was made once and stays is not one of every step."""
@@ -72,11 +72,11 @@ class _Marks:
 
 
 class GraphWatch:
-    """Looks after some of the steps of one training.
+    """Checks some of the steps of one training.
 
     Attributes:
         lines: what was found, of the steps in which something was.
-        memory: the bytes in use after each look, by its step.
+        memory: the bytes in use after each check, by its step.
         failure: what the last step ended with, if it came to an earlier graph.
     """
 
@@ -115,15 +115,15 @@ class GraphWatch:
             raise told from error
 
     def look(self, step: int) -> None:
-        """Look, if it is time to, at what is alive after ``step``, when nothing of its graph should be."""
+        """Check, if it is time to, what is alive after ``step``, when nothing of its graph should be."""
         is_due = self.is_due
         self._sampled_steps.passed(looked=is_due)
         self.failure = ""
         if not is_due:
             return
         self.memory.append((step, self._backend.use().used_bytes))
-        held = [self._of_holder(one, step) for one in retained_by(self._workload.model, self._workload.loss)]
-        found = [one for one in held if one is not None] or [*filter(None, [self._of_losses(step)])]
+        graphs = [self._of_holder(one, step) for one in retained_by(self._workload.model, self._workload.loss)]
+        found = [one for one in graphs if one is not None] or [*filter(None, [self._of_losses(step)])]
         if found:
             self.lines.append(GraphLine(step=step, retained=tuple(found)))
 
@@ -131,25 +131,27 @@ class GraphWatch:
         """What was found after ``step``, if it was the last that was looked at and something was."""
         return self.lines[-1] if self.lines and self.lines[-1].step == step else None
 
-    def _of_holder(self, held: RetainedTensor, step: int) -> RetainedGraph | None:
+    def _of_holder(self, retained: RetainedTensor, step: int) -> RetainedGraph | None:
         """What one holder keeps of marked steps; marks what it has now."""
-        marks = self._marks.setdefault(held.name, _Marks(held.name))
+        marks = self._marks.setdefault(retained.name, _Marks(retained.name))
         marked, alive = tuple(marks.by_step), marks.alive()
-        marks.add(step, held.tensors[-_MOST_MARKED:])
+        marks.add(step, retained.tensors[-_MOST_MARKED:])
         if len(alive) < _FEWEST_ALIVE:
             return None
-        marks.store = marks.store or assignment_of((*held.owners, *callers()), held.variable, held.value)
-        store = marks.store or Assignment("", "", "")
-        size = self._walked(marks, held.tensors)
+        marks.assignment = marks.assignment or assignment_of(
+            (*retained.owners, *callers()), retained.variable, retained.value
+        )
+        assignment = marks.assignment or Assignment("", "", "")
+        size = self._walked(marks, retained.tensors)
         return RetainedGraph(
-            holder=held.name,
-            num_tensors=len(held.tensors),
-            num_bytes=storage_bytes(held.tensors, self._workload.model.parameters()),
+            holder=retained.name,
+            num_tensors=len(retained.tensors),
+            num_bytes=storage_bytes(retained.tensors, self._workload.model.parameters()),
             num_nodes=size.num_nodes if size else None,
             graph_bytes=size.saved_bytes if size else None,
             marked_steps=marked,
             alive_steps=alive,
-            **store._asdict(),
+            **assignment._asdict(),
         )
 
     def _walked(self, marks: _Marks, tensors: list[Tensor]) -> GraphSize | None:
@@ -172,8 +174,8 @@ class GraphWatch:
 
 def _second_time(step: int, workload: Workload) -> InputError:
     """Say who keeps the graph that backward came to for the second time."""
-    held = retained_by(workload.model, workload.loss)
-    carried = [one for one in held if is_read(one.owners, one.variable)] or held
+    retained = retained_by(workload.model, workload.loss)
+    carried = [one for one in retained if is_read(one.owners, one.variable)] or retained
     if not carried:
         return InputError(
             f"step {step}: {GRAPH_IS_GONE}, which is gone by then; what "
@@ -181,8 +183,8 @@ def _second_time(step: int, workload: Workload) -> InputError:
             "`hidden = hidden.detach()` where it is carried from one pass to the next"
         )
     names = ", ".join(f"`{one.name}`" for one in carried)
-    stores = [assignment_of(one.owners, one.variable, one.value) for one in carried]
-    places = [f"; in {store.place}, write `{store.remedy}` for `{store.code}`" for store in stores if store]
+    assignments = [assignment_of(one.owners, one.variable, one.value) for one in carried]
+    places = [f"; in {one.place}, write `{one.remedy}` for `{one.code}`" for one in assignments if one]
     how = "".join(places) or f"; write `{carried[0].name} = {carried[0].name}.detach()` after each pass"
     return InputError(
         f"step {step}: {GRAPH_IS_GONE}, which is gone by then: {names} "

@@ -73,7 +73,7 @@ class Between:
         self._extra = [(one, copy.deepcopy(one.state_dict())) for one in extra_state]
 
     def share(self, before: Between) -> None:
-        """Hold what is the same as after the batch before only once."""
+        """Keep what is the same as after the batch before only once."""
         self._extra = [
             other if is_same_state(one[1], other[1]) else one
             for one, other in zip(self._extra, before._extra, strict=True)

@@ -1,4 +1,4 @@
-"""What many places hold, taken in each step: that must cost microseconds.
+"""The contents of many places, taken in each step: that must cost microseconds.
 
 A copy of each container would cost more than the step of a small model: thousands of new lists and dicts, step after
 step, make Python collect garbage all the time, and look through the whole program in that. So the items of all places
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate, chain
-from operator import is_
 from typing import Any
 
 from plimsoll.step.undo.reachable import Place, Reached, is_of_pass, is_same
@@ -40,11 +39,11 @@ class Places:
 
 
 class Contents:
-    """What places held at one time: the items of lists, or the keys of dicts and their values.
+    """The contents of places at one time: the items of lists, or the keys of dicts and their values.
 
     Args:
         are_dicts: which of them are dicts.
-        containers: what is held.
+        containers: the contents.
         values: of those that are dicts.
     """
 
@@ -71,30 +70,30 @@ class Contents:
         return dict(zip(items, values, strict=True)) if self._are_dicts[number] else items
 
     def replace(self, number: int, content: Any) -> None:
-        """Let a place have held something else."""
+        """Let a place have had another content."""
         self._replaced[number] = content
 
     def extend(self, other: Contents) -> None:
-        """Add what other places held, which have the numbers after these."""
+        """Add the contents of other places, which have the numbers after these."""
         self._are_dicts = self._are_dicts + other._are_dicts
         self._num_items, self._num_values = self._num_items + other._num_items, self._num_values + other._num_values
         self._items, self._values, self._begins = self._items + other._items, self._values + other._values, None
 
     def let_go(self) -> None:
-        """Hold nothing that a pass has computed; places that had it are then always differing."""
+        """Keep nothing that a pass has computed; places that had it are then always differing."""
         nothing = object()
         self._items, self._values = (
             [nothing if is_of_pass(one) else one for one in part] for part in (self._items, self._values)
         )
 
     def differing(self, other: Contents) -> list[int]:
-        """The numbers of the places that have held other things, or in another order."""
+        """The numbers of the places that have had other things, or in another order."""
         found = [number for number, content in self._replaced.items() if not is_same(content, other[number])]
         waiting = [(0, len(self))] if len(self) else []
         while waiting:
             begin, end = waiting.pop()
             if self._num_items[begin:end] == other._num_items[begin:end] and all(
-                map(_are_same, self._parts(begin, end), other._parts(begin, end))
+                map(is_same, self._parts(begin, end), other._parts(begin, end))
             ):
                 continue
             if end - begin == 1:
@@ -114,12 +113,8 @@ class Contents:
         return self._items[items[begin] : items[end]], self._values[values[begin] : values[end]]
 
 
-def _are_same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
-
-
 def contents_of(reached: Reached) -> Contents:
-    """Return what all that was reached holds, but for what passes have computed."""
+    """Return the contents of all that was reached, but for what passes have computed."""
     contents = Places([place for _, place in reached.places]).contents()
     contents.let_go()
     return contents

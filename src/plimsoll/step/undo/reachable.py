@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import io
+import operator
 import os
 import random
 import sys
@@ -290,7 +291,7 @@ def may_hold_state(value: Any) -> bool:
 
 
 def is_of_pass(value: Any) -> bool:
-    """Whether a value is what a pass has computed, with its graph, and would hold much memory if it were held."""
+    """Whether a value is what a pass has computed, with its graph, and would keep much memory alive if it were kept."""
     if isinstance(value, Tensor):
         return value.grad_fn is not None
     if isinstance(value, dict) and type(value) not in {dict, OrderedDict, defaultdict}:  # what a model returns
@@ -306,7 +307,7 @@ def is_same(one: Any, other: Any) -> bool:
         return all(
             name is key and value is kept for (name, value), (key, kept) in zip(one.items(), other.items(), strict=True)
         )
-    return all(value is kept for value, kept in zip(one, other, strict=True))
+    return all(map(operator.is_, one, other))
 
 
 class _Walk:

@@ -1,4 +1,4 @@
-"""What a tensor, an array of numpy or a generator of random numbers held before a step, and how it is put back.
+"""What a tensor, an array of numpy or a generator of random numbers was before a step, and how it is put back.
 
 An iterator cannot be put back; whether it has moved can be told.
 """
@@ -48,15 +48,15 @@ class SavedTensor:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, tensor: Tensor, spare: Tensor | None = None, *, as_bytes: bool = True) -> SavedTensor:
-        """Copy the whole storage ``as_bytes``, or the values only; into ``spare``, if that is as large."""
+    def of(cls, tensor: Tensor, into: Tensor | None = None, *, as_bytes: bool = True) -> SavedTensor:
+        """Copy the whole storage ``as_bytes``, or the values only; ``into`` another, if that is as large."""
         owner = tensor.untyped_storage() if as_bytes and has_storage(tensor) else tensor
         whole = bytes_in(owner)
         if not has_storage(tensor):
             return cls(owner, whole.clone())
-        if spare is None or spare.shape != whole.shape or spare.device != whole.device or spare.dtype != whole.dtype:
-            spare = torch.empty_like(whole)
-        return cls(owner, spare.copy_(whole))
+        if into is None or into.shape != whole.shape or into.device != whole.device or into.dtype != whole.dtype:
+            into = torch.empty_like(whole)
+        return cls(owner, into.copy_(whole))
 
     @property
     def key(self) -> int | None:

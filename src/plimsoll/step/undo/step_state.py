@@ -1,17 +1,14 @@
 """Everything that a step can change before its update, besides the gradients, remembered so that it can be put back.
 
-What is written is observed, not guessed. In the first step, and again when modules switch between training and
-evaluation or a batch has other fields, a dispatch mode sees which tensors of before are written and copies them first
-(`plimsoll.step.undo.written`); from then on the same ones are copied before each step. What Python keeps is copied one
-level deep wherever training code can keep something (`plimsoll.step.undo.reachable`); so are generators of random
-numbers. A tensor that is first written in a later step is noticed by its version counter: after passes that went
-through it is one of those that are copied; in a step that is undone it cannot be put back, and is named in ``lost``.
+What is written is observed, not guessed: in the first step, and again when modules switch between training and
+evaluation or a batch has other fields (`plimsoll.step.undo.written`). From then on the same tensors are copied before
+each step. What Python keeps is copied one level deep wherever training code can keep something
+(`plimsoll.step.undo.reachable`).
 
-Python values that change only in tries that fail are put back as well. If nothing is left to try, they may be what
-makes the tries fail (a list of failures to come, in a test), so `leave` lets the next tries go on from their change.
-
-Does NOT see a first write in a later step that counts no version (through ``.data``), and what `reachable` and
-`written` do not see: give such state as ``extra_state``.
+A tensor that is first written in a later step is noticed by its version counter: if the step went through it is copied
+from then on; if the step is undone it cannot be put back, and is named in ``lost``. Does NOT see a first write in a
+later step that counts no version (through ``.data``), and what `reachable` and `written` do not see: give such state as
+``extra_state``.
 """
 
 from __future__ import annotations
@@ -83,8 +80,8 @@ class Undo:
         self._watched: Watched | None = None  # of it ...
         self._watched_for: tuple[Any, ...] = ()  # ... as long as this is so
         self.is_updating = False
-        self._new_ids: set[int] = set()  # of what had come into places at the last look since everything was looked for
-        self._stays: list[tuple[str, Any]] = []  # what was there at this one, too
+        self._new_ids: set[int] = set()  # of what had come into places when that was last checked
+        self._stays: list[tuple[str, Any]] = []  # what was there in the check after that, too
         self._has_looked = False  # since the last pass
         self._before: list[Before] = []  # of what the roots reach, and of each batch
         self._moving: set[str] = set()  # names of places that passes have changed
@@ -93,7 +90,7 @@ class Undo:
         self._late: set[str] = set()  # names of tensors that passes of this update were the first to write
         self._written: set[str] = set()  # names of tensors and arrays that passes have written
         self._placed: set[str] = set()  # names of tensors that passes have put into another storage
-        self._spare: dict[str, Tensor] = {}  # copies of earlier steps, to be filled again
+        self._old_copies: dict[str, Tensor] = {}  # of earlier steps, to be filled again
         self._writes: Writes | None = None
         self._observes = observes
         self.kinds: set[Any] = set()
@@ -225,14 +222,17 @@ class Undo:
         self._let_go()
         self._extra, self._failed, self._left, self._random_state = [], [], [], {}
         self._moments, self._between, self._resumed = [], [], ()
-        if self._stays and self._reached is not None:  # what comes and goes is not held
+        if self._stays and self._reached is not None:  # what comes and goes is not kept
             more = reached_from(self._stays, self._reached)
             self._reached.add(more)
             self._walked.extend(contents_of(more))
             self._watched, self._stays = None, []
 
     def leave(self) -> bool:
-        """Leave what only failed tries change as the last one left it; returns whether there is any, once in a step."""
+        """Leave what only failed tries change as the last one left it; returns whether there is any, once in a step.
+
+        It may be what makes the tries fail: a list of failures to come, in a test.
+        """
         if self._left or not self._failed:
             return False
         self._begin_with([(place, content) for _, place, _, content in self._failed])
@@ -346,7 +346,7 @@ class Undo:
         """Forget the state of before, but keep the memory of copies that the next step will need again."""
         for name, saved in (one for before in self._before for one in before.copies if one[0] in self._written):
             if isinstance(saved, SavedTensor):
-                self._spare[name] = saved.content
+                self._old_copies[name] = saved.content
         self._before = []
 
     def _kind_with_modes(self, batch: Any) -> Any:
@@ -421,7 +421,7 @@ class Undo:
 
     def _copied(self, name: str, tensor: Tensor) -> SavedTensor:
         """Copy it, into the memory of the last copy if there is one."""
-        return SavedTensor.of(tensor, self._spare.pop(name, None), as_bytes=self._observes)
+        return SavedTensor.of(tensor, self._old_copies.pop(name, None), as_bytes=self._observes)
 
     def _copied_strangers(self) -> Iterator[SavedTensor]:
         for key, reference in [*self._strangers.items()]:
@@ -448,7 +448,7 @@ class Undo:
     # -- after a pass --------------------------------------------------------------------------------------------------
 
     def _take_writes(self) -> None:
-        """Note whose tensors were seen to be written, and keep what they held."""
+        """Note whose tensors were seen to be written, and keep their contents."""
         if self._writes is None or not self._before:
             return
         reached = [one for before in self._before for one in before.reached.tensors.values()]

@@ -2,12 +2,12 @@
 
 A work is an update, or what follows one. What its owner keeps is looked for once, and again where something new has
 come into a place. In the first works, in ever fewer later ones (`plimsoll.step.sampled_steps`) and where a work is
-tried again, every place is copied, and all arrays up to 64 MiB together. In the others it is what somebody was seen to
-change, the 256 places next to the owner, and arrays up to 1 MiB together. Of the rest it is known how it was when it
-was looked at last, so that what differs after a work that failed can be named.
+tried again, every place is copied, and all arrays up to 64 MiB in sum. In the others it is what somebody was seen to
+change, the 256 places next to the owner, and arrays up to 1 MiB in sum. Of the rest it is known how it was when it was
+looked at last, so that what differs after a work that failed can be named.
 
 What is exchanged for something new again and again (the batch in hand, a list of learning rates) is looked into anew
-before each work, and not held in between: it may be large. Does NOT cover tensors, of which it only says which there
+before each work, and not kept in between: it may be large. Does NOT cover tensors, of which it only says which there
 are.
 """
 
@@ -101,7 +101,7 @@ class Kept:
         self._often: list[Known] = []  # the places that are copied before each work
         self._rarely: list[Known] = []  # and the others ...
         self._chosen_for = -1  # ... as long as so many are known to change
-        self._held: dict[int, Any] = {}  # what was looked into, by its id, or is left out
+        self._kept: dict[int, Any] = {}  # what was looked into, by its id, or is left out
         self._ids: dict[Slot, int] | None = None  # what was in each slot when all was looked for the last time
         self._is_first = True
         self._exchanged: set[Slot] = set()
@@ -113,13 +113,13 @@ class Kept:
         """Find what there is before a work, and copy what is due; ``is_again``: the work has failed before."""
         self.is_due = is_again or self._sampled_steps.is_due
         roots = self._roots()
-        has_all = all(id(value) in self._held for group in roots for _, value in group)
+        has_all = all(id(value) in self._kept for group in roots for _, value in group)
         if not self._lasting or not has_all or self._is_news():
             self._look_for_all(roots)
         self.parts = []
         for lasting, places in zip(self._lasting, self._exchanging, strict=True):
             slots = (one for known in places for one in known.values() if one[0] in self._exchanged)
-            passing = reached_from([(name_of_item(*slot), value) for slot, value in slots], Reached(seen=self._held))
+            passing = reached_from([(name_of_item(*slot), value) for slot, value in slots], Reached(seen=self._kept))
             self.copied += [Known(name, place, place.content()) for name, place in passing.places]
             self.parts.append(_joined(lasting, passing))
 
@@ -160,7 +160,7 @@ class Kept:
     def forget(self) -> None:
         """Let go of everything but what is known by name."""
         self.parts, self.copied, self.others = [], [], []
-        self._lasting, self._places, self._exchanging, self._held = [], [], [], {}
+        self._lasting, self._places, self._exchanging, self._kept = [], [], [], {}
         self._often, self._rarely, self._chosen_for = [], [], -1
 
     def _look_for_all(self, roots: Sequence[Sequence[Named]]) -> None:
@@ -178,10 +178,10 @@ class Kept:
             found = self._passing_of(values, given)
             if found.keys() <= passing.keys():
                 break
-            passing |= found  # which must not be held
+            passing |= found  # which must not be kept
         self._ids = ids
         # What a walk leaves out is nothing new the next time.
-        self._held.update((id(value), value) for _, value in values if id(value) not in passing)
+        self._kept.update((id(value), value) for _, value in values if id(value) not in passing)
         exchanging = {name for name, _ in self._exchanged}
         self._exchanging = [[known for known in places if known.name in exchanging] for places in self._places]
         self._changing |= exchanging
@@ -193,13 +193,13 @@ class Kept:
         return {id(value): value for slot, value in values if slot in self._exchanged and id(value) not in given}
 
     def _walk(self, roots: Sequence[Sequence[Named]], apart: dict[int, Any], passing: dict[int, Any]) -> None:
-        lasting, held = [], {**apart}
+        lasting, kept = [], {**apart}
         for group in roots:
-            lasting.append(reached_from(group, Reached(seen=held | passing)))
-            held.update(lasting[-1].seen)
-            held.update((id(value), value) for _, value in group)
+            lasting.append(reached_from(group, Reached(seen=kept | passing)))
+            kept.update(lasting[-1].seen)
+            kept.update((id(value), value) for _, value in group)
         self._places = [[Known(name, place, place.content()) for name, place in part.places] for part in lasting]
-        self._lasting, self._held = lasting, held
+        self._lasting, self._kept = lasting, kept
 
     def _choose(self) -> None:
         """Choose the places that are copied."""
@@ -225,7 +225,7 @@ class Kept:
             self._changing.add(known.name)
             known.content = now
             others = (id(value) for slot, value in known.values() if slot not in self._exchanged)
-            has_come = has_come or any(number not in self._held for number in others)
+            has_come = has_come or any(number not in self._kept for number in others)
         return has_come
 
     def _note(self, name: str, array: Array) -> None:

@@ -1,41 +1,15 @@
 """`optimizer.step()` as a transaction: afterwards the whole step has happened, or none of it.
 
-An optimizer changes parameters and states in place, so memory running out half way (Adam's temporaries, or its states
-in the first step) leaves some parameters updated and some not. There are two ways not to come to that.
+An update is done at once where the most it can take is known and shown to be free. Otherwise it is done in chunks of a
+few parameters, whose values and states are copied just before, so that a chunk can always be undone.
 
-*At once*, on the CPU: what an optimizer of ``torch.optim`` takes at most is known, so it is allocated and freed before
-anything is changed, and then kept for the update (`Backend.reserved`): another thread would have to take all that is
-left, and the room besides. An update that has its room does not run out of memory, as far as what the heap adds is
-known (`plimsoll.step.update.transient_memory`), and nothing is copied.
+Covers optimizers of ``torch.optim``. One from elsewhere, or one with step hooks, may use all parameters, also those
+without a gradient: it is called once, and all that is reached from it is restored if that fails
+(`plimsoll.step.update.undo`).
 
-*In pieces*, wherever that is not so, or the room is not there, for the update may well need less. Each piece is a few
-parameters whose values and states are copied just before, so that it can always be undone. The copy is small, and
-dropped with the piece.
-
-That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
-most; the states that the first step will still create are proven to fit, with what the next piece takes, by allocating
-as much once (those that leave the device with their piece need no room); and every finished piece gives its gradients
-back. On the CPU new states are kept apart from gradients, whose holes are lost to them. So memory runs out in the
-first piece, which is undone and nothing has happened, or not at all. A later failure is something else taking memory:
-the piece is undone and done again, in halves where it can be cut. If what cannot be cut fails twice, what was done
-cannot be taken back: `TornStepError` says so, and a checkpoint is the way back.
-
-Ranks that train together go in pieces, and agree on the first before any keeps it, so that the same holds for all.
-
-Of an embedding table with a sparse gradient only the rows that the update changes are copied
-(`plimsoll.step.update.sparse`). Where an optimizer's states are outside the device, copies too large for the kept
-memory are made there as well.
-
-Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
-but only after what its update can take at most has been shown to be there.
-
-Covers optimizers of ``torch.optim`` at once and piece by piece. One from elsewhere, or one with step hooks, may look at
-all parameters together, and at those that have no gradient: it is called once, its groups as they are, and all that is
-reached from it and its hooks is put back where that fails (`plimsoll.step.update.undo`). If it fails again, what only
-failing changes in Python is left changed, and it is tried further (`plimsoll.step.undo.snapshot`).
-
-Does NOT cover errors other than memory running out (a Ctrl-C in a loop of one's own) between two pieces. Where another
-thread does take the room of an update at once, it is torn, as it is where a piece fails twice.
+Does NOT cover errors other than memory running out (a Ctrl-C in a loop of one's own) between two chunks.
+`TornStepError` is raised where an update at once runs out of memory after all, or a chunk that cannot be split fails
+twice.
 """
 
 from __future__ import annotations
@@ -74,11 +48,11 @@ from plimsoll.step.update.transient_memory import (
 )
 from plimsoll.step.update.undo import ChunkCopy, Learned, Memory, WholeCopy
 
-# A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
+# A chunk on the CPU stays in the cache between its copy and its update; on a GPU small chunks would cost launches.
 _CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # Parameters that lie on the host in a training on a GPU are updated there: in its cache, but by fewer calls, since many
 # threads share the work of each.
-_OUTSIDE_PIECE_BYTES = 8 << 20
+_OUTSIDE_CHUNK_BYTES = 8 << 20
 # On the CPU copies are made in memory that is kept: to take and free it in every step makes the C library give the top
 # of its heap back to the system and take it again, which costs up to twice as much as the copying. CUDA's allocator
 # keeps it.
@@ -130,7 +104,7 @@ class _Chunk:
         return self.can_be_cut() or self.num_failures == 1 or goes_on
 
     def halves(self) -> list[_Chunk]:
-        """The piece as two, or itself if it cannot be cut."""
+        """The chunk as two, or itself if it cannot be split."""
         if not self.can_be_cut():
             return [self]
         members = self.members()
@@ -157,7 +131,7 @@ class StepCommit:
         optimizer: the optimizer; its gradients are released as they are used.
         backend: the device's backend.
         position: where the run is, for the record of an error.
-        chunk_bytes: always go in pieces, of parameters of so many bytes; ``None``: at once, or what suits the device.
+        chunk_bytes: always update in chunks of so many bytes; ``None``: at once, or in chunks that suit the device.
         ranks: who does the same step on the same gradients; as long as it can be undone here, it can be undone on all.
     """
 
@@ -188,7 +162,7 @@ class StepCommit:
         self._is_undone_by_all = False
         self._changes_gradients: bool | None = None
         self._learned = Learned(optimizer)  # of an optimizer that is updated as a whole
-        self._changers: dict[object, bool] = {}  # whether one that goes in pieces changes gradients, by its settings
+        self._changers: dict[object, bool] = {}  # whether updates in chunks change gradients, by settings
 
     def forget(self) -> None:
         """Let go of the scratch memory, and of the optimizer's states: views of them are kept from step to step."""
@@ -215,12 +189,12 @@ class StepCommit:
             self._do_in_chunks()
 
     def _is_done_at_once(self) -> bool:
-        """Do the whole update if what it takes at most is known and there; otherwise leave everything as it is.
+        """Do the whole update if what it takes at most is known and free; otherwise leave everything as it is.
 
-        That it is not there is no event: in pieces the update may need less.
+        Too little free memory is no event: in chunks the update may need less.
 
         Raises:
-            TornStepError: if memory ran out although there was room.
+            TornStepError: if memory ran out although enough was free.
         """
         members = _members(self.optimizer)
         if not self._goes_at_once or not self._is_known(members):
@@ -228,10 +202,11 @@ class StepCommit:
         with ExitStack() as stack:
             created = without_states(self.optimizer, members)
             sizes = most_at_once(self.optimizer, members, created)
-            # What is looked for in vain would stay in the heap, where states cannot use it.
+            # A failed reservation would leave blocks in the heap, where states cannot use them. What is reserved is
+            # freed for the update alone: to tear it, another thread would have to take that and all other free memory.
             with self._backend.without_holes() if created else nullcontext():
-                room = attempt(lambda: self._reserved(sizes, stack), self._backend, self._position)
-            if room is not True:
+                is_reserved = attempt(lambda: self._reserved(sizes, stack), self._backend, self._position)
+            if is_reserved is not True:
                 return False
             stopped = attempt(lambda: failpoint("optimizer"), self._backend, self._position)
             if stopped is not None:
@@ -261,9 +236,9 @@ class StepCommit:
         )
 
     def _reserved(self, sizes: list[int], stack: ExitStack) -> bool:
-        """Keep room on the stack for blocks of these sizes, where the backend can do that."""
-        room = self._backend.reserved(sizes)
-        return room is not None and stack.enter_context(room) is None
+        """Reserve blocks of these sizes until the stack is left, where the backend can do that."""
+        reserved = self._backend.reserved(sizes)
+        return reserved is not None and stack.enter_context(reserved) is None
 
     def _do_in_chunks(self) -> None:
         chunks, switches = self._whole(), _switches_of(self.optimizer)
@@ -271,11 +246,15 @@ class StepCommit:
         creates_states = bool(self._stateless(chunks))
         # They come where gradients go: in a heap with both, what one leaves is lost to the other.
         with self._backend.without_holes() if creates_states else nullcontext():
+            # States that leave the device with their chunk take nothing there from the chunks after it.
             self._do_one_by_one(chunks[::-1], must_prove=creates_states and not keeps_states_outside(self.optimizer))
         if self.outcome is None:
             self._changers[switches] = any(chunk.changes_gradients for chunk in chunks)
 
     def _do_one_by_one(self, waiting: list[_Chunk], must_prove: bool) -> None:
+        # The largest chunk comes first and needs most, states to come are proven to fit with it, and each finished
+        # chunk frees its gradients. So memory runs out in the first chunk, while all can be undone, or something else
+        # takes memory: then the chunk is undone and tried again, in halves where it can be split.
         nothing_happened = True
         while waiting:
             chunk = waiting.pop()
@@ -299,19 +278,19 @@ class StepCommit:
                 raise _torn(event)
 
     def _whole(self) -> list[_Chunk]:
-        """The pieces of the whole step: those of the step before, unless something about them has changed."""
+        """The chunks of the whole step: those of the step before, unless something about them has changed."""
         members, can_be_cut = _members(self.optimizer), is_separable(self.optimizer)
         made_for = (can_be_cut, [(group, id(parameter), parameter.nbytes) for group, parameter in members])
-        if made_for != self._made_for:  # the ids are of living parameters: the pieces hold them
+        if made_for != self._made_for:  # the ids are of living parameters: the chunks keep them
             self._chunks, self._made_for = _chunks(members, can_be_cut, self._chunk_bytes), made_for
         for chunk in self._chunks:
             chunk.num_failures, chunk.left = 0, []
         return self._chunks
 
     def _do(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
-        """Update one piece and release its gradients, or leave it as it was.
+        """Update one chunk and release its gradients, or leave it as it was.
 
-        ``others``: the pieces whose update must be proven to fit as well.
+        ``others``: the chunks whose update must be proven to fit as well.
         """
         copy = self._copy_of(chunk)
         if copy is None:
@@ -360,14 +339,15 @@ class StepCommit:
                     f"memory ran out inside optimizer.step() of step {self._position.step + 1}, and "
                     f"{', '.join(copy.lost)} cannot be put back: reload the last checkpoint"
                 )
-            # All ranks try as often; and where gradients are lost, what is to be done again is the whole step.
+            # Tries go on from what only failing changes in Python (`plimsoll.step.undo.snapshot`). But all ranks try
+            # as often; and where gradients are lost, what is to be done again is the whole step.
             is_further = chunk.num_failures < 2 or copy.changes != chunk.left
             may_go_on = is_further and self._ranks.is_alone and not copy.has_lost_gradients
             chunk.left = copy.changes if may_go_on else []
             chunk.num_failures += copy.has_lost_gradients
 
     def _copy_of(self, chunk: _Chunk) -> ChunkCopy | WholeCopy | None:
-        """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
+        """A copy to undo the chunk with; ``None`` where it does not fit, or leaves too little for a second try."""
         copy = attempt(lambda: self._copied(chunk), self._backend, self._position)
         if isinstance(copy, OomEvent):
             self._scratch[chunk.place[1]].clear()
@@ -386,10 +366,10 @@ class StepCommit:
         return WholeCopy(self.optimizer, self._learned, memory, self._backend, is_again=chunk.num_failures > 0)
 
     def _lacks_room(self, chunks: list[_Chunk], times: float = MOST_STATES, is_next: bool = False) -> OomEvent | None:
-        """The event if what updates of the pieces take at most, one after another, is not there.
+        """The event if what updates of the chunks take at most, one after another, is not free.
 
         That is all new states, ``times`` the parameters where it is not known, and the most temporaries of any. On a
-        GPU the gradients that the piece before gives back make up for the temporaries of those that are ``is_next``;
+        GPU the gradients that the chunk before frees make up for the temporaries of those that are ``is_next``;
         on the CPU an aligned block does not fit in the hole of one of its size.
         """
         blocks = blocks_of_states(self.optimizer, self._stateless(chunks), times)
@@ -398,10 +378,11 @@ class StepCommit:
         return attempt(lambda: prove_room(blocks, chunks[0].place[0]), self._backend, self._position)
 
     def _agreed(self, event: OomEvent | None) -> OomEvent | None:
-        """The first piece is done on all ranks or on none; after that, what fails here is mended here."""
+        """The first chunk is done on all ranks or on none; after that, what fails here is mended here."""
         return agreed(event, self._position, self._ranks) if self._is_undone_by_all else event
 
     def _do_without_copy(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
+        """Update a chunk that cannot be undone, but only after the most its update takes is shown to be free."""
         self._scratch[chunk.place[1]].clear()
         self._backend.release()
         no_room = self._agreed(self._lacks_room([chunk, *others]))
@@ -414,7 +395,7 @@ class StepCommit:
         return None
 
     def _step_on(self, chunk: _Chunk) -> None:
-        """Update a piece, or everything, by groups that are as they are."""
+        """Update a chunk, or everything, by groups that are as they are."""
         with only(self.optimizer, chunk.groups) if chunk.is_separable else nullcontext():
             self.optimizer.step()
         failpoint("optimizer")
@@ -441,10 +422,10 @@ def _is_on_the_host(parameter: nn.Parameter) -> bool:
 
 
 def _chunks(members: Members, can_be_cut: bool, chunk_bytes: int) -> list[_Chunk]:
-    """The members, largest first, in pieces of at most ``chunk_bytes`` (or one parameter); tables on the host last."""
+    """The members, largest first, in chunks of at most ``chunk_bytes`` (or one parameter); tables on the host last."""
     chunks: list[_Chunk] = [] if can_be_cut else [_Chunk(is_separable=False)]  # which has a step to do in any case
     for group, parameter in sorted(members, key=_order):
-        most_bytes = min(chunk_bytes, _OUTSIDE_PIECE_BYTES) if is_marked(parameter) else chunk_bytes
+        most_bytes = min(chunk_bytes, _OUTSIDE_CHUNK_BYTES) if is_marked(parameter) else chunk_bytes
         is_full = chunks and (
             chunks[-1].num_bytes + _cut_bytes(parameter) > most_bytes or chunks[-1].place != _place_of(parameter)
         )
@@ -465,7 +446,7 @@ def _order(member: tuple[int, nn.Parameter]) -> tuple[bool, bool, int]:
 
 
 def _cut_bytes(parameter: nn.Parameter) -> int:
-    """The bytes that order and pieces go by: of a part of a parameter those of the largest, the same on all ranks."""
+    """The bytes that order and chunks go by: of a part of a parameter those of the largest, the same on all ranks."""
     num_bytes: int = getattr(parameter, "cut_bytes", parameter.nbytes)
     return num_bytes
 

@@ -1,16 +1,11 @@
 """Gradient release: each parameter is updated in backward, as soon as its gradient is complete, which is then freed.
 
-A hook of autograd (``register_post_accumulate_grad_hook``) runs when everything that adds to a parameter's gradient has
-been added, so a tied weight is updated once. Parameters wait for each other until they make up a piece, since small
-updates cost more than they free.
-
-The step stays a transaction. Memory may run out in the middle of backward, when some parameters are updated already, so
-before a piece is updated its values and states are copied to where they take no memory of the device, and copied back
-if the step is undone. Every step pays for these copies.
+The step stays a transaction: memory may run out in backward, when some parameters are updated already, so before an
+update the values and states are copied to where they take no memory of the device. Every step pays for these copies.
 
 Numerics: bitwise; the same update on the same gradients. Does NOT cover what needs all gradients first (accumulation,
-clipping, a gradient scaler), optimizers that look at several parameters together, and a parameter whose gradient comes
-in parts, each of which looks complete (checkpointing with ``use_reentrant=True``): that is noticed, and refused.
+clipping, a gradient scaler), optimizers whose update depends on several parameters, and a parameter whose gradient
+comes in parts, each of which looks complete (checkpointing with ``use_reentrant=True``): that is noticed, and refused.
 """
 
 from __future__ import annotations
@@ -29,7 +24,8 @@ from plimsoll.models.workload import Workload
 from plimsoll.step.failpoints import failpoint
 from plimsoll.step.update.commit import only
 
-# Pieces on a GPU are larger because each costs launches.
+# Parameters wait until their gradients have so many bytes: small updates cost more than they free, on a GPU by their
+# launches.
 _CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 16 << 20}
 
 
@@ -37,7 +33,7 @@ class GradientRelease:
     """The updates of one step of one optimizer, done in backward; a new one for each step.
 
     Args:
-        optimizer: the optimizer; nothing in its step may look at several parameters together.
+        optimizer: the optimizer, which updates each parameter by itself.
         copy_outside: copies a tensor to where it takes no memory of the device.
         kind: the kind of the device.
         chunk_bytes: gradients that may wait, in bytes; ``None`` for what suits the device.
@@ -68,6 +64,7 @@ class GradientRelease:
     def in_backward(self) -> Iterator[None]:
         """Update in every backward of the block; when it ends without an error, nothing waits any more."""
         trainable = [parameter for parameter in self._group_of if parameter.requires_grad]
+        # Autograd calls it when all that adds to a gradient has been added, so a tied weight is updated once.
         handles = [parameter.register_post_accumulate_grad_hook(self._is_complete) for parameter in trainable]
         try:
             yield

@@ -1,4 +1,4 @@
-"""Copies of many tensors, made together and in memory that is kept: what undoing a part of an update needs.
+"""Copies of many tensors, made by few calls and in memory that is kept: what undoing a part of an update needs.
 
 Where the tensors lie is found once (`Layout`); those of one dtype and device are copied by one call into memory that
 stays from step to step (`Scratch`). Does NOT know parameters, states or optimizers: see `plimsoll.step.update.commit`.
@@ -18,13 +18,13 @@ ADDRESS_OF: dict[type[torch.Tensor], Callable[[torch.Tensor], int]] = {
     torch.Tensor: torch.Tensor.data_ptr,
     nn.Parameter: torch.Tensor.data_ptr,
 }
-"""Where the memory of a tensor begins, for classes whose memory can be copied together; a dry run adds its own."""
+"""Where the memory of a tensor begins, for classes of which one call can copy many; a dry run adds its own."""
 
 
 class Layout:
-    """Where the tensors of a piece lie: found once, since looking it up in every step took longer than the copying.
+    """Where the tensors of a chunk lie: found once, since looking it up in every step took longer than the copying.
 
-    ``alike`` has the tensors of one dtype and device as views of one dimension, which are copied together; ``others``
+    ``alike`` has the tensors of one dtype and device as views of one dimension, copied by one call; ``others``
     are not contiguous, or of a class of their own, and copied one by one.
     """
 
@@ -59,7 +59,7 @@ class Scratch:
     def copy_of(
         self, key: tuple[torch.dtype, torch.device], flat: list[torch.Tensor], num_elements: int
     ) -> torch.Tensor:
-        """All the tensors, of so many elements together, in one."""
+        """All the tensors, with so many elements in sum, in one."""
         memory = self._kept.get(key)
         if memory is None or len(memory) < num_elements:
             memory = torch.empty(num_elements, dtype=key[0], device=key[1])

@@ -2,9 +2,9 @@
 
 Optimizers of this package say it themselves (`SeparableOptimizer`). Of others it is a multiple of the parameters'
 bytes, which the tests count for all of ``torch.optim``. It must not be much more than is taken: an update that seems
-not to have its room goes in pieces, whose states come among gradients that are still there, and the holes of that kind
-made the heap of a BERT 390 MiB larger. Does NOT know optimizers from elsewhere, which may take more: of theirs it is
-the usual.
+not to fit is done in chunks, whose states come among gradients that are still there, and holes of that kind made the
+heap of a BERT 390 MiB larger. Does NOT know optimizers from elsewhere, which may take more: for them the usual multiple
+is taken.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STATES = {
 }  # fmt: skip
 _SETTINGS_WITH_A_STATE = ("momentum", "amsgrad", "centered")
 _HOLES_SHARE = 1 / 8
-"""Of new states. They come in another order than the room for them is shown, so that holes are left between: up to 4 %
+"""Of new states. They come in another order than their memory is tried in, so that holes are left between: up to 4 %
 of 450 MiB in a model of many small and large parameters."""
 SLACK_BYTES = 1 << 20
 """What the heap and Python's own allocator grow by, for what is too small to be counted."""
@@ -79,19 +79,19 @@ def blocks_of_temporaries(optimizer: torch.optim.Optimizer, members: Members) ->
     """
     if isinstance(optimizer, SeparableOptimizer):
         return [max((optimizer.temporary_bytes_of(parameter) for _, parameter in members), default=0)]
-    together: list[int] = []
+    at_once: list[int] = []
     in_turn: list[int] = []
     for group, parameter in members:
         settings = optimizer.param_groups[group]
         if settings.get("foreach") or not (parameter.is_cpu or settings.get("fused")):
-            together.append(bytes_updated(parameter))
+            at_once.append(bytes_updated(parameter))
         elif not settings.get("fused"):
             in_turn.append(bytes_updated(parameter))
-    return (together + sorted(in_turn)[-2:]) * _MOST_TEMPORARIES.get(type(optimizer), _TEMPORARIES)
+    return (at_once + sorted(in_turn)[-2:]) * _MOST_TEMPORARIES.get(type(optimizer), _TEMPORARIES)
 
 
 def prove_room(blocks: list[int], device: torch.device) -> None:
-    """Allocate blocks of so many bytes together and free them: raises where they are not to be had."""
+    """Allocate blocks of so many bytes at the same time and free them: raises where they do not fit."""
     [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in blocks]
 
 
@@ -114,7 +114,7 @@ def _num_states(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> i
 
 
 def _blocks(sizes: list[int], times: float) -> list[int]:
-    """Blocks of ``times`` as many bytes as ``sizes`` together, as large as they are: holes may be too small for one."""
+    """Blocks of ``times`` the sum of ``sizes``, each as large as one of them: holes may be too small for one."""
     whole = int(times)
     rest = round((times - whole) * sum(sizes))
     return sizes * whole + ([rest] if rest else [])

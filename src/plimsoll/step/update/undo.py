@@ -1,18 +1,10 @@
 """What an update changes, copied just before it, so that it can be undone bit for bit.
 
-`ChunkCopy` is of some parameters of an optimizer that treats each alone (see
-`plimsoll.models.optimizers.is_separable`): their values and states, and of embedding tables with sparse gradients the
-rows that change (`plimsoll.step.update.sparse`). States that an update only borrows
-(`plimsoll.device.off_device.Lender`) are their own copy, until the update is kept.
+`ChunkCopy` is of some parameters of an optimizer that treats each alone (`plimsoll.models.optimizers.is_separable`),
+and `WholeCopy` of any other optimizer, with all that is reached from it (`plimsoll.step.undo.reachable`).
 
-`WholeCopy` is of any other optimizer, which may keep what it likes where it likes: all that is reached from it
-(`plimsoll.step.undo.reachable`), whether in states, groups, attributes or further down, and the random numbers. What is
-reached only from hooks may be large, and is copied where a hook was seen to write it.
-
-Gradients are copied where an update was seen to change them (SGD with Nesterov's momentum does, with ``foreach``), and
-until then as they are written: the first update is observed (`plimsoll.step.undo.written`), further ones of a
-`WholeCopy` now and then. Does NOT see what a hook or a gradient's owner writes for the first time in an update that is
-not observed and fails; `WholeCopy` names it, where tensors count their versions.
+Does NOT see what a hook or a gradient's owner writes for the first time in an update that is not observed and fails;
+`WholeCopy` names it, where tensors count their versions.
 """
 
 from __future__ import annotations
@@ -57,7 +49,7 @@ class Memory(NamedTuple):
 
 
 class _Values:
-    """Values of tensors, copied together where their memory allows it."""
+    """Values of tensors, copied by one call where their memory allows it."""
 
     def __init__(self, tensors: list[Tensor], memory: Memory) -> None:
         layout, scratch, copy_outside, lender = memory
@@ -81,6 +73,9 @@ class _Values:
 
 class ChunkCopy:
     """Some parameters of an optimizer and their states, as they are now.
+
+    Of embedding tables with sparse gradients only the rows that change are copied (`plimsoll.step.update.sparse`).
+    States that an update only borrows (`plimsoll.device.off_device.Lender`) are their own copy, until it is kept.
 
     Args:
         optimizer: the optimizer, which treats each parameter alone.
@@ -124,6 +119,7 @@ class ChunkCopy:
         self._gradients = [(gradient, gradient.clone()) for gradient in gradients]
         # Some optimizers count in their groups; which parameters are in them is put back by the caller.
         self._settings = settings_of(optimizer)
+        # SGD with Nesterov's momentum changes gradients, with ``foreach``: the first update is observed for that.
         if changes_gradients is None and all(has_storage(one) for _, one in members):
             states = (value for _, state in self._states for value in state.values() if has_storage(value))
             self._writes = Writes(key_of(one) for one in (*(parameter for _, parameter in members), *states))
@@ -190,7 +186,10 @@ class Learned:
 
 
 class WholeCopy:
-    """All that is reached from an optimizer, as it is now.
+    """All that is reached from an optimizer, as it is now, with the random numbers.
+
+    What is reached only from hooks may be large, and is copied where a hook was seen to write it. Updates are observed
+    first and then now and then (`plimsoll.step.undo.written`), to see what hooks write and whether gradients change.
 
     Args:
         optimizer: any optimizer.

@@ -2,7 +2,7 @@
 
 Blocks are siblings of one class that have parts of their own: entries of a ``ModuleList`` or ``Sequential``
 (``transformer.h.0``, ``encoder.layer.0``, ``model.layers.0``), or attributes whose names differ by a number only
-(``block1``, ``block2``). The outermost ones count, and only where together they hold most of the weights that are
+(``block1``, ``block2``). The outermost ones count, and only where they have, in sum, most of the weights that are
 neither embeddings nor of an embedding's shape (an output layer): small repeated heads are no blocks.
 
 Looks at modules and shapes, so it works for models on the meta device and of fake tensors. Does NOT find parts that are
@@ -19,7 +19,7 @@ from torch import nn
 
 Blocks = tuple[tuple[str, nn.Module], ...]
 
-_LEAST_SHARE = 0.5  # of the weights in all blocks together ...
+_LEAST_SHARE = 0.5  # of the weights in the sum of all blocks ...
 _LEAST_SHARE_OF_A_CLASS = 0.05  # ... and in those of one class: a hybrid may have one attention in eight layers
 
 
@@ -30,12 +30,12 @@ def blocks_of(model: nn.Module) -> Blocks:
         id(parameter): parameter.numel() for parameter in model.parameters() if parameter.shape not in embeddings
     }
     blocks = {id(block): (name, block) for name, block in _outermost(model, "")}
-    held: Counter[type] = Counter()
+    num_weights_of: Counter[type] = Counter()
     for _, block in blocks.values():
-        held[type(block)] += sum(weights.get(id(parameter), 0) for parameter in block.parameters())
+        num_weights_of[type(block)] += sum(weights.get(id(parameter), 0) for parameter in block.parameters())
     total = sum(weights.values())
-    classes = {kind for kind, num_weights in held.items() if num_weights >= _LEAST_SHARE_OF_A_CLASS * total}
-    if sum(held[kind] for kind in classes) < max(_LEAST_SHARE * total, 1):
+    classes = {kind for kind, num_weights in num_weights_of.items() if num_weights >= _LEAST_SHARE_OF_A_CLASS * total}
+    if sum(num_weights_of[kind] for kind in classes) < max(_LEAST_SHARE * total, 1):
         return ()
     return tuple((name, block) for name, block in blocks.values() if type(block) in classes)
 

@@ -1,10 +1,5 @@
 """Cross entropy of a linear layer's outputs, a few tokens at a time: the logits never exist as a whole.
 
-A scalar loss has its gradients made while the chunk's logits are there, and backward only multiplies them by the
-gradient that arrives: Liger's way (Hsu et al. 2024, arXiv:2410.10989). A loss per token (``reduction="none"``), and
-fp16, whose small gradients would be lost without the scale that arrives with backward, compute the logits of each chunk
-once more in backward. Without gradients only the loss is computed.
-
 Numerics: matrix products in ``compute_dtype``, everything between them in fp32 (fp64 for fp64), and sums over chunks in
 fp32 or better: the mathematics of ``F.cross_entropy(F.linear(...))`` in another rounding order. No value is read on the
 host, also where it is not known how many labels count, and every op is deterministic.
@@ -53,7 +48,10 @@ class LossOptions:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the gradients must wait for the one that arrives in backward."""
+        """Whether the gradients must wait for the one that arrives in backward, and chunks be computed again there.
+
+        Small gradients in fp16 would be lost without the scale that arrives with it.
+        """
         return self.reduction == "none" or self.compute_dtype == torch.float16
 
 
@@ -90,7 +88,10 @@ def chunked_cross_entropy(layer: Layer, target_N: Tensor, options: LossOptions) 
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The loss and, where they need nothing of backward, its gradients."""
+    """The loss and, where they need nothing of backward, its gradients, made while a chunk's logits are there.
+
+    Backward only multiplies them by the gradient that arrives, as in Liger (Hsu et al. 2024, arXiv:2410.10989).
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -139,7 +140,7 @@ def _scaled(ctx: Any, arriving: Tensor) -> Iterator[Tensor | None]:
             continue
         yield (sums[number] * arriving if keeps_graph else sums[number].mul_(arriving)).to(dtype)
         if not keeps_graph:
-            sums[number] = None  # where it was cast, the sum makes room for the next
+            sums[number] = None  # where it was cast, the sum is freed for the next
 
 
 def _recomputed(ctx: Any, arriving: Tensor) -> Iterator[Tensor | None]:

@@ -6,9 +6,6 @@ dimensions before the vocabulary, casts to a wider type, a number they are multi
 itself goes over the tokens in chunks. Whatever else is asked of it is answered by the real logits, which are computed
 then, once, with their graph: the same result and the same memory as without this module.
 
-How it works: functions of torch come to ``__torch_function__``. What does not (another library's autograd function, a
-backward hook's) meets a node of autograd and ``__torch_dispatch__``, which compute the real thing too.
-
 It is refused to change logits in place, or to watch their gradient, after others were made of them that do not know of
 it; and to read logits whose layer has changed since (an optimizer's step).
 """
@@ -113,7 +110,7 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has a function that is switched off
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute the logits for code that torch functions do not reach; autograd is above this."""
+        """Compute the logits for what passes ``__torch_function__`` by, such as another library's autograd function."""
         if func._schema.is_mutable:
             raise InputError(
                 f"cannot let {func} change logits that are not computed: leave chunked_loss out (--forbid chunked_loss)"
@@ -124,7 +121,7 @@ class LazyLogits(Tensor):
 
 
 class _Node(torch.autograd.Function):
-    """Gives lazy logits their place in autograd's graph; on the usual way nothing ever runs backward through it."""
+    """Gives lazy logits their place in autograd's graph; usually nothing ever runs backward through it."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:

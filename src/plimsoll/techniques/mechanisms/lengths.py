@@ -63,9 +63,9 @@ class CutByLength:
             yield trimmed(batch, groups[0][1]), count(batch), range(batch_size)
         else:
             for numbers, num_columns in groups:
-                piece = pick_samples(batch, numbers)
-                if num_units := count(piece):
-                    yield trimmed(piece, num_columns), num_units, numbers
+                part = pick_samples(batch, numbers)
+                if num_units := count(part):
+                    yield trimmed(part, num_columns), num_units, numbers
 
 
 def groups_by_length(batch: Any, num_samples: int, full_length: int | None = None) -> list[Group] | None:

@@ -2,13 +2,10 @@
 
 A moment is a code for each number (1 byte, or half of one) and a scale for each block of 256 or 128 numbers. Where a
 parameter's numbers make up whole blocks the update is that of torchao bit for bit; torchao leaves others as they are,
-and here what is left over makes a smaller block of its own. The differences are in memory and time:
+and here what is left over makes a smaller block of its own.
 
-- The states are plain tensors, so that whatever holds for states of ``torch.optim`` holds for them: they are counted,
-  copied for an undo, saved and loaded as others are.
-- A large parameter is updated a part at a time. torchao's temporaries are several times as large as the parameter
-  unless they are compiled away, and compiling took more than a minute on a CPU.
-- A code is looked up by the upper half of a number's bits, where torchao searches for it.
+Otherwise than in torchao, the states are plain tensors, which are counted, copied for an undo, saved and loaded like
+those of ``torch.optim``, and a large parameter is updated a part at a time.
 
 Does NOT cover amsgrad, sparse gradients and complex numbers.
 """
@@ -35,8 +32,10 @@ LEAST_ELEMENTS = 4096
 """A parameter of fewer has the moments of plain Adam, as in torchao: biases and normalisations are sensitive."""
 
 _BLOCK_ELEMENTS = {8: 256, 4: 128}  # torchao's
-# Numbers that are updated together, in some 60 ops. With fewer, what is taken in between (8 floats for each) would be
-# less, and stay in a cache; but a dry run takes a fraction of a millisecond for each op, whatever its size.
+# Numbers that are updated at once, in some 60 ops. torchao's temporaries are several times as large as the parameter
+# unless they are compiled away, and compiling took more than a minute on a CPU. With fewer numbers than these the
+# temporaries (8 floats for each) would stay in a cache; but a dry run takes a fraction of a millisecond for each op,
+# whatever its size.
 _PART_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}
 _MOST_TEMPORARIES = 12  # times 4 bytes for each number that is updated; a test counts them
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
@@ -75,6 +74,7 @@ class _Packed:
         blocks = moment.view(len(self.scale), -1)
         torch.clip(blocks.abs().amax(-1), 1e-12, out=self.scale)
         shares = (blocks / self.scale[:, None]).view(-1)
+        # By the upper half of a number's bits: torchao searches for the code.
         upper_bits = (shares.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
         codes = self.code.index_select(0, upper_bits)
         codes += shares >= self.next_from.index_select(0, upper_bits)
@@ -287,7 +287,7 @@ def _least(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _parts(num_elements: int, block: int, most: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of what is updated together: whole blocks, and at last what is left over."""
+    """Begin and end of what is updated at once: whole blocks, and at last what is left over."""
     whole = num_elements - num_elements % block
     for begin in range(0, whole, most):
         yield begin, min(begin + most, whole)

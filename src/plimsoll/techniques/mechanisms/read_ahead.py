@@ -3,13 +3,7 @@
     with reading_ahead(parts):
         model(**batch)
 
-A thread reads the pages of the following part from the moment a part begins to compute; after the last comes the first,
-for the next pass. Parts whose pages cannot stay (``is_dropped``) are dropped when they have computed: the kernel's own
-order, least recently used first, would drop each page of a cycle just before its next use, also of the parts that there
-is room for. What is computed does not change: a page that is not there in time is read when it is touched.
-
-A part may have weights that are used after it (an output layer that is no module of its own, since it is tied to the
-embeddings): these are its ``following`` stretches, read with the next part.
+What is computed does not change: a page that is not there in time is read when it is touched.
 
 Covers parts that are modules and whose forwards run in one order. Does NOT cover several threads that call one model,
 and tables that are read by row: reading them whole would be no gain.
@@ -31,7 +25,12 @@ _STACK_BYTES = 256 << 10  # a limit on private memory counts a thread's whole st
 
 
 class StreamedPart(NamedTuple):
-    """A part of a model that lies on disk; its stretches must stay mapped."""
+    """A part of a model that lies on disk; its stretches must stay mapped.
+
+    ``following`` are stretches of weights that are used after it, such as an output layer that is no module of its own,
+    since it is tied to the embeddings: they are read with the next part. The pages of a part that ``is_dropped`` cannot
+    stay in memory.
+    """
 
     module: nn.Module
     stretches: tuple[Stretch, ...]
@@ -94,7 +93,7 @@ def reading_ahead(parts: Sequence[StreamedPart]) -> Iterator[Reader]:
     with ExitStack() as stack:
         stack.callback(reader.close)
         for number, part in enumerate(parts):
-            following = parts[(number + 1) % len(parts)]
+            following = parts[(number + 1) % len(parts)]  # after the last the first, for the next pass
             before = parts[number - 1]
             turn = _Turn(reader, part, following, before)
             stack.callback(part.module.register_forward_pre_hook(turn.begin).remove)
@@ -117,7 +116,11 @@ class _Turn:
         self._reader.bring(self._to_bring)
 
     def end(self, *_: Any) -> None:
-        """Its own pages go, if they cannot stay."""
+        """Its own pages go, if they cannot stay.
+
+        The kernel's own order, least recently used first, would drop each page of a cycle just before its next use,
+        also those of parts that fit.
+        """
         if self._part.is_dropped:
             self._reader.drop(self._part.stretches)
 

@@ -1,19 +1,8 @@
 """torch's recurrent layers over a part of time at a time: ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``.
 
 What stands in for a layer's forward takes what that takes and returns what that returns; torch's own kernels do the
-work, on slices. `ComposedLayer` is what all have in common: layers, directions, weights, states, the order of packed
-samples. `SegmentedLayer` computes segments again in backward, of batches, one sequence and packed sequences; another is
-in `plimsoll.techniques.packed_stretches`.
-
-- In one direction all layers go through a segment together, so that nothing but the input, the output and states is as
-  long as the sequence. Dropout between layers is drawn segment by segment, and again the same in backward; it is
-  ``nn.functional.dropout``, since what cuDNN draws cannot be drawn again.
-- In two directions each layer needs the one before it as a whole: layers are walked one by one, each direction on its
-  own, and what the layers return stays (for L layers, L times the output); what their gates keep does not.
-- A packed batch is cut in steps, not in rows: in each segment are the samples that are so long.
-
-cuDNN takes at most 65,535 steps in one call: with segments there is no such limit. On CUDA the weights of one layer of
-several are no single block, and cuDNN joins them anew for each segment where layers are called one by one.
+work, on slices. `ComposedLayer` is what all have in common. `SegmentedLayer` computes segments again in backward;
+another is in `plimsoll.techniques.packed_stretches`.
 
 Does NOT cover subclasses with a forward of their own, and loops over ``nn.LSTMCell`` in a model's code: see
 `plimsoll.models.recurrent.cells`.
@@ -118,7 +107,11 @@ class ComposedLayer(ABC):
         return tuple(data.new_zeros(rows, num_samples, width) for width in widths)
 
     def _through(self, sequences: Sequences, state: State) -> tuple[Tensor, State]:
-        """All layers, in one or two directions."""
+        """All layers, in one or two directions.
+
+        In one direction nothing but the input, the output and states is as long as the sequence. In two each layer
+        needs the one before it as a whole, and what the layers return stays (for L layers, L times the output).
+        """
         layer = self._layer
         if not layer.bidirectional:
             return self._one_way(sequences, state, range(layer.num_layers), 0)
@@ -126,20 +119,21 @@ class ComposedLayer(ABC):
         for number in range(layer.num_layers):
             if number:
                 sequences = sequences._replace(data=self._dropped(sequences.data))
-            ways = []
+            outputs = []
             for direction in range(2):
                 row = 2 * number + direction
                 first = tuple(part[row : row + 1] for part in state)
                 output, end = self._one_way(sequences, first, range(number, number + 1), direction)
-                ways.append(output)
+                outputs.append(output)
                 ends.append(end)
-            sequences = sequences._replace(data=torch.cat(ways, -1))
+            sequences = sequences._replace(data=torch.cat(outputs, -1))
         return sequences.data, tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
 
     def _together(self, part: Sequences, state: State, weights: list[list[Tensor]]) -> tuple[Tensor, State]:
         """Some layers over all steps of a part, with dropout between them."""
         if not self._draws or len(weights) == 1:
             return self._kernel(part, state, weights)
+        # On CUDA the weights of one layer of several are no single block, and cuDNN joins them anew for each segment.
         ends: list[State] = []
         for number, of_layer in enumerate(weights):
             if number:
@@ -173,11 +167,16 @@ class ComposedLayer(ABC):
         return self._layer.training and self._layer.dropout > 0
 
     def _dropped(self, data: Tensor) -> Tensor:
+        # What cuDNN draws could not be drawn again in backward.
         return functional.dropout(data, self._layer.dropout, self._layer.training)
 
 
 class SegmentedLayer(ComposedLayer):
-    """The forward of a recurrent layer in segments."""
+    """The forward of a recurrent layer in segments, of batches, one sequence and packed sequences.
+
+    A packed batch is cut in steps, not in rows. cuDNN takes at most 65,535 steps in one call: here there is no such
+    limit.
+    """
 
     def __init__(self, layer: nn.RNNBase, cut: Cut) -> None:
         super().__init__(layer)

@@ -126,10 +126,10 @@ def _direction(root: Tensor, first: int) -> Tensor:
 def _smallest_weights(module: nn.Module) -> list[Tensor]:
     """The smallest parameters that are trained, as many as are worth it."""
     trained = sorted((one for one in module.parameters() if one.requires_grad), key=lambda one: one.numel())
-    chosen, room = list[Tensor](), _MOST_WEIGHTS
+    chosen, num_left = list[Tensor](), _MOST_WEIGHTS
     for parameter in trained:
-        room -= parameter.numel()
-        if room >= 0:
+        num_left -= parameter.numel()
+        if num_left >= 0:
             chosen.append(parameter)
     return chosen
 

@@ -2,19 +2,13 @@
 
     passed = over_time(walk, sequences, state, parameters)
 
-Forward keeps the state before some of the segments (all, or as many as `mechanisms.schedule` is given slots for) and
-nothing else of what the layers compute; backward has the graph of one segment at a time. So what is kept for T steps in
-segments of S is T / S states and the activations of S steps, instead of those of T.
+For T steps in segments of S, T / S states (or fewer, see `mechanisms.schedule`) and the activations of S steps are
+kept, instead of those of T.
 
-Loss and gradients are those of plain backpropagation through time; gradients of parameters are added up over segments,
-in another order. Random numbers and autocast are in the second pass as they were in the first. With ``truncates`` the
-gradient ends where a segment begins (truncated backpropagation through time): then each segment's gradients are made
-as it is walked, and nothing is computed twice.
-
-Parameters are inputs of one autograd node, which adds up their gradients and hands them on once: hooks on gradients
-that have been accumulated, DDP's and those that update in backward, run once as they should. Does NOT cover a second
-derivative and hooks on parameters themselves (``Tensor.register_hook``: they would see each segment's part), which are
-refused, and generators of random numbers of one's own.
+Numerics: those of plain backpropagation through time; gradients of parameters are added up over segments, in another
+order. Random numbers and autocast are in the second pass as they were in the first. Does NOT cover a second derivative
+and hooks on parameters themselves (``Tensor.register_hook``: they would see each segment's part), which are refused,
+and generators of random numbers of one's own.
 """
 
 from __future__ import annotations
@@ -47,12 +41,12 @@ class Walk:
 
     Args:
         run: computes one segment; with a tuple of no tensors as the state where there is none yet.
-        spans: the first step and the number of steps of each segment, in the order they are walked; together they are
-            all steps of the sequences, each once.
+        spans: the first step and the number of steps of each segment, in the order they are walked: all steps of the
+            sequences, each once.
         dim: where the sequences, and the outputs, have their steps.
         num_slots: states kept beside the first; ``None`` keeps all.
         draws: whether ``run`` may draw random numbers.
-        truncates: whether the gradient ends where a segment begins.
+        truncates: whether the gradient ends where a segment begins (truncated backpropagation through time).
         sparse: the numbers of the parameters whose gradients stay sparse if they are.
     """
 
@@ -102,6 +96,8 @@ def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters:
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
         with Autocast.now(sequences[0].device).again():
             return _walked(walk, tuple(sequences), state, lambda segment, state: None)
+    # One node for all, to which parameters are inputs: it hands their gradients on once, so that hooks on accumulated
+    # gradients (DDP's, and those that update in backward) run once as they should.
     node = _Truncated if walk.truncates else _Recomputed
     shape: list[int] = []
     flat = node.apply(walk, places, shape, *inputs)  # type: ignore[no-untyped-call]
@@ -232,7 +228,7 @@ class _Gradients:
     ) -> None:
         self._walk, self._arriving = walk, arriving
         self._first_state, self._sequences, self._parameters = places.split(inputs)
-        self._needs_state, self._needs_sequence, self._needs_parameter = places.split(needed)
+        _, self._needs_sequence, self._needs_parameter = places.split(needed)
         self._of_state: tuple[Tensor | None, ...] = arriving.state
         self._of_sequences: list[Tensor | None] = [
             torch.empty_like(sequence) if needs else None
@@ -352,7 +348,7 @@ def _walked(walk: Walk, sequences: tuple[Tensor, ...], state: State, keep: Calla
             keep(segment, state)
         passed = run_purely(walk.run, segment, state, _slices(walk, segment, sequences))
         if not outputs:
-            outputs = [_room_for(output, sequences[0].shape[walk.dim], walk.dim) for output in passed.outputs]
+            outputs = [_empty_for(output, sequences[0].shape[walk.dim], walk.dim) for output in passed.outputs]
         for whole, part in zip(outputs, passed.outputs, strict=True):
             whole.narrow(walk.dim, start, length).copy_(part)
         sums, state = _added(sums, passed.sums), passed.state
@@ -363,7 +359,7 @@ def _added(sums: list[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
     return [part.detach() for part in parts] if not sums else [a + b.detach() for a, b in zip(sums, parts, strict=True)]
 
 
-def _room_for(output: Tensor, num_steps: int, dim: int) -> Tensor:
+def _empty_for(output: Tensor, num_steps: int, dim: int) -> Tensor:
     shape = list(output.shape)
     shape[dim] = num_steps
     return output.new_empty(shape)

@@ -4,18 +4,9 @@ Every exchange of torch's goes through `_AgreedAllGather` and `_AgreedReduceScat
 the ranks ask each other whether all got here, and only then something is exchanged. A rank whose memory ran out takes
 part in the next question, so that nobody waits for it (`plimsoll.distributed.ranks.Ranks.require_all`).
 
-The optimizer has this rank's rows of each parameter as plain parameters, in the same memory as torch's shards: its
-update, which works number by number, is then that of plain tensors, and is done and undone as any other.
+Does NOT cover optimizers whose update of a number depends on others.
 
-With a pool these rows and their gradients lie in it, off the device; what is gathered is on the device. On CUDA the
-place is the host's memory and torch's `CPUOffloadPolicy` brings them; on a CPU it is a mapped file, of which torch
-knows nothing: there rows are exchanged for the file's, and each gradient as soon as it is added up.
-
-Does NOT cover optimizers that look at a whole matrix.
-
-Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; torch 2.13's `reset_iter_state` leaves
-the gradients of gathered parameters, to which the next try would add. How the ranks of a `GradScaler` agree is that of
-torch's `ShardedGradScaler`.
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
 from __future__ import annotations
@@ -50,40 +41,37 @@ _ELEMENT_BITS = 44  # of a block, in an integer of 64
 _GLOO_BYTES = 2 << 20  # beside the copy; measured with 64 MiB on 2 and 4 ranks
 
 
-class _AgreedAllGather(AllGather):
-    """Gathers what all ranks have of the module with this number, when all of them are about to."""
+class _Agreed:
+    """An exchange of the module with this number, when all ranks are about to."""
 
     def __init__(self, ranks: Ranks, number: int) -> None:
         self._ranks, self._number = ranks, number
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:  # type: ignore[override]
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Take the memory before anything is agreed."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AgreedAllGather(_Agreed, AllGather):  # type: ignore[misc]
+    """Gathers what all ranks have of a module."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         """Agree, and gather; returns what to wait for."""
-        _show_room(output_tensor)
+        _prove_memory(output_tensor)
         self._ranks.require_all(_place(self._number, output_tensor.numel(), is_sum=False))
         return self._ranks.exchange(lambda: _all_gather(output_tensor, input_tensor, group=group, async_op=async_op))
 
 
-class _AgreedReduceScatter(ReduceScatter):
-    """Adds up gradients of a module, each rank its own rows, when all of them are about to, of the same parameters."""
-
-    def __init__(self, ranks: Ranks, number: int) -> None:
-        self._ranks, self._number = ranks, number
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:  # type: ignore[override]
-        """Take the memory before anything is agreed."""
-        return torch.empty(*size, dtype=dtype, device=device)
+class _AgreedReduceScatter(_Agreed, ReduceScatter):  # type: ignore[misc]
+    """Adds up gradients of a module, of the same parameters on all ranks, each rank its own rows."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         """Agree, and add up; returns what to wait for."""
-        _show_room(input_tensor)
+        _prove_memory(input_tensor)
         self._ranks.require_all(_place(self._number, input_tensor.numel(), is_sum=True))
         return self._ranks.exchange(
             lambda: _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
@@ -105,7 +93,7 @@ class Sharding:
 
     ``keeps_gathered``: the parameters of a block stay gathered from its forward pass to its backward pass. ``dtype`` is
     that in which parameters are gathered and compute, ``None`` for the one they are kept in; gradients are added up in
-    fp32 either way. With ``pool`` the rows of this rank and their gradients lie in a mapped file; ``on_host`` says that
+    fp32 either way. With ``pool`` the rows of this rank and their gradients are in a mapped file; ``on_host`` says that
     torch keeps them in the host's memory, for a device that is not the host.
     """
 
@@ -145,7 +133,11 @@ class ShardedTraining:
         self.shapes = {name: parameter.shape for name, parameter in self._whole.items()}
         self.shards: dict[str, DTensor] = {}
         self.rows: dict[str, nn.Parameter] = {}
-        """This rank's rows of each parameter, by its name in the model: what the optimizer has."""
+        """This rank's rows of each parameter, by its name in the model: what the optimizer has.
+
+        They are plain parameters in the memory of torch's shards, so that the update, which works number by number, is
+        done and undone as any other.
+        """
 
     def shard(self) -> None:
         """Leave this rank's rows of each parameter, and give the rest of the memory back; all of it, or nothing."""
@@ -169,7 +161,7 @@ class ShardedTraining:
                 offload_policy=sharding.place(self._device),
             )
             self._agree_in(module, number)
-            if sharding.pool is not None:
+            if sharding.pool is not None:  # a mapped file, of which torch knows nothing
                 _move_rows(module, sharding.pool)
         fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # else `reset` works after a pass only
         self.shards = {name: one for name, one in self._model.named_parameters() if isinstance(one, DTensor)}
@@ -203,11 +195,11 @@ class ShardedTraining:
         """Make the model ready for another try, wherever the last one ended."""
         assert isinstance(self._model, FSDPModule)
         self._drop_gradients()
-        self._model.reset_iter_state()
+        self._model.reset_iter_state()  # torch 2.13's leaves gradients of gathered parameters: the next try would add
         self._drop_gradients()
 
     def clip(self, parameters: Sequence[Tensor], clip_norm: float) -> Tensor:
-        """Clip the gradients of all ranks together; returns their norm before.
+        """Clip the gradients of all ranks by their common norm; returns it.
 
         Raises:
             PeerOutOfMemory: if memory ran out on another rank before its part was known.
@@ -221,7 +213,7 @@ class ShardedTraining:
         return norm
 
     def agree_on_infinities(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
-        """Let the update be skipped on all ranks where the rows of one have an infinite gradient.
+        """Let the update be skipped on all ranks where the rows of one have an infinite gradient (`ShardedGradScaler`).
 
         Args:
             scaler: it has unscaled the gradients of ``optimizer`` on this rank.
@@ -281,7 +273,7 @@ class ShardedTraining:
         if in_files:
             assert self._files is not None
             whole = self._files.empty_like(whole)
-        _show_room(every)
+        _prove_memory(every)
         self._ranks.require_all()
         self._ranks.exchange(lambda: _all_gather(every, own, group=self._mesh.get_group()))
         return whole.copy_(every[: shape[0]])
@@ -339,8 +331,8 @@ def _move_rows(module: nn.Module, pool: MappedPool) -> None:
             one.sharded_param._local_tensor = padded.view(one.padded_sharded_param_size).narrow(0, 0, rows.shape[0])
 
 
-def _show_room(gathered: Tensor) -> None:
-    """Take, and give back, what an exchange takes inside: on the processor gloo copies all that is exchanged.
+def _prove_memory(gathered: Tensor) -> None:
+    """Allocate, and free, what an exchange takes inside: on the processor gloo copies all that is exchanged.
 
     Memory may run out here, before anything is agreed, and not in the exchange.
     """

@@ -2,16 +2,11 @@
 
     side = SideStream(device)
     arrival = side.bring([(on_device, on_host), ...])   # asked for; the device goes on computing
-    ...
     arrival.wait()                                      # what is asked for from now on sees the copies
 
-There is one stream for each direction, and copies of one direction are made in the order in which they are asked for.
-A copy begins when everything that was asked of the device before it is done, so that a tensor just made can be its
-source or its target.
+Copies of one direction are made in the order in which they are asked for. A copy begins when everything that was asked
+of the device before it is done, so that a tensor just made can be its source or its target.
 
-A `Transfer` keeps the tensors on the device until the device has waited for it: their memory goes back to torch's
-allocator, and so to the next kernel, no earlier than the copy has ended. What is held, and how long, follows from the
-order of calls alone, so that a dry run on fake tensors holds the same (``record_stream`` would free by the clock).
 Memory on the host is torch's to protect: its cache of pinned blocks waits for the copies of a block before it gives it
 away again. Who writes to a tensor on the host, or reads what was sent there, calls `Transfer.synchronize` before.
 """
@@ -63,7 +58,12 @@ class SideStream:
 
 
 class Transfer:
-    """Copies that are on their way. One that nobody waits for is waited for when it is dropped."""
+    """Copies in progress. One that nobody waits for is waited for when it is dropped.
+
+    It keeps the tensors on the device until the device has waited for it: their memory goes to the next kernel no
+    earlier than the copy has ended. How long they are kept follows from the order of calls alone, the same in a dry run
+    on fake tensors (``record_stream`` would free by the clock).
+    """
 
     def __init__(
         self, on_device: list[Tensor], event: torch.cuda.Event | None = None, copied: Copied | None = None

@@ -4,20 +4,12 @@
         model(**batch)
 
 The home of a parameter is the parameter itself, on the host (training: its gradient goes there, and the optimizer
-updates it there), or a tensor that ``home_of`` gives (inference: pinned memory, or a read-only mapping of a file).
-While a block computes, the copies of the next one are on their way on a stream of their own; in backward, and in what
-is recomputed there, those of the one before. So at most two blocks are on the device. Gradients leave on another
-stream, at most two at a time: the thread that asked for backward, to which autograd gives what is on the host, waits
-for each and adds it up there, while that of the device goes on.
+updates it there), or a tensor that ``home_of`` gives (inference: pinned memory, or a read-only mapping of a file). At
+most two blocks are on the device: the next one is copied while one computes.
 
-Backward does not keep the copies: where autograd would save one, it saves where it is from, and the block is copied
-once more. That goes beside other hooks on saved tensors (checkpointing's, those that offload activations), which see
-everything else. What forward makes of a weight and saves, such as autocast's cast, is an activation: recomputation
-drops it.
-
-On the CPU copies are made in the same way, at once: that is how it is tested, and of no use. Does NOT cover parameters
-that are not plain dense tensors and those that a block shares with what is not streamed, which stay where they are;
-recurrent layers, which keep lists of their weights; and code that reads a block's parameters while it does not run.
+On the CPU copies are made at once: that is how it is tested, and of no use. Does NOT cover parameters that are not
+plain dense tensors and those that a block shares with what is not streamed, which stay where they are; recurrent
+layers, which keep lists of their weights; and code that reads a block's parameters while it does not run.
 """
 
 from __future__ import annotations
@@ -44,7 +36,7 @@ HomeOf = Callable[[str, nn.Parameter], Tensor]
 
 # How a recomputation of torch's ends, when it has what backward needs; private, and without it copies come twice.
 _STOPS: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
-_MOST_LEAVING = 2  # gradients that are still on the device while their copies are on the way
+_MOST_LEAVING = 2  # gradients that are still on the device while they are copied
 _AT_ONCE = 1 << 63  # autograd's number of a node: of those that are ready, the one with the highest goes first
 
 
@@ -183,7 +175,7 @@ class _Stream:
         return result
 
     def fetch(self, number: int) -> _Here:
-        """The copies of a block, and those of the next on their way; others go."""
+        """The copies of a block, and those of the next (in backward, of the one before) asked for; others go."""
         in_backward, num_blocks = _graph_task() is not None, len(self.blocks)
         following = number - 1 if in_backward else number + 1
         if self._is_cyclic and not torch.is_grad_enabled():
@@ -216,7 +208,7 @@ class _Stream:
 
     def _drop(self, number: int) -> None:
         here = self._here.pop(number, None)
-        if here is not None:  # a copy nobody used may still be on its way into memory that is given back
+        if here is not None:  # a copy nobody used may still be under way into memory that is freed
             here.wait()
 
     @torch.no_grad()
@@ -257,14 +249,17 @@ def _on_the_way(home: Tensor, copy: Tensor, stream: _Stream) -> Tensor:
     left = _Leave.apply(home, passage)  # type: ignore[no-untyped-call]
     arrived: Tensor = _Arrive.apply(left, copy, passage)  # type: ignore[no-untyped-call]
     if arrived.grad_fn is not None:
-        # By its own number it would go after all ops of the block, and gradients would leave together at the end.
+        # By its own number it would go after all ops of the block, and gradients would leave all at the end.
         arrived.grad_fn._set_sequence_nr(_AT_ONCE)  # type: ignore[attr-defined]
     return arrived
 
 
 @dataclass
 class _Passage:
-    """The way of one gradient home, which two threads of autograd go."""
+    """The copy of one gradient to its home, by two threads of autograd.
+
+    That of the device goes on; the one that asked for backward waits for the copy, and adds it up.
+    """
 
     stream: _Stream
     home: torch.device
@@ -272,7 +267,7 @@ class _Passage:
 
 
 class _Arrive(torch.autograd.Function):
-    """The end of the way that is on the device: backward asks for the copy of the gradient, and waits for nothing."""
+    """The end on the device: backward asks for the copy of the gradient, and waits for nothing."""
 
     @staticmethod
     def forward(ctx: Any, home: Tensor, copy: Tensor, passage: _Passage) -> Tensor:
@@ -289,7 +284,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The end of the way that is on the host: autograd reads the gradient next, to add it up."""
+    """The end on the host: autograd reads the gradient next, to add it up."""
 
     @staticmethod
     def forward(ctx: Any, home: Tensor, passage: _Passage) -> Tensor:
@@ -305,7 +300,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Ref(NamedTuple):
-    """What autograd holds in place of a copy, or a view of one, that it saves."""
+    """What autograd keeps in place of a copy, or a view of one, that it saves: the block is copied once more for it."""
 
     stream: _Stream
     block: int
@@ -320,7 +315,10 @@ class _Ref(NamedTuple):
 
 
 def _hooks(stream: _Stream, block: int, copies: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Hooks that take copies of weights, and leave the rest to those that are in force."""
+    """Hooks that take copies of weights, and leave the rest to those that are in force.
+
+    What forward makes of a weight and saves, such as autocast's cast, is an activation: recomputation drops it.
+    """
     number_of = {copy.untyped_storage()._cdata: number for number, copy in enumerate(copies)}
     outer = _hooks_in_force()
 

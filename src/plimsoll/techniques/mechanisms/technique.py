@@ -89,87 +89,49 @@ class Technique(ABC):
 
     Only ``name``, ``numerics``, ``summary``, `choices` and `install` have to be given. The other fields have defaults
     that are safe for whatever says nothing more: it is planned, run and reported, and named as what other tools lack.
-
-    What it is:
-
-    ``name`` is the registry's key, the word on the command line, the page in ``docs/techniques`` and the test's id.
-    ``numerics`` is what it does to the numbers, and ``summary`` what it does, in a phrase. ``may_be_allowed`` says that
-    a job may have it in ``allow``, where lossy ones have to be, though it is none.
-
-    What it does:
-
-    ``modifies`` are the parts of a training that it changes, and ``moves`` what it keeps elsewhere. ``reaches`` are the
-    categories of memory that it can make smaller: the planner does not try it where the peak has none of them.
-    ``only_in`` are the phases outside which it changes nothing; none stands for all. ``is_for_the_run`` says that it is
-    installed before the first step and stays for all of a plan's fallbacks, because it changes what is trained.
-
-    What goes with it:
-
-    ``needs`` is what the loop must have, and ``excludes`` has the reason why it cannot be used, by the name of another
-    technique. ``works_on_shards`` says that it can be used where each rank has some rows of the parameters, and
-    ``is_for_trainers`` that a plan for Hugging Face's Trainer may have it. ``sets_up_heap`` says that it sets up the
-    host's heap, as tightly as there is. ``not_captured`` is why a CUDA graph of a pass cannot have it, if so.
-    ``cuts_time`` says that recurrent layers never read a sequence in one call, and ``cuts_by_length`` that samples of
-    alike length share a micro-batch.
-
-    How a plan is searched:
-
-    ``may_be_faster`` says that a step may take less time with it: it is then tried also where memory is plenty.
-    ``leaves_out_work`` says that it does nothing else, so that every plan has it that can. ``is_for_whole_batches``
-    says that it does in more time what a micro-batch does. ``decides_time`` says that plans which differ in it are so
-    unlike in time that both are worth a trial. ``unoffered`` are options that `choices` leaves out where they seldom
-    pay, and what they then are.
-
-    What a dry run may leave out:
-
-    ``is_traced`` is False of what changes no op, only how memory is handed out: it is counted on a trace that is there.
-    ``keeps_state_between_passes`` is False where passes on the same values do the same, so that one of them is enough.
-    ``spans_blocks`` says that it begins in one block what ends in the next, so that blocks that look alike do not do
-    the same.
-
-    What others call it:
-
-    ``exports`` are its settings in other tools, and ``by_hand`` is what does the same in a script where none has it.
-    ``remedies`` are the causes (`plimsoll.diagnose.causes`) that it is a remedy for, with its place among the remedies
-    of each: 0 is the best.
-
-    ``stage`` and ``turn`` say when it is installed: in the order of `STAGES`, then of turns, then of names.
     """
 
-    name: ClassVar[str]
-    numerics: ClassVar[Numerics]
-    summary: ClassVar[str]
-    may_be_allowed: ClassVar[bool] = False
+    # What it is.
+    name: ClassVar[str]  # key of the registry, word on the command line, page in docs/techniques, id of its tests
+    numerics: ClassVar[Numerics]  # what it changes about the numbers
+    summary: ClassVar[str]  # what it does, in a phrase
+    may_be_allowed: ClassVar[bool] = False  # a job may list it under ``allow`` although it is not lossy
 
-    modifies: ClassVar[frozenset[Part]] = frozenset()
-    moves: ClassVar[frozenset[Moved]] = frozenset()
-    reaches: ClassVar[frozenset[Category]] = frozenset()
-    only_in: ClassVar[frozenset[Phase]] = frozenset()
-    is_for_the_run: ClassVar[bool] = False
+    # What it does.
+    modifies: ClassVar[frozenset[Part]] = frozenset()  # parts of the training that it changes
+    moves: ClassVar[frozenset[Moved]] = frozenset()  # what it keeps elsewhere
+    reaches: ClassVar[frozenset[Category]] = frozenset()  # memory it can reduce; not tried if the peak has none of it
+    only_in: ClassVar[frozenset[Phase]] = frozenset()  # the phases in which it changes something; empty: all of them
+    is_for_the_run: ClassVar[bool] = False  # changes what is trained, so it stays for all fallbacks of a plan
 
-    needs: ClassVar[frozenset[Need]] = frozenset()
-    excludes: ClassVar[Mapping[str, str]] = {}
-    works_on_shards: ClassVar[bool] = False
-    is_for_trainers: ClassVar[bool] = False
-    sets_up_heap: ClassVar[bool] = False
-    cuts_time: ClassVar[bool] = False
-    cuts_by_length: ClassVar[bool] = False
-    not_captured: ClassVar[str] = ""
+    # What goes with it.
+    needs: ClassVar[frozenset[Need]] = frozenset()  # what the loop must provide
+    excludes: ClassVar[Mapping[str, str]] = {}  # other techniques by name, with the reason why they cannot be combined
+    works_on_shards: ClassVar[bool] = False  # works where each rank has only some rows of the parameters
+    is_for_trainers: ClassVar[bool] = False  # may be part of a plan for Hugging Face's Trainer
+    sets_up_heap: ClassVar[bool] = False  # sets up the host's heap for the least memory
+    cuts_time: ClassVar[bool] = False  # recurrent layers never read a whole sequence in one call
+    cuts_by_length: ClassVar[bool] = False  # samples of similar length share a micro-batch
+    not_captured: ClassVar[str] = ""  # why a CUDA graph of a pass cannot include it, if it cannot
 
-    may_be_faster: ClassVar[bool] = False
-    leaves_out_work: ClassVar[bool] = False
-    is_for_whole_batches: ClassVar[bool] = False
-    decides_time: ClassVar[bool] = False
-    unoffered: ClassVar[Mapping[str, Value]] = {}
+    # How plans are searched.
+    may_be_faster: ClassVar[bool] = False  # may shorten a step, so it is tried even if memory is plentiful
+    leaves_out_work: ClassVar[bool] = False  # only leaves out work, so every plan that can has it
+    is_for_whole_batches: ClassVar[bool] = False  # does what a micro-batch does, but slower
+    decides_time: ClassVar[bool] = False  # plans with and without it differ so much in time that both deserve a trial
+    unoffered: ClassVar[Mapping[str, Value]] = {}  # options that `choices` omits as they seldom pay, with their values
 
-    is_traced: ClassVar[bool] = True
-    keeps_state_between_passes: ClassVar[bool] = True
-    spans_blocks: ClassVar[bool] = False
+    # What a dry run may leave out.
+    is_traced: ClassVar[bool] = True  # False: changes how memory is handed out but no op, so a given trace is replayed
+    keeps_state_between_passes: ClassVar[bool] = True  # False: one pass stands for all passes on equal values
+    spans_blocks: ClassVar[bool] = False  # starts work in one block that ends in the next, so equal blocks may differ
 
-    exports: ClassVar[Mapping[Tool, Export]] = {}
-    by_hand: ClassVar[str] = ""
-    remedies: ClassVar[Mapping[str, int]] = {}
+    # What it is called elsewhere.
+    exports: ClassVar[Mapping[Tool, Export]] = {}  # its settings in other tools
+    by_hand: ClassVar[str] = ""  # what does the same in a script if no other tool has it
+    remedies: ClassVar[Mapping[str, int]] = {}  # causes (`plimsoll.diagnose.causes`) it helps with; 0: the best remedy
 
+    # When it is installed: in the order of `STAGES`, then of turns, then of names.
     stage: ClassVar[Stage] = "calls"
     turn: ClassVar[int] = 0
 
@@ -177,11 +139,11 @@ class Technique(ABC):
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
         """Return what can be chosen, weakest first, or a sentence that says why nothing can.
 
-        The workload may be on the meta device: look at modules and shapes, run nothing.
+        The workload may be on the meta device: read modules and shapes, run nothing.
         """
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return ``None``, or a sentence that says why a choice is impossible together with others.
+        """Return ``None``, or a sentence that says why a choice is impossible with others.
 
         It is also asked with no others, for what the workload itself forbids.
         """

@@ -1,8 +1,9 @@
 """What keeps a batch whole: parts of a model that would compute something else if a batch, or a sequence, were cut.
 
-BatchNorm's statistics are those of a pass; a user may allow that they are of a piece (``recut_batch_norm``). An
-embedding with ``scale_grad_by_freq`` divides the gradient of a row by how often the row is in the pass. In pieces that
-is another number, in plain accumulation of gradients as here, and cannot be made good afterwards: it is refused.
+BatchNorm's statistics are those of a pass; a user may allow that they are of a micro-batch (``recut_batch_norm``). An
+embedding with ``scale_grad_by_freq`` divides the gradient of a row by how often the row is in the pass. In
+micro-batches that is another number, in plain accumulation of gradients as here, and cannot be made good afterwards: it
+is refused.
 
 A loss that is not the sum of those of its parts keeps a batch whole, too; that is found by computing it
 (`plimsoll.step.losses.additive`), and said in ``workload.kept_whole``.
@@ -31,7 +32,7 @@ class WholeBatch:
 
     Args:
         workload: the training.
-        recut_batch_norm: whether the user allows statistics of pieces.
+        recut_batch_norm: whether the user allows statistics of micro-batches.
     """
 
     def __init__(self, workload: Workload, recut_batch_norm: bool) -> None:
