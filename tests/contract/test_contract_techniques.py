@@ -174,7 +174,7 @@ def plain_peak_bytes(setup: Setup) -> int:
 @pytest.mark.sampled(12)
 @every_technique
 @every_training
-def test_a_rehearsal_with_it_needs_what_a_run_with_it_needs(name, training):
+def test_a_dry_run_with_it_needs_what_a_run_with_it_needs(name, training):
     choices = choices_of(name, training)
     fallback = configuration_of(
         choices[1] if name == "micro_batch" else choices[-1]

@@ -1,10 +1,10 @@
-"""The ways to train a model within a budget, compared: all of it, all of it with streamed weights, and adapters.
+"""Fine-tuning strategies within a budget, compared: all weights, all weights streamed, and adapters.
 
     strategies = compare_strategies(job, device="cpu", limit_bytes=2 << 30)
 
-Each way is planned as `plimsoll plan` would with what it needs pinned and allowed: its peak and seconds are those of
-the fastest combination that was found for it, dry-run as a whole. Does NOT say what a way costs in quality: that must
-be measured on the data.
+Each strategy is planned as `plimsoll plan` would, with what it needs pinned and allowed: its peak and seconds are those
+of the fastest combination that was found for it, dry-run as a whole. Does NOT say what a strategy costs in quality:
+measure it on the data.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def compare_strategies(
     on_strategy: Callable[[Strategy], object] = lambda strategy: None,
     started: Baseline | None = None,
 ) -> Strategies:
-    """Plan each way; arguments and what is raised are those of `plan_job`, and ``on_strategy`` is told of each when it
-    is.
+    """Plan each strategy; arguments are as of `plan_job`, and ``on_strategy`` is called with each once it is planned.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
@@ -94,7 +93,7 @@ def compare_strategies(
                 plans.append(plan)
                 strategy = _strategy(wanted, plan)
             except InputError as error:
-                if type(error) is not InputError or not wanted.pins:  # a fault of the job's is one of every way's
+                if type(error) is not InputError or not wanted.pins:  # every strategy has a fault of the job
                     raise
                 strategy = _impossible(wanted, error)
             strategies.append(strategy)

@@ -113,7 +113,7 @@ def test_what_the_undo_could_not_put_back_is_named(monkeypatch):
         try_plan(step, plan_of(configuration(8), configuration(4)), BATCH)
 
 
-def test_an_interrupt_leaves_the_rungs_of_the_plan_in_force():
+def test_an_interrupt_leaves_the_fallbacks_of_the_plan_in_force():
     fallbacks = configuration(8), configuration(4, mib=50), configuration(1, mib=30)
     step = fussy(fallbacks, 8, KeyboardInterrupt())
     before = [one.detach().clone() for one in step.workload.model.parameters()]

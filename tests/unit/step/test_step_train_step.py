@@ -114,7 +114,7 @@ def test_unless_it_is_said_a_cut_batch_grows_again_after_50_clean_steps():
 
 
 def test_a_batch_that_was_cut_for_one_event_is_whole_again_after_three_clean_steps():
-    """The measured peak of the smaller pieces leaves room: what was asked for once was absurd."""
+    """The measured peak of the smaller micro-batches leaves memory free: what was asked for once was absurd."""
     step = step_of(lr=0.0)
     with armed("forward", 1):
         step(line_through())

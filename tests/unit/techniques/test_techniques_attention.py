@@ -96,15 +96,15 @@ def test_every_config_is_restored(name):
     assert [dict(vars(config)) for config in configs.values()] == before
 
 
-def test_the_menu():
-    menu = Attention().choices
-    assert menu(workload_of(long_gpt2()[0]), CPU) == SDPA
-    assert menu(workload_of(gpt2_with()), CPU) == "GPT2LMHeadModel does not use eager attention, but sdpa"
-    assert menu(workload_of(Lstm()), CPU).startswith("Lstm is not a model of transformers")
+def test_the_choices():
+    choices_of = Attention().choices
+    assert choices_of(workload_of(long_gpt2()[0]), CPU) == SDPA
+    assert choices_of(workload_of(gpt2_with()), CPU) == "GPT2LMHeadModel does not use eager attention, but sdpa"
+    assert choices_of(workload_of(Lstm()), CPU).startswith("Lstm is not a model of transformers")
     model = long_gpt2()[0]
     model.config.output_attentions = True
-    assert "returns attention weights (output_attentions)" in menu(workload_of(model), CPU)
-    assert menu(workload_of(nn.Sequential(long_gpt2()[0])), CPU) == SDPA
+    assert "returns attention weights (output_attentions)" in choices_of(workload_of(model), CPU)
+    assert choices_of(workload_of(nn.Sequential(long_gpt2()[0])), CPU) == SDPA
 
 
 def test_a_part_that_cannot_is_said():

@@ -59,7 +59,7 @@ def steps_of(directory):
     return [line for line in directory.lines() if isinstance(line, StepLine)]
 
 
-def test_the_rung_is_the_plans_unless_another_is_given(new_run):
+def test_the_first_fallback_is_the_plans_unless_another_is_given(new_run):
     first, second = new_run("a", steps=1), new_run("b", steps=1)
     train_here(first)
     train_here(second, fallback=2)
@@ -67,7 +67,7 @@ def test_the_rung_is_the_plans_unless_another_is_given(new_run):
     assert [steps_of(directory)[0].micro_batch for directory in (first, second)] == [8, 2]
 
 
-def test_after_a_death_the_ladder_is_still_made_from_the_batch(new_run):
+def test_after_a_death_the_fallback_schedule_is_still_made_from_the_batch(new_run):
     """A checkpoint at 8 samples, a death there, and it goes on at 2; the next checkpoint says how far it may grow."""
     directory = new_run(steps=2)
     train_here(directory)

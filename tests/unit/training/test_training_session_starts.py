@@ -133,7 +133,7 @@ def test_ranks_are_measured_with_what_their_exchanges_take(
     assert not dist.is_initialized()
 
 
-def test_a_plan_with_fewer_rungs_than_the_last_process_had_is_gone_on_with(new_run: NewRun) -> None:
+def test_a_plan_with_fewer_fallbacks_than_the_last_process_had_is_continued(new_run: NewRun) -> None:
     directory = new_run(steps=1)
     train_here(directory, fallback=3)
     directory.write_job(Job.from_yaml(directory.job, ("steps=2",)))

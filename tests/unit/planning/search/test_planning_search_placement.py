@@ -122,7 +122,7 @@ def test_what_the_host_has_no_room_for_stays_on_the_device():
 
 
 @pytest.mark.parametrize("room_mib", [0, 400, 10_000])
-def test_more_room_is_never_slower(room_mib):
+def test_more_memory_is_never_slower(room_mib):
     rates = [guess.rows_per_second for limit in range(115, 3000, 35) if (guess := planned(limit, room_mib=room_mib))]
     assert all(after >= before * 0.99 for before, after in pairwise(rates))
 

@@ -464,7 +464,7 @@ print(json.dumps([len(taken), round(parameter[0].item(), 3)]))
 )
 
 
-def test_an_update_that_was_shown_its_room_has_it_though_all_that_was_left_is_taken():
+def test_an_update_has_the_memory_reserved_for_it_though_all_that_was_left_is_taken():
     done = run_program(ROBBED)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [1, 0.0]
