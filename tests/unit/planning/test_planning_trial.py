@@ -25,6 +25,8 @@ from small_runs import train_here
 from steps_to_try import BATCH, Paced, paced
 from workloads import CASES, Case, weights_of
 
+pytestmark = pytest.mark.usefixtures("all_candidates_run")
+
 GPT2, _, LSTM, CNN = CASES
 FUSED = Choice(technique="optimizer_kernel", options={"kernel": "fused"})
 ON_DISK = Choice(technique="optimizer_offload", options={"to": "disk"})
@@ -32,12 +34,6 @@ PARAMETERS = Choice(technique="parameter_offload", options={"gradients": True})
 RECOMPUTED = Choice(technique="checkpointing", options={"blocks": "all"})
 KEPT = Choice(technique="heap", options={"mapped_from": "never"})
 EARLY = Choice(technique="optimizer_in_backward")
-
-
-@pytest.fixture(autouse=True)
-def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every candidate is run, however busy the machine is."""
-    monkeypatch.setattr(trial, "_MOST_SECONDS", {"cpu": 1e4, "cuda": 1e4})
 
 
 def step_of(case: Case, fallbacks: tuple[Configuration, ...], make=None, **options: object) -> TrainStep:

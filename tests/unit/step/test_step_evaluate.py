@@ -9,10 +9,7 @@ from plimsoll.models.hooks import StepHooks
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.step.failpoints import armed
 from plimsoll.step.train_step import TrainStep
-
-
-def mean_square(model, batch):
-    return (model(batch["x"]) - batch["y"]).square().mean()
+from workloads import mean_square
 
 
 def line_through(num_samples):

@@ -8,21 +8,17 @@ from transformers import BertConfig, BertForSequenceClassification, EncoderDecod
 
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.models.workload import Workload, model_loss
+from plimsoll.models.workload import model_loss
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.attention import Attention
-from technique_models import fresh, gpt2_with, llama, t5
+from technique_models import fresh, gpt2_with, llama, t5, workload_of
 from workloads import Lstm, largest_relative_difference
 
 SDPA = (Choice(technique="attention", options={"backend": "sdpa"}),)
 CPU = Setting(device="cpu", batch_size=8)
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 EAGER = {"attn_implementation": "eager"}
-
-
-def workload_of(model):
-    return Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")
 
 
 def bert(**fields):

@@ -14,7 +14,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.models.workload import Workload, model_loss
+from plimsoll.models.workload import model_loss
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.step.failpoints import armed
 from plimsoll.step.train_step import TrainStep
@@ -28,15 +28,11 @@ from plimsoll.techniques.checkpointing import (
 )
 from plimsoll.techniques.mechanisms.blocks import blocks_of
 from processor import skip_without_half_lstm
-from technique_models import WITH_BLOCKS, Block, Blocks, fresh, gpt2_with
+from technique_models import WITH_BLOCKS, Block, Blocks, fresh, gpt2_with, workload_of
 from workloads import Lstm
 
 CPU = Setting(device="cpu", batch_size=8)
 ALL = checkpointing_choice("all")
-
-
-def workload_of(model):
-    return Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")
 
 
 def bits_of(name, choices, dtype=None):

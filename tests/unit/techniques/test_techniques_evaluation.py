@@ -5,20 +5,15 @@ import torch
 from traced_steps import dry_run, recorded
 
 from plimsoll.memory.live import live_bytes
-from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.evaluation import EvaluationPass
-from technique_models import fresh
+from technique_models import fresh, workload_of
 
 
 def passes_of(samples):
     return Choice(technique="evaluation", options={"samples": samples})
-
-
-def workload_of(model):
-    return Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")
 
 
 def test_the_size_is_said_to_the_workload_and_taken_back():

@@ -1,18 +1,12 @@
 """The sizes of micro-batches, and what they are impossible with."""
 
 import pytest
-import torch
 from torch import nn
 
-from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.techniques import Setting, installed
 from plimsoll.techniques.micro_batch import MicroBatch, sizes_of
-
-
-def workload_of(model):
-    return Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")
-
+from technique_models import workload_of
 
 PLAIN, WITH_BATCH_NORM = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
