@@ -104,9 +104,9 @@ MEASURED = re.compile(r"\d|\b(?:half|third|quarter|percent|twice (?:as|the)|time
 HOST_PATH = re.compile(r"(?<![\w.*~-])/(?:work|tmp|root|home|Users)/[\w.-]")
 
 
-# Words that nobody else uses so, and what this field calls it. Left out, for their other meanings here: mix (of samples,
-# rows), look, opening (of a file), subject (of a report), way, early, held (out), store (of tokens), piece (of a word, of
-# an update), room, spare and together.
+# Words that nobody else uses so, and what this field calls it. Left out, for their other meanings here: mix (of
+# samples, rows), look, opening (of a file), subject (of a report), way, early, held (out), store (of tokens), piece
+# (of a word, of an update), room, spare and together.
 DIALECT = {
     **dict.fromkeys(("rung", "rungs"), "fallback"),
     **dict.fromkeys(("ladder", "ladders"), "fallback schedule"),
