@@ -345,7 +345,7 @@ def test_of_a_recurrent_model_the_dry_run_has_the_two_passes_of_most_tokens_the_
     assert cut["attention_mask"].sum(dim=1).tolist() == dry_run
 
 
-def test_of_another_model_the_dry_run_has_the_first_samples_and_by_length_the_longest_and_the_pass_of_most_tokens():
+def test_of_another_model_the_dry_run_has_the_first_samples_and_by_length_the_longest_and_the_fullest_pass():
     """By length the passes are of 30 and 29 tokens, 20 and 19, three times 18, and 1."""
     lengths, plain = [18, 20, 1, 30, 18, 19, 29, 18], nn.Linear(2, 2)
     by_length = (micro_batch_choice(2), Choice(technique="by_length"))
