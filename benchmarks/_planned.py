@@ -33,7 +33,7 @@ _TEXT_BYTES = 2 << 20
 _POLL_SECONDS = 0.005
 _VOCAB_SIZE = 8000
 _IMPOSSIBLE_BYTES = 64 << 20
-_ROOM = 1.006  # a plan leaves half a percent of its limit to what a short look may say too little
+_HEADROOM = 1.006  # a plan leaves half a percent of its limit to what a short evaluation may predict too low
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _budget_of(fallback: Configuration | None) -> int:
 
     assert fallback is not None
     assert fallback.peak is not None
-    return -(-int(_ROOM * fallback.peak.high_bytes + MARGIN_BYTES) // MIB) * MIB
+    return -(-int(_HEADROOM * fallback.peak.high_bytes + MARGIN_BYTES) // MIB) * MIB
 
 
 def make_training(model: Model, texts: Texts) -> Training:

@@ -130,13 +130,13 @@ def _train_by_hand(place: DryRun, micro_batch: int, checkpoints: bool) -> None:
     if checkpoints:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    num_pieces = _BATCH_SIZE // micro_batch
+    num_micro_batches = _BATCH_SIZE // micro_batch
     for _ in range(_STEPS):
         optimizer.zero_grad()
-        for _ in range(min(num_pieces, 2)):  # those that follow are like the second
+        for _ in range(min(num_micro_batches, 2)):  # those that follow are like the second
             tokens = place.fake_batch(_tokens(micro_batch)).to("cuda")
             with torch.autocast("cuda", torch.bfloat16):
-                loss = model(input_ids=tokens, labels=tokens).loss / num_pieces
+                loss = model(input_ids=tokens, labels=tokens).loss / num_micro_batches
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

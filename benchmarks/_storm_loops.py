@@ -451,8 +451,8 @@ OTHERS = (_storm_states, _storm_kept, _storm_losses, _storm_recipes)
 def in_windows(kind: Kind) -> Kind:
     """A training of another group, two batches an update.
 
-    Each batch is seeded: where both are done again in smaller pieces, the second goes on from the random numbers that
-    it found, and not from those that the pieces of the first have left.
+    Each batch is seeded: where both are done again in smaller micro-batches, the second goes on from the random numbers
+    that it found, and not from those that the micro-batches of the first have left.
     """
 
     def make() -> Training:

@@ -454,9 +454,9 @@ def _plain_batch(training: Training, loss_function: Any, batch: Any, micro_batch
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(training.options.get("precision", "fp32"))
     total, is_whole = torch.zeros(()), micro_batch >= NUM_SAMPLES
     for start in range(0, NUM_SAMPLES, micro_batch):
-        piece = batch if is_whole else {name: one[start : start + micro_batch] for name, one in batch.items()}
+        samples = batch if is_whole else {name: one[start : start + micro_batch] for name, one in batch.items()}
         with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
-            loss = loss_function(training.model, piece)
+            loss = loss_function(training.model, samples)
         if not is_whole:
             loss = loss * (min(micro_batch, NUM_SAMPLES - start) / NUM_SAMPLES)
         (loss / training.window if training.window else loss).backward()

@@ -169,7 +169,7 @@ def run(one: Benchmark, count: str, given: dict[str, list[Path]]) -> str:
     started = time.time()
     if any(word.endswith("FOLDER") for word in one.arguments):
         (folder / one.name).mkdir(exist_ok=True)
-    # What earlier runs have taught about this machine would change plans.
+    # A calibration by earlier runs on this machine would change plans.
     environment = os.environ | {"PLIMSOLL_CACHE": str(folder / "known" / one.name)}
     more = {"demo": ["--out", str(folder / "demo"), "--result"]}.get(one.name, ["--out"])
     command = [str(one.path), *words, *([] if one.prints else [*more, str(RESULTS)])]

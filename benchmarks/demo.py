@@ -77,7 +77,7 @@ def demo(data: str | None, limit: str, num_steps: int, out: Path, result: Path |
     """Prepare the text, run the arms, print the table and write the report."""
     console = Console(stderr=True)
     job_file, prepared = prepared_job(data, num_steps, out)
-    shutil.rmtree(out / "known", ignore_errors=True)  # what earlier runs have taught would change the plan
+    shutil.rmtree(out / "known", ignore_errors=True)  # a calibration by earlier runs would change the plan
     os.environ["PLIMSOLL_CACHE"] = str((out / "known").resolve())
     plain = [sys.executable, str(HERE / "_plain_loop.py"), str(job_file), str(prepared), "--steps", str(NEED_STEPS)]
 

@@ -335,7 +335,7 @@ def archives_of(path: Path) -> Iterator[Path]:
     yield packed
 
 
-OPENING = """
+LOADING = """
 import json, sys, time
 from pathlib import Path
 from plimsoll.embeddings.subsets import take_subset
@@ -360,12 +360,12 @@ sys.stdin.readline()
 """
 
 
-def compare_opening(path: Path, wanted: Path, folder: Path) -> Figures:
+def compare_loading(path: Path, wanted: Path, folder: Path) -> Figures:
     """Open the rows from the cache, in four processes that have them open at once."""
     cache = folder / "kept"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", OPENING, str(path), str(wanted), str(cache)],
+            [sys.executable, "-c", LOADING, str(path), str(wanted), str(cache)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
         for _ in range(4)
@@ -379,7 +379,7 @@ def compare_opening(path: Path, wanted: Path, folder: Path) -> Figures:
         process.communicate("\n")
     num_bytes = next(cache.glob("subset-*/table.safetensors")).stat().st_size
     alone = subprocess.run(
-        [sys.executable, "-c", OPENING, str(path), str(wanted), str(cache)],
+        [sys.executable, "-c", LOADING, str(path), str(wanted), str(cache)],
         input="\n\n", check=True, capture_output=True, text=True,
     )  # fmt: skip
     figures = {
@@ -452,7 +452,7 @@ def main() -> None:
         wanted = Path(temporary) / "wanted.txt"
         choose(path, wanted)
         figures: Figures = {"file_bytes": path.stat().st_size, "arms": compare(path, wanted, Path(temporary), args)}
-        figures |= compare_opening(path, wanted, Path(temporary))
+        figures |= compare_loading(path, wanted, Path(temporary))
         if not args.without_archives:
             figures["archives"] = compare_archives(path, wanted, Path(temporary), args)
         title = f"{NUM_WANTED:,} of {args.words:,} word vectors"

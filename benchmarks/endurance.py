@@ -79,7 +79,7 @@ MODELS: dict[str, Any] = {
     },
     "lstm": {"architecture": "lstm", "embedding_size": 48, "hidden_size": 64, "num_layers": 1},
 }  # fmt: skip
-ROOM = {"gpt2": "146MiB", "lstm": "104MiB"}
+MODEL_MEMORY = {"gpt2": "146MiB", "lstm": "104MiB"}
 """What a budget leaves beside the process itself, which takes more or less with each version and processor."""
 
 
@@ -122,7 +122,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--every", type=float, default=6, help="seconds between two disturbances, on average")
     parser.add_argument("--model", choices=MODELS, default="gpt2", help="default: %(default)s")
     parser.add_argument(
-        "--budget", help=f"of the training process (default: what it takes without a model, and {ROOM})"
+        "--budget", help=f"of the training process (default: what it takes without a model, and {MODEL_MEMORY})"
     )
     parser.add_argument("--checkpoint-every", type=int, default=20, help="steps (default: %(default)s)")
     parser.add_argument(
@@ -174,7 +174,7 @@ def write_job(folder: Path, arguments: argparse.Namespace) -> None:
         "evaluate_every": 10 * arguments.checkpoint_every,
         "checkpoint": {"every": arguments.checkpoint_every, "keep": 2},
     }  # fmt: skip
-    job["budget"] = arguments.budget or budget_of(job, parse_bytes(ROOM[arguments.model]))
+    job["budget"] = arguments.budget or budget_of(job, parse_bytes(MODEL_MEMORY[arguments.model]))
     write_atomically(folder / "job.yaml", yaml.safe_dump(job, sort_keys=False).encode())
 
 

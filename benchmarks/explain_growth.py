@@ -167,7 +167,7 @@ def measure_cost(model_name: str, num_pairs: int) -> Cost:
     for _ in range(num_pairs):
         seconds = {}
         for is_looked_at in random.sample((True, False), 2):
-            step.graphs._next_look = 0 if is_looked_at else NEVER
+            step.graphs._sampled_steps.next_look = 0 if is_looked_at else NEVER
             begun = time.process_time()
             step(batch)
             seconds[is_looked_at] = time.process_time() - begun

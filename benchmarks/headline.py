@@ -164,7 +164,9 @@ class Experiment:
         out, plan = self.folder / "run", self.folder / f"plan-{limit_mib}.json"
         shutil.rmtree(out, ignore_errors=True)
         plimsoll = [sys.executable, "-m", "plimsoll"]
-        os.environ["PLIMSOLL_CACHE"] = str(self.folder / "known" / budget)  # what earlier runs taught changes plans
+        os.environ["PLIMSOLL_CACHE"] = str(
+            self.folder / "known" / budget
+        )  # a calibration by earlier runs changes plans
         job = str(self.folder / "job.yaml")
         if not plan.exists():
             planned = run([*plimsoll, "plan", job, "--budget", budget, "-o", str(plan)])

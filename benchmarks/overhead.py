@@ -80,7 +80,7 @@ class Setup:
     name: str
     build: Callable[[], nn.Module]
     batch_size: int = 16
-    num_pieces: int = 1
+    num_micro_batches: int = 1
 
 
 @dataclass
@@ -123,7 +123,7 @@ small_gpt2 = functools.partial(gpt2, 2, 64)
 SETUPS = (
     Setup("gpt2", small_gpt2),
     Setup("lstm", lstm),
-    Setup("gpt2 in 4 micro-batches", small_gpt2, num_pieces=4),
+    Setup("gpt2 in 4 micro-batches", small_gpt2, num_micro_batches=4),
 )
 
 
@@ -145,14 +145,14 @@ def make_batches(pattern: str | None, batch_size: int) -> list[Fields]:
 
 def plain_step(setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, with_item: bool) -> Step:
     """The loop to compare with; all samples have as many tokens, so every micro-batch has the same weight."""
-    size = setup.batch_size // setup.num_pieces
+    size = setup.batch_size // setup.num_micro_batches
 
     def step(batch: Fields) -> None:
         optimizer.zero_grad()
         total = torch.zeros(())
         for start in range(0, setup.batch_size, size):
-            piece = {name: tensor[start : start + size] for name, tensor in batch.items()}
-            loss = model(**piece).loss / setup.num_pieces
+            micro_batch = {name: tensor[start : start + size] for name, tensor in batch.items()}
+            loss = model(**micro_batch).loss / setup.num_micro_batches
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
@@ -169,7 +169,7 @@ def plain_step(setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer,
         if with_item:
             loss.item()
 
-    return whole_step if setup.num_pieces == 1 else step
+    return whole_step if setup.num_micro_batches == 1 else step
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -177,7 +177,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_step(setup: Setup, model: nn.Module) -> TrainStep:
-    micro_batch = None if setup.num_pieces == 1 else setup.batch_size // setup.num_pieces
+    micro_batch = None if setup.num_micro_batches == 1 else setup.batch_size // setup.num_micro_batches
     return TrainStep(model, adamw(model), units="next-tokens", micro_batch=micro_batch, clip_norm=CLIP_NORM)
 
 
@@ -349,7 +349,7 @@ def part_costs(setup: Setup, pattern: str | None) -> tuple[float, dict[str, tupl
     Except for the commit, calls in a row find their data in the cache: in a step they take somewhat longer.
     """
     batch = make_batches(pattern, setup.batch_size)[0]
-    size = setup.batch_size // setup.num_pieces
+    size = setup.batch_size // setup.num_micro_batches
     with tempfile.TemporaryDirectory() as folder:
         step = train_step(setup, setup.build().train())
         training = Monitored(step, Path(folder), num_steps=10**9)._training
@@ -369,7 +369,7 @@ def part_costs(setup: Setup, pattern: str | None) -> tuple[float, dict[str, tupl
 def cut(step: TrainStep, batch: Fields, size: int) -> list[float]:
     """What `TrainStep` does to know the weight of each micro-batch."""
     num_units = step._shape_of(batch).num_units
-    return [count_units(piece, "next-tokens") / num_units for piece in split_batch(batch, size)]
+    return [count_units(micro_batch, "next-tokens") / num_units for micro_batch in split_batch(batch, size)]
 
 
 def panel_seconds(training: Training) -> float:

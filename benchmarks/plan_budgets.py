@@ -3,10 +3,10 @@
     python benchmarks/plan_budgets.py [--data PATH] [--only gpt2] [--steps 4] [--out table.md]
 
 The first budget of a model is just enough for the plain training. The others go, in equal ratios, from what the fastest
-plan needs (on a CPU it may need little: small pieces stay in the caches, and more memory is of no use) to 1.1 times the
-smallest one that a plan exists for. Each is planned, and the plan is run inside it on real text, in a process of its
-own (`_planned_worker.py`). The peak is private memory: the larger of what this process reads from outside every few
-milliseconds, and the kernel's own high-water mark of each step.
+plan needs (on a CPU it may need little: small micro-batches stay in the caches, and more memory is of no use) to 1.1
+times the smallest one that a plan exists for. Each is planned, and the plan is run inside it on real text, in a process
+of its own (`_planned_worker.py`). The peak is private memory: the larger of what this process reads from outside every
+few milliseconds, and the kernel's own high-water mark of each step.
 
 Not covered: evaluation, checkpoints, data loading in several processes. One thread; seconds are the processor's.
 """

@@ -66,10 +66,16 @@ def main() -> None:
     for name, choices in CHOICES.items():
         with installed(step.workload, choices):
             shape = shape_of(batch, step.workload)
-            pieces = [one.batch for one in weighted_micro_batches(batch, arguments.micro_batch, shape, step.workload)]
-        positions = sum(piece["input_ids"].numel() for piece in pieces)
-        figures[name] = {"passes": len(pieces), "positions": positions, "cpu_seconds": round(min(seconds[name]), 3)}
-        lines.append(f"| {name} | {len(pieces)} | {positions:,} | {min(seconds[name]):.2f} |")
+            micro_batches = [
+                one.batch for one in weighted_micro_batches(batch, arguments.micro_batch, shape, step.workload)
+            ]
+        positions = sum(one["input_ids"].numel() for one in micro_batches)
+        figures[name] = {
+            "passes": len(micro_batches),
+            "positions": positions,
+            "cpu_seconds": round(min(seconds[name]), 3),
+        }
+        lines.append(f"| {name} | {len(micro_batches)} | {positions:,} | {min(seconds[name]):.2f} |")
     print("\n".join(lines))
     file_result(arguments.out, "plan-by-length", "A batch cut by length", "\n".join(lines))
     difference = abs(losses["by_length"] / losses["as it comes"] - 1)

@@ -1,4 +1,4 @@
-"""How long a plan takes after the imports, in how much memory and how many looks: GPT-2 124M, and 4 billion parameters.
+"""How long a plan takes after the imports, in how much memory and evaluations: GPT-2 124M, and 4 billion parameters.
 
     python benchmarks/plan_quick.py [--only TEXT] [--out FOLDER]
 
@@ -6,9 +6,9 @@ Each plan is made by `plan_job` in a process of its own: a step of 64 x 512 toke
 3060, and of 8 x 512 of Qwen3-4B on larger cards (where nothing that is exact fits, the plan says what would), all with
 AdamW in float32. The aims are 30 s and 120 s on 2 cores. Memory is the largest of the process, libraries included.
 Each case begins with a cache that knows this machine's speed and nothing else, and is then planned again for 15/16 of
-its budget (or of the card), with the traces that were kept. A look is a trace or one that was kept; a count is what an
-allocator makes of a look; a guess is a combination that was only guessed at, with all its micro-batches. Processor
-seconds are those of the process and of what it forks. Prints a table, and as its last line one JSON object.
+its budget (or of the card), with the traces that were kept. An evaluation is a trace or one that was kept; a count is
+what an allocator makes of an evaluation; a guess is a combination that was only guessed at, with all its micro-batches.
+Processor seconds are those of the process and of what it forks. Prints a table, and as its last line one JSON object.
 """
 
 from __future__ import annotations

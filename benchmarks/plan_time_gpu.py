@@ -415,8 +415,8 @@ def replay_some(limits_gib: Sequence[float]) -> list[tuple[float, tuple[list[str
             choices = _traced_choices(fallback.choices)
             same = recorded.get(choices) or trained.get(choices)
             seconds = same.seconds if same else fallback.step_time.likely_seconds
-            room_mib = limit * 1024 - OUTSIDE_BYTES / 2**20
-            fitting = (row for row in recorded.values() if float(row.fields["peak_reserved_mib"]) <= room_mib)
+            free_mib = limit * 1024 - OUTSIDE_BYTES / 2**20
+            fitting = (row for row in recorded.values() if float(row.fields["peak_reserved_mib"]) <= free_mib)
             best = min(fitting, key=lambda row: row.seconds, default=None)
             cells, ratio = ("none", "", ""), None
             if best:

@@ -92,16 +92,16 @@ def measure(name: str, cut: str, lengths: list[int], budget_mib: int) -> dict[st
         result = step(batch)
         seconds = time.process_time() - started
         peak_bytes = backend.use().peak_bytes - before_bytes
-    pieces = [
-        piece.batch
-        for piece in weighted_micro_batches(batch, result.micro_batch, shape_of(batch, step.workload), step.workload)
+    micro_batches = [
+        one.batch
+        for one in weighted_micro_batches(batch, result.micro_batch, shape_of(batch, step.workload), step.workload)
     ]
     return {
         "micro_batch": result.micro_batch,
         "ooms": ooms + len(result.oom_events),
-        "passes": len(pieces),
-        "most_samples": max(len(piece["input_ids"]) for piece in pieces),
-        "positions": sum(piece["input_ids"].numel() for piece in pieces),
+        "passes": len(micro_batches),
+        "most_samples": max(len(one["input_ids"]) for one in micro_batches),
+        "positions": sum(one["input_ids"].numel() for one in micro_batches),
         "cpu_seconds": seconds,
         "peak_bytes": peak_bytes,
         "loss": result.loss,

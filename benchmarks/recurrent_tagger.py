@@ -7,7 +7,7 @@ A text is a file, read with ``tokenize``; a word is a token, and its tag says wh
 number, a string, a comment, or of names what is done with them: defined (behind ``def`` or ``class``), called (before a
 parenthesis), an attribute (behind a dot), or read. So a tag depends on both neighbours, and the words of a file are one
 sequence of thousands, cut into windows that overlap. Two trainings of one job: without a limit, and inside the budget,
-where what does not fit is done in smaller pieces; the loss must be the same. An arm that ends with an error shows it.
+where what does not fit is done in smaller micro-batches; the loss must be the same. An arm that fails shows its error.
 Peaks are private memory as the training process reads it. Prints a table, and as its last line one JSON object. Linux
 only.
 """
@@ -84,7 +84,7 @@ def train(folder: Path, name: str, budget: str | None, args: argparse.Namespace)
     job = {
         "model": {
             "architecture": "lstm", "embedding_size": 64, "hidden_size": args.hidden, "num_layers": 2,
-            "bidirectional": True, "dropout": 0.0,  # so that a batch in pieces has the loss of the whole
+            "bidirectional": True, "dropout": 0.0,  # so that a cut batch has the loss of the whole
         },
         "task": "token-classification",
         "data": {"train": str(folder / "files.jsonl"), "validation": 0.1, "stride": args.length * 7 // 8},

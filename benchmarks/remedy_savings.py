@@ -4,9 +4,8 @@
 
 The job is explained at a budget that it does not fit. It is trained as it is, and with each technique by itself, all
 others forbidden, inside a budget that is large enough (``--room``), for as many steps as it says. The measured saving
-is the difference of the highest private memory of a step; the planner's own mix, which is no single technique, is left
-out.
-Remedies that save less than 5 % of the peak are left out: that is within the noise of the heap.
+is the difference of the highest private memory of a step; the planner's own combination is no single technique and
+left out. Remedies that save less than 5 % of the peak are left out: that is within the noise of the heap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `plimsoll predict` and `plimsoll plan` print for the job that docs/benchmarks.md shows, on the library's own sources.
+"""What `plimsoll predict` and `plan` print for the job that docs/benchmarks.md shows, on the library's own sources.
 
 python benchmarks/screens.py [--out benchmarks/results]
 """

@@ -172,9 +172,7 @@ def table_of(found: dict[str, list[Figures]], title: str, measure: str) -> Table
 def part_of(best: list[Figures], methods: dict[str, list[Figures]], args: argparse.Namespace) -> str:
     """What README.md shows: the best chain of each seed, and bfloat16."""
     unit = "of the loss" if args.text else "points of accuracy"
-    subject = (
-        "a GPT-2 of 4 x 192" if args.text else "a BERT of 4 x 192 on AG News" if args.data else "a BERT of 4 x 192"
-    )
+    title = "a GPT-2 of 4 x 192" if args.text else "a BERT of 4 x 192 on AG News" if args.data else "a BERT of 4 x 192"
     rows = [
         (
             f"{one['chain'].replace('>', 'then')}, seed {number}",
@@ -186,7 +184,7 @@ def part_of(best: list[Figures], methods: dict[str, list[Figures]], args: argpar
     if half := methods.get("bf16"):
         shares, changes = ([one["share"] for one in half], [change(one, "after") or 0 for one in half])
         rows.append((f"bf16, {len(half)} seeds", f"{statistics.mean(shares):.0%}", f"{statistics.mean(changes):+.1f}"))
-    header = (f"{subject}, under {args.share:.0%} of its bytes, trained again for {args.recover} steps", "files", unit)
+    header = (f"{title}, under {args.share:.0%} of its bytes, trained again for {args.recover} steps", "files", unit)
     return markdown(header, rows) if rows else ""
 
 
@@ -212,7 +210,7 @@ def main() -> None:
     only = args.only or ("methods", "best", "teacher")
     found: dict[str, list[Figures]] = {}
     best: list[Figures] = []
-    taught: dict[str, list[Figures]] = {}
+    with_teacher: dict[str, list[Figures]] = {}
     with tempfile.TemporaryDirectory(prefix="plimsoll-") as temporary:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -240,7 +238,7 @@ def main() -> None:
                 options = ("--method", "layers=2", "--recover", 3 * args.recover, *flags)
                 half = shrunk(run, folder / f"half-{name}-{seed}", *options)
                 original, small = half["models"]
-                taught.setdefault(f"layers(keep=2), {name} a teacher", []).append(figures_of(small, original))
+                with_teacher.setdefault(f"layers(keep=2), {name} a teacher", []).append(figures_of(small, original))
     measure = "loss" if args.text else "accuracy, %"
     title = f"{args.seeds} seeds, trained {args.steps} steps, {args.recover} again"
     if found:
@@ -248,12 +246,12 @@ def main() -> None:
     if best:
         chains = {f"seed {number}: {one['chain']}": [one] for number, one in enumerate(best)}
         Console(width=160).print(table_of(chains, f"best chain under {args.share:.0%} of the bytes", measure))
-    if taught:
-        Console(width=160).print(table_of(taught, f"half of the layers, {3 * args.recover} steps again", measure))
+    if with_teacher:
+        Console(width=160).print(table_of(with_teacher, f"half of the layers, {3 * args.recover} steps again", measure))
     packages = ("torch", "transformers", "torchao")
     part = part_of(best, found, args)
     file_result(args.out, "shrink-table", f"Every method, {title}", fenced(printed.text), part, packages=packages)
-    print(json.dumps({"methods": found, "best": best, "taught": taught}))
+    print(json.dumps({"methods": found, "best": best, "taught": with_teacher}))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def main() -> None:
         )
         cache = ("--cache", folder / "cache")
         free_peak = run("train", job_file, "--no-plan", "--out", folder / "free", *cache)
-        constraints = () if arguments.search else wishes_of(arguments.batch)
+        constraints = () if arguments.search else constraints_of(arguments.batch)
         run("plan", job_file, "--budget", f"{limit_mib}MiB", *constraints, "-o", folder / "plan.json")
         limited_peak = run("train", job_file, "--plan", folder / "plan.json", "--out", folder / "limited", *cache)
         report(folder, arguments, limit_mib * MIB, state_bytes, (free_peak, limited_peak))
@@ -109,7 +109,7 @@ def write_job(folder: Path, arguments: argparse.Namespace) -> Path:
     return path
 
 
-def wishes_of(batch_size: int) -> list[str]:
+def constraints_of(batch_size: int) -> list[str]:
     """The choices that leave nothing to search for."""
     pins = [word for pin in (*PINS, f"micro_batch={batch_size}") for word in ("--pin", pin)]
     return pins + [word for name in FORBIDDEN for word in ("--forbid", name)]

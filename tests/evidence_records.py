@@ -7,13 +7,13 @@ from plimsoll.records.plan import micro_batch_plan
 from plimsoll.records.run import GraphLine, RetainedGraph, RunRecord, StepLine
 
 MIB = 1 << 20
-LOOKS = (3, 4, 5, 6, 7, 8, 10, 12, 15, 18, 22, 27)
+CHECKED_STEPS = (3, 4, 5, 6, 7, 8, 10, 12, 15, 18, 22, 27)
 
 
-def held(step, **changes):
+def retained(step, **changes):
     """What `model.history` has after a step: of every step one tensor of 1 MiB, and what it was computed with."""
-    earlier = tuple(one for one in (1, 2, *LOOKS) if one < step)
-    is_walked = step <= LOOKS[2]
+    earlier = tuple(one for one in (1, 2, *CHECKED_STEPS) if one < step)
+    is_walked = step <= CHECKED_STEPS[2]
     fields = {
         "holder": "model.history",
         "num_tensors": step,
@@ -30,8 +30,8 @@ def held(step, **changes):
 
 
 def lines(**changes):
-    """A line for each look."""
-    return tuple(GraphLine(step=step, held=(held(step, **changes),)) for step in LOOKS)
+    """A line for each checked step."""
+    return tuple(GraphLine(step=step, retained=(retained(step, **changes),)) for step in CHECKED_STEPS)
 
 
 def evidence(**changes):

@@ -121,8 +121,8 @@ def tried_plan() -> Plan:
     )
 
 
-def wished_plan(**changes: object) -> Plan:
-    """The same with a wish for each side, one fallback without numbers, and why as the planner says it."""
+def constrained_plan(**changes: object) -> Plan:
+    """The same with a constraint of each kind, one fallback without numbers, and why as the planner says it."""
     fields: dict[str, object] = {
         "pinned": (HALF_CHECKPOINTS,),
         "forbidden": ("offload",),

@@ -1,4 +1,4 @@
-"""The ways to train a made-up model, small enough to check by hand."""
+"""Fine-tuning strategies of a made-up model, small enough to check by hand."""
 
 from __future__ import annotations
 

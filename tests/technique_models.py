@@ -13,6 +13,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from plimsoll.models.workload import Workload, model_loss
 from workloads import NUM_SAMPLES, VOCABULARY, Output, bert, classes, gpt2, text
 
 ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -112,3 +113,8 @@ def fresh(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     if name in ("blocks", "lstms"):
         batch["labels"] = batch["input_ids"]
     return model, batch
+
+
+def workload_of(model: nn.Module) -> Workload:
+    """The model trained by SGD, with its own loss, which averages over samples."""
+    return Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")

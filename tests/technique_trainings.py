@@ -211,22 +211,22 @@ def available_choices(name: str, training: str) -> tuple[Choice, ...] | str:
     """Up to three choices: the first, the second and the last; or why there are none."""
     setup = setup_for(training, [name])
     workload, setting = setup.workload(), setup.setting()
-    menu = technique_of(name).choices(workload, setting)
-    if isinstance(menu, str):
-        assert menu, "a reason is a sentence"
-        return menu
-    assert menu, "an empty menu says no reason"
-    for choice in menu:
+    available = technique_of(name).choices(workload, setting)
+    if isinstance(available, str):
+        assert available, "a reason is a sentence"
+        return available
+    assert available, "no choices and no reason"
+    for choice in available:
         assert choice.technique == name
-        assert conflict_among((choice,), workload, setting) is None, "the menu has what the workload forbids"
-    return tuple(dict.fromkeys((*menu[:2], menu[-1])))
+        assert conflict_among((choice,), workload, setting) is None, "the choices have what the workload forbids"
+    return tuple(dict.fromkeys((*available[:2], available[-1])))
 
 
 def choices_of(name: str, training: str) -> tuple[Choice, ...]:
-    menu = available_choices(name, training)
-    if isinstance(menu, str):
-        pytest.skip(menu)
-    return menu
+    available = available_choices(name, training)
+    if isinstance(available, str):
+        pytest.skip(available)
+    return available
 
 
 def setup_of(training: str, choices: tuple[Choice, ...]) -> Setup:

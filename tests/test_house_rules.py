@@ -90,6 +90,9 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     (names_are_words_of_the_field, {"data/menus.py": "x = 1"}, "data/menus.py:1: menus: say choices"),
     (names_are_words_of_the_field, {"data/a.py": "def f(num_lanes): x"}, "a.py:1: num_lanes: say stream slot"),
     (names_are_words_of_the_field, {"data/a.py": "class RungOf: x"}, "a.py:1: RungOf: say fallback"),
+    (names_are_words_of_the_field, {"data/a.py": "self.lanes = 1"}, "a.py:1: lanes: say stream slot"),
+    (names_are_words_of_the_field, {"tests/a.py": "def test_wishes(): x"}, "a.py:1: test_wishes: say constraint"),
+    (names_are_words_of_the_field, {"tests/golden/wish-a.txt": ""}, "wish-a.txt:1: wish-a: say constraint"),
     (
         no_import_cycle,
         {"step/a.py": "from plimsoll.step import b", "step/b.py": "def f():\n    import plimsoll.step.a"},

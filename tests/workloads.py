@@ -165,6 +165,11 @@ def plain_loop(
     return losses
 
 
+def mean_square(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a model that maps `x` to `y`."""
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
 def units_of(case: Case, batch: dict[str, Tensor]) -> int:
     if case.units == "samples":
         return len(batch["labels"])

@@ -41,7 +41,7 @@ from benchmarks.gpu.files import RECORDED, ROOT, default_path, differences, read
 NODES = ("nvidia*", "dxg", "kfd")  # of drivers, in /dev: NVIDIA's, WSL's, AMD's
 OF_A_PART = ("-m", "benchmarks.gpu")
 GIB = 1 << 30
-ROOM_BYTES = 40 * GIB  # of a card on which parts run at the same time
+FREE_BYTES = 40 * GIB  # of a card on which parts run at the same time
 LEAST_SECONDS, GRACE_SECONDS = 15.0, 20.0
 _OTHER_NAMES = {"nvidia-ml-py": "pynvml", "pyyaml": "yaml"}
 
@@ -269,10 +269,10 @@ def refuse(text: str) -> NoReturn:
     sys.exit(2)
 
 
-def has_room(header: dict[str, Any]) -> bool:
+def has_free_memory(header: dict[str, Any]) -> bool:
     """Whether parts can run at the same time on this card."""
     free_bytes = header.get("total_bytes", 0) - header.get("outside_at_start_bytes", 0)
-    return bool(free_bytes >= ROOM_BYTES)
+    return bool(free_bytes >= FREE_BYTES)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def go(options: argparse.Namespace, folder: Path) -> int:
     started = time.monotonic()
     session = Session(options, folder, begun(options, folder))
-    wanted, together = session.wanted, has_room(read_recording(session.recording)["header"])
+    wanted, together = session.wanted, has_free_memory(read_recording(session.recording)["header"])
     try:
         for stage in sorted({part.stage for part in wanted}):
             session.run([part for part in wanted if part.stage == stage], together)

@@ -1,6 +1,6 @@
 """Memory taken away at random by another process, in every phase of a training, and an exact ledger.
 
-The other process fills the card but for `ROOM_BYTES`, and at moments drawn at random, every few steps, takes that, too,
+The other process fills the card but for `FREE_BYTES`, and at moments drawn at random, every few steps, takes that, too,
 for a part of a step. Meanwhile a thread of the training gives back what torch's allocator keeps, at random moments, so
 that any phase may have to ask the driver, and is refused. Where no way is left the training waits and gives the same
 batch again, as `plimsoll train` does.
@@ -39,7 +39,7 @@ from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.run import OomEvent
 from plimsoll.step.failpoints import armed
 
-ROOM_BYTES = 3 << 30
+FREE_BYTES = 3 << 30
 PHASES = ("forward", "backward", "optimizer", "evaluation")  # saving copies to the host, and asks for none
 INJECTED = ("forward", "loss", "backward", "clip", "optimizer")
 EVALUATED = (10_000, 10_001)  # numbers of batches
@@ -221,7 +221,7 @@ def take(device: str) -> None:
     seconds, step_seconds = map(float, sys.stdin.readline().split())
     drawn, over, times, held_seconds = random.Random(2), threading.Event(), 0, 0.0
     threading.Thread(target=lambda: (sys.stdin.readline(), over.set()), daemon=True).start()
-    ballast = torch.empty(max(torch.cuda.mem_get_info()[0] - ROOM_BYTES, 0), dtype=torch.uint8, device=device)
+    ballast = torch.empty(max(torch.cuda.mem_get_info()[0] - FREE_BYTES, 0), dtype=torch.uint8, device=device)
     print("full", flush=True)
     end = time.monotonic() + seconds
     while time.monotonic() < end and not over.wait(drawn.uniform(*PAUSE_STEPS) * step_seconds):

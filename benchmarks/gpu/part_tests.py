@@ -12,7 +12,7 @@ from benchmarks.gpu.parts import ROOT, Task, run
 
 TESTS = ROOT / "tests"
 _MARK = re.compile(r"mark\.gpu\b")
-_MOST_PROCESSES, _ROOM_BYTES = 6, 8 << 30  # a process of tests takes a few GiB of a card, its context included
+_MOST_PROCESSES, _FREE_BYTES_EACH = 6, 8 << 30  # a process of tests takes a few GiB of a card, its context included
 
 
 def run_part(task: Task) -> None:
@@ -66,7 +66,7 @@ def processes_of(task: Task) -> int:
         return 1
     import torch
 
-    return max(1, min(_MOST_PROCESSES, torch.cuda.mem_get_info()[0] // _ROOM_BYTES))
+    return max(1, min(_MOST_PROCESSES, torch.cuda.mem_get_info()[0] // _FREE_BYTES_EACH))
 
 
 def missing_modules(path: Path, seen: frozenset[Path] = frozenset()) -> list[str]:

@@ -117,16 +117,16 @@ class PeakOfChildren:
             self.num_bytes = max(self.num_bytes, sum(one.private_bytes or 0 for one in family))
 
 
-def run(main, room_mib):
+def run(main, free_mib):
     """Run a training under a limit and write down what came of it."""
     torch.manual_seed(0)
     told = plimsoll.explained()
     _warm_up()
     calls = Calls(int(os.environ.get("PLANTED_CALLS", "-1")))
-    room_mib = int(os.environ.get("PLANTED_MIB", room_mib))
-    children = PeakOfChildren() if room_mib == 0 else None
-    if room_mib:
-        limit_bytes = process.data_bytes() + (room_mib << 20)
+    free_mib = int(os.environ.get("PLANTED_MIB", free_mib))
+    children = PeakOfChildren() if free_mib == 0 else None
+    if free_mib:
+        limit_bytes = process.data_bytes() + (free_mib << 20)
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     peak = process.PeakCounter()
     peak.reset()

@@ -60,12 +60,12 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
 
 
-def in_pieces(batch: Fields, size: int) -> Iterator[tuple[Fields, float]]:
+def micro_batches_of(batch: Fields, size: int) -> Iterator[tuple[Fields, float]]:
     """The batch in micro-batches, each with its share of the samples."""
     num_samples = len(batch["input_ids"])
     for first in range(0, num_samples, size):
-        piece = {name: tensor[first : first + size] for name, tensor in batch.items()}
-        yield piece, len(piece["input_ids"]) / num_samples
+        micro_batch = {name: tensor[first : first + size] for name, tensor in batch.items()}
+        yield micro_batch, len(micro_batch["input_ids"]) / num_samples
 
 
 def checkpointed(model: nn.Module, is_wanted: bool) -> nn.Module:
@@ -84,8 +84,8 @@ def train_plainly(arguments: argparse.Namespace, steps: Steps) -> nn.Module:
     steps.begin()
     for batch in batches(arguments.task)[: arguments.steps]:
         total = 0.0
-        for piece, share in in_pieces(batch, arguments.micro_batch):
-            loss = model(**piece).loss * share
+        for micro_batch, share in micro_batches_of(batch, arguments.micro_batch):
+            loss = model(**micro_batch).loss * share
             loss.backward()
             total += loss.item()
         optimizer.step()
@@ -153,8 +153,8 @@ def train_with_accelerate(arguments: argparse.Namespace, steps: Steps) -> nn.Mod
         steps.begin()
         for batch in batches(arguments.task)[: arguments.steps]:
             total = 0.0
-            for piece, share in in_pieces(batch, batch_size):
-                loss = model(**piece).loss * share
+            for micro_batch, share in micro_batches_of(batch, batch_size):
+                loss = model(**micro_batch).loss * share
                 accelerator.backward(loss)
                 total += loss.item()
             optimizer.step()

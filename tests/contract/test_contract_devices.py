@@ -69,7 +69,7 @@ def test_a_limit_raises_an_error_that_is_recognised_and_is_gone_afterwards(backe
 
 
 @pytest.mark.parametrize("budget_bytes", [MIB, 1 << 50])
-def test_a_budget_that_cannot_be_held_is_refused(backend, budget_bytes):
+def test_a_budget_that_cannot_be_enforced_is_refused(backend, budget_bytes):
     kept = torch.ones(16 * MIB, device=backend.kind)
     with pytest.raises(BudgetError, match="cannot limit"), backend.limited(budget_bytes):
         pass
@@ -77,7 +77,7 @@ def test_a_budget_that_cannot_be_held_is_refused(backend, budget_bytes):
     assert kept.numel() == 16 * MIB
 
 
-def test_the_baseline_is_the_smallest_budget_that_can_be_held(backend):
+def test_the_baseline_is_the_smallest_budget_that_can_be_enforced(backend):
     backend.baseline_bytes()  # starts what it counts
     with backend.limited(backend.baseline_bytes() + 4 * MIB):  # other tests' threads may take a little in between
         pass

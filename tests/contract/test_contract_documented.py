@@ -39,7 +39,7 @@ def test_it_says_where_it_has_nothing_to_do():
     [
         contract.test_the_exit_restores_everything_and_gradients_are_those_of_plain_pytorch,
         contract.test_the_training_is_that_of_plain_pytorch,
-        contract.test_a_rehearsal_with_it_needs_what_a_run_with_it_needs,
+        contract.test_a_dry_run_with_it_needs_what_a_run_with_it_needs,
     ],
 )
 def test_it_keeps_the_contract(keeps_it):

@@ -13,7 +13,7 @@ import torch
 
 from plimsoll.records.plan import Choice
 from plimsoll.step.failpoints import armed
-from plimsoll.techniques import TECHNIQUES, activation_offload, conflict_among, in_order, technique_of
+from plimsoll.techniques import TECHNIQUES, conflict_among, in_order, technique_of
 from technique_trainings import (
     STRICTEST_FIRST,
     choices_of,
@@ -30,6 +30,8 @@ from technique_trainings import (
     trained,
 )
 
+pytestmark = pytest.mark.usefixtures("small_storages_leave")
+
 torch.set_num_threads(1)
 
 MODELS = ("gpt2", "bert", "lstm", "t5", "recurrent", "tagger")
@@ -37,12 +39,6 @@ MODELS = ("gpt2", "bert", "lstm", "t5", "recurrent", "tagger")
 # where they are asked for those like GPT-2. Each technique by itself meets all of them in the other contracts.
 LATER = {"bert": pytest.mark.slow, "t5": pytest.mark.slow, "recurrent": pytest.mark.long, "tagger": pytest.mark.long}
 PAIRED = [pytest.param(name, marks=LATER.get(name, ())) for name in MODELS]
-
-
-@pytest.fixture(autouse=True)
-def _small_storages_leave(monkeypatch):
-    """These models have no others."""
-    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1 << 10)
 
 
 def together(training: str, *names: str) -> tuple[Choice, ...]:

@@ -32,10 +32,10 @@ def with_others(training: str) -> list[dict[str, Any]]:
     """The strongest choice of each that has something for this training, beside shards."""
     cases = []
     for name in sorted(one.name for one in TECHNIQUES.values() if one.works_on_shards):
-        menu = available_choices(name, training)
-        if isinstance(menu, str):
+        available = available_choices(name, training)
+        if isinstance(available, str):
             continue
-        options = dict(menu[-1].options) if name != "micro_batch" else {"samples": 2}
+        options = dict(available[-1].options) if name != "micro_batch" else {"samples": 2}
         way = TWICE if name == "optimizer_offload" else WAYS[-1]
         if name == "autocast":
             way = way | {"dtype": str(options["dtype"])}

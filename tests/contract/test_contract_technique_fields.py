@@ -13,9 +13,11 @@ from plimsoll.models.names import own_techniques
 from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Numerics
 from plimsoll.records.trace import Category, Phase
-from plimsoll.techniques import TECHNIQUES, activation_offload, installed
+from plimsoll.techniques import TECHNIQUES, installed
 from plimsoll.techniques.mechanisms.technique import STAGES, Exported, Moved, Need, Part, Tool
 from technique_trainings import TRAININGS, choices_of, setup_for
+
+pytestmark = pytest.mark.usefixtures("small_storages_leave")
 
 every_technique = pytest.mark.parametrize("name", TECHNIQUES)
 
@@ -26,12 +28,6 @@ IN_ORDER = [
     "truncated_bptt", "time_segments", "packed_stretches", "checkpointing", "gradient_cache", "activation_offload",
     "optimizer_in_backward", "cuda_graph", "evaluation", "heap", "allocator", "cache",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _small_storages_leave(monkeypatch):
-    """These models have no others."""
-    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1 << 10)
 
 
 def test_they_are_installed_in_this_order():

@@ -25,7 +25,7 @@ from plimsoll.records.run import PHASES_OF_A_STEP
 from plimsoll.step.failpoints import armed
 from plimsoll.step.oom_boundary import Position
 from plimsoll.step.train_step import TrainStep
-from plimsoll.techniques import TECHNIQUES, activation_offload, conflict_among, technique_of
+from plimsoll.techniques import TECHNIQUES, conflict_among, technique_of
 from technique_trainings import (
     LARGE_VOCABULARY,
     NUM_STEPS,
@@ -49,6 +49,8 @@ from technique_trainings import (
 )
 from workloads import BATCH_SIZE, LENGTH
 
+pytestmark = pytest.mark.usefixtures("small_storages_leave")
+
 torch.set_num_threads(1)
 
 PHASES = tuple(phase for phase in PHASES_OF_A_STEP if phase != "fetch")  # which is not the step's
@@ -61,12 +63,6 @@ ALL_RARE_BYTES = 2 * 4 * BATCH_SIZE * LENGTH * LARGE_VOCABULARY
 
 every_technique = pytest.mark.parametrize("name", TECHNIQUES)
 every_training = pytest.mark.parametrize("training", TRAININGS)
-
-
-@pytest.fixture(autouse=True)
-def _small_storages_leave(monkeypatch):
-    """These models have no others."""
-    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1 << 10)
 
 
 @pytest.mark.sampled(4)
@@ -174,7 +170,7 @@ def plain_peak_bytes(setup: Setup) -> int:
 @pytest.mark.sampled(12)
 @every_technique
 @every_training
-def test_a_rehearsal_with_it_needs_what_a_run_with_it_needs(name, training):
+def test_a_dry_run_with_it_needs_what_a_run_with_it_needs(name, training):
     choices = choices_of(name, training)
     fallback = configuration_of(
         choices[1] if name == "micro_batch" else choices[-1]

@@ -140,7 +140,7 @@ def test_its_evaluation_is_not_cut_either(folder, tmp_path):
     handle.remove()
 
 
-def test_a_budget_and_rungs_are_one_too_many(folder, tmp_path):
+def test_a_budget_and_fallbacks_exclude_each_other(folder, tmp_path):
     fallbacks = gradient_cache_fallbacks(BATCH_SIZE, 3)
     with pytest.raises(plimsoll.errors.InputError, match="given with fallbacks"):
         trained(folder, tmp_path, lambda one: plimsoll.transformers.protected(one, fallbacks=fallbacks, budget="1GiB"))

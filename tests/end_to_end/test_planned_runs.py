@@ -218,23 +218,25 @@ def test_a_plan_that_is_not_of_this_run(case, plans, planned, golden):
         trained(plans / "job.yaml", "--out", plans / "run", "--plan", plans / "plan.json")
 
 
-WISHES = {
-    "wish-not-a-number": ("--pin", "micro_batch=two"),
-    "wish-contradiction": ("--pin", "optimizer_in_backward", "--pin", "micro_batch=1"),
+CONSTRAINTS = {
+    "constraint-not-a-number": ("--pin", "micro_batch=two"),
+    "constraint-contradiction": ("--pin", "optimizer_in_backward", "--pin", "micro_batch=1"),
 }
 
 
-@pytest.mark.parametrize("case", WISHES)
-def test_a_wish_that_cannot_be(case, golden, tmp_path):
+@pytest.mark.parametrize("case", CONSTRAINTS)
+def test_a_constraint_that_cannot_be_met(case, golden, tmp_path):
     """Those that take no process are in tests/unit/planning/test_planning_plan.py."""
-    golden(f"errors/{case}.txt", told(refused(tiny_job(tmp_path), "--out", tmp_path / "run", *WISHES[case]), tmp_path))
+    golden(
+        f"errors/{case}.txt", told(refused(tiny_job(tmp_path), "--out", tmp_path / "run", *CONSTRAINTS[case]), tmp_path)
+    )
     assert not (tmp_path / "run" / "data").exists()
 
 
-def test_to_plan_says_the_same_of_a_wish_as_to_train(golden, tmp_path):
-    done = plimsoll("plan", tiny_job(tmp_path), *WISHES["wish-contradiction"])
+def test_plan_and_train_say_the_same_of_a_constraint(golden, tmp_path):
+    done = plimsoll("plan", tiny_job(tmp_path), *CONSTRAINTS["constraint-contradiction"])
     assert (done.returncode, done.stdout) == (2, "")
-    golden("errors/wish-contradiction.txt", told(done.stderr[done.stderr.index("error: ") :], tmp_path))
+    golden("errors/constraint-contradiction.txt", told(done.stderr[done.stderr.index("error: ") :], tmp_path))
 
 
 TOLD_SHARE = 0.7

@@ -58,10 +58,10 @@ def loadings(tmp_path_factory):
     forms = {}
     for model, name in CASES:
         given, method = bundle(model), SHRINKERS[name]
-        menu = method.choices(given)
-        if isinstance(menu, str):
+        available = method.choices(given)
+        if isinstance(available, str):
             continue
-        method.shrink(given, menu[-1], calibration(given))
+        method.shrink(given, available[-1], calibration(given))
         folder = root / "folders" / f"{model}-{name}"
         ids_BT = ids_of(given.tokenizer, TEXT)
         save_bundle(given, folder)

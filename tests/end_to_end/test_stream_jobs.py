@@ -27,7 +27,7 @@ from plimsoll.data.tokens.store import open_tokens
 from plimsoll.records.prepared import Prepared
 from plimsoll.records.run import RunRecord
 
-NUM_LANES, LENGTH, NUM_STEPS, LONG_STEPS = 16, 64, 40, 150
+NUM_SLOTS, LENGTH, NUM_STEPS, LONG_STEPS = 16, 64, 40, 150
 RESETS = {"reset": "texts", "unit": "paragraph"}
 
 
@@ -61,7 +61,7 @@ def by_hand(run: Path, architecture: str, resets: bool) -> tuple[list[float], di
     model = PlainLanguageModel(architecture, prepared.vocab_size, 32, dropout=0.1).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = plain_streams(
-        model, optimizer, tokens, num_slots=NUM_LANES, length=LENGTH, num_steps=NUM_STEPS,
+        model, optimizer, tokens, num_slots=NUM_SLOTS, length=LENGTH, num_steps=NUM_STEPS,
         text_begins=frozenset((store.ends + 1).tolist()) if resets else frozenset(),
     )  # fmt: skip
     return losses, {name: weight.detach() for name, weight in model.state_dict().items()}

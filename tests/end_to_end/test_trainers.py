@@ -68,7 +68,7 @@ def test_a_trainer_with_a_step_of_its_own_is_cut_right(tmp_path: Path):
     assert_alike(*run_short(tmp_path, [2, 3, 4, 6], OwnStep))
 
 
-def test_a_step_whose_pieces_cannot_be_weighted_is_refused_and_undone(tmp_path: Path):
+def test_a_step_whose_micro_batches_cannot_be_weighted_is_refused_and_undone(tmp_path: Path):
     trainer = trainer_of(language_model(), tmp_path, OwnBackward)
     assert trainer.model is not None
     with (

@@ -240,7 +240,7 @@ def test_trainer(tmp_path):
     fit_trainer(contrastive, tmp_path, recut_loss=True)
 
 
-def test_rungs_of_a_trainer_that_cut_from_the_first_step_on(tmp_path):
+def test_fallbacks_of_a_trainer_that_cut_from_the_first_step_on(tmp_path):
     options = {"failures": (), "fallbacks": CUTS[1]["fallbacks"]}
     with pytest.raises(InputError, match=r"would cut the batch of 12 samples, but the loss of a batch is not the sum"):
         fit_trainer(contrastive, tmp_path, **options)

@@ -39,7 +39,7 @@ KINDS = {
 make, parameters_of = KINDS[sys.argv[1]]
 backend = backend_for("cpu")
 gc.freeze()  # what was loaded is no garbage of the processes
-for room_mib in map(int, sys.argv[2:]):
+for free_mib in map(int, sys.argv[2:]):
     if os.fork():
         os.wait()
         continue
@@ -48,7 +48,7 @@ for room_mib in map(int, sys.argv[2:]):
     optimizer = make(parameters)
     commit = StepCommit(optimizer, backend, Position(phase="optimizer"))
     backend.release()
-    with backend.limited(private_memory().private_bytes + (16 << 20) + (room_mib << 20)):
+    with backend.limited(private_memory().private_bytes + (16 << 20) + (free_mib << 20)):
         try:
             commit.step()
             said = "done" if commit.outcome is None else "not begun"
@@ -61,18 +61,18 @@ for room_mib in map(int, sys.argv[2:]):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "rooms_mib"),
+    ("kind", "free_mibs"),
     [
         ("tables", (40, 80, 120, 160, 190, 200, 400)),
         ("one table of many rows", (60, 95, 110, 130, 150, 400)),
         ("Adafactor", (10, 20, 40, 60, 80, 120, 250)),
     ],
 )
-def test_a_first_update_is_done_or_not_begun_however_little_room_there_is(kind, rooms_mib):
+def test_a_first_update_is_done_or_not_begun_however_little_room_there_is(kind, free_mibs):
     """Tables have states of all rows and temporaries of some; Adafactor's states are of another size for vectors."""
-    done = run_program(FIRST_UPDATES, kind, *map(str, rooms_mib))
+    done = run_program(FIRST_UPDATES, kind, *map(str, free_mibs))
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [is_whole for _, is_whole in outcomes] == [True] * len(rooms_mib), done.stderr
+    assert [is_whole for _, is_whole in outcomes] == [True] * len(free_mibs), done.stderr
     said = [outcome for outcome, _ in outcomes]
     assert "torn" not in said
     assert (said[0], said[-1]) == ("not begun", "done")

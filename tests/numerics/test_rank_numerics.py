@@ -55,7 +55,7 @@ def test_ranks_train_what_one_process_trains_whatever_runs_out_of_memory_where(t
     check(tmp_path, world_size, range(CASES_IN_CI[world_size]), alone)
 
 
-def test_ranks_judge_the_windows_of_a_text_together(tmp_path):
+def test_ranks_evaluate_the_windows_of_a_text_collectively(tmp_path):
     """Three of four texts are right, each by most of its windows; of the third, whose label is 1, two say 0."""
     failing: list[tuple[int, ...]] = [(), (1,), (2,)]
     cases: list[dict[str, Any]] = [{"failing": passages, "rank": len(passages)} for passages in failing]

@@ -30,8 +30,8 @@ WHOLE, ONE_BY_ONE = [BATCH_SIZE] * NUM_STEPS, [1] * NUM_STEPS
 # From what single samples need to what the whole batch needs; 1.5 has room for what the heap cannot use.
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 1.5)
 SCRATCH_BYTES = 48 << 20
-"""What MKL and oneDNN want for themselves, however small the piece; without it they fail at every size, and not always
-with an error (an LSTM under a limit that leaves it 45 MiB ends with a segmentation fault in one of 20 runs)."""
+"""What MKL and oneDNN want for themselves, however small the micro-batch; without it they fail at every size, and not
+always with an error (an LSTM under a limit that leaves it 45 MiB ends with a segmentation fault in one of 20 runs)."""
 
 
 @dataclass(frozen=True)

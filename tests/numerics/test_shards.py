@@ -111,7 +111,7 @@ def test_half_precision_is_that_of_a_copy_of_the_weights_and_a_scaler_skips_on_a
         assert all(one["weights"] == of_rank[-1]["weights"] for one in of_rank[-world_size:])  # whose rows it was
 
 
-def test_ranks_that_differ_say_so_together_and_a_model_that_cannot_be_put_together_is_no_ones(tmp_path):
+def test_ranks_that_differ_all_fail_and_a_model_that_cannot_be_assembled_is_written_by_none(tmp_path):
     """A block or a parameter that the samples of one rank do not reach; memory that runs out in the end on one."""
     cases = [
         TWICE | {"skipped": "block"},

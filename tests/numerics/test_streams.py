@@ -21,7 +21,7 @@ from processor import skip_without_half_lstm
 from token_stores import store_of_lengths
 from workloads import largest_relative_difference, weights_of
 
-NUM_LANES, LENGTH, VOCABULARY = 6, 8, 50
+NUM_SLOTS, LENGTH, VOCABULARY = 6, 8, 50
 TEXT_LENGTHS = [
     40,
     3,
@@ -47,7 +47,7 @@ def store(tmp_path_factory: pytest.TempPathFactory):
 
 
 def dataset_of(store, resets: bool = False) -> StreamDataset:
-    return StreamDataset(store, StreamSlots(0, len(store.tokens), NUM_LANES, LENGTH), resets)
+    return StreamDataset(store, StreamSlots(0, len(store.tokens), NUM_SLOTS, LENGTH), resets)
 
 
 def ours(architecture: str, dropout: float = 0.0, vocab_size: int = VOCABULARY) -> RecurrentLanguageModel:
@@ -55,7 +55,7 @@ def ours(architecture: str, dropout: float = 0.0, vocab_size: int = VOCABULARY) 
     sizes = {"vocab_size": vocab_size, "embedding_size": 16, "hidden_size": 16, "num_layers": 2, "dropout": dropout}
     model = build_recurrent({"architecture": architecture, **sizes})
     assert isinstance(model, RecurrentLanguageModel)
-    model.carry(NUM_LANES)
+    model.carry(NUM_SLOTS)
     torch.manual_seed(1)
     return model.train()
 
@@ -74,7 +74,7 @@ def plain(
     dropout: float = 0.0,
     resets: bool = False,
     num_steps: int = NUM_STEPS,
-    cut: int = NUM_LANES,
+    cut: int = NUM_SLOTS,
 ) -> dict[str, Tensor]:
     model = PlainLanguageModel(architecture, VOCABULARY, 16, dropout=dropout).train()
     weights = ours(architecture, dropout).state_dict()
@@ -82,7 +82,7 @@ def plain(
     optimizer = adamw(model)
     begins = frozenset((store.ends + 1).tolist()) if resets else frozenset()
     plain_streams(
-        model, optimizer, torch.from_numpy(store.tokens.astype("int64")), num_slots=NUM_LANES, length=LENGTH,
+        model, optimizer, torch.from_numpy(store.tokens.astype("int64")), num_slots=NUM_SLOTS, length=LENGTH,
         num_steps=num_steps, text_begins=begins, cut=cut,
     )  # fmt: skip
     return weights_of(model, optimizer)
@@ -102,7 +102,7 @@ def learned(step: TrainStep) -> dict[str, Tensor]:
 
 
 def loader_of(store, resets: bool = False) -> Loader:
-    return Loader(dataset_of(store, resets), NUM_LANES, shuffle=False)
+    return Loader(dataset_of(store, resets), NUM_SLOTS, shuffle=False)
 
 
 @pytest.mark.parametrize("resets", [False, True], ids=["on", "reset"])
@@ -110,7 +110,7 @@ def loader_of(store, resets: bool = False) -> Loader:
 @pytest.mark.parametrize("architecture", RECURRENT)
 def test_the_weights_are_those_of_the_plain_loop_bit_by_bit(store, architecture, dropout, resets):
     step = step_of(ours(architecture, dropout))
-    assert run(step, loader_of(store, resets)) == [NUM_LANES] * NUM_STEPS
+    assert run(step, loader_of(store, resets)) == [NUM_SLOTS] * NUM_STEPS
     expected = plain(architecture, store, dropout, resets)
     assert largest_relative_difference(expected, learned(step)) == 0
 
@@ -133,7 +133,7 @@ def iterated(loader: Loader, num_steps: int):
 @pytest.mark.parametrize("resets", [False, True], ids=["on", "reset"])
 @pytest.mark.parametrize("cut", [1, 2, 4, 5])
 @pytest.mark.parametrize("architecture", RECURRENT)
-def test_micro_batches_carry_the_state_of_their_lanes(store, architecture, cut, resets):
+def test_micro_batches_carry_the_state_of_their_stream_slots(store, architecture, cut, resets):
     step = step_of(ours(architecture), micro_batch=cut)
     assert run(step, loader_of(store, resets)) == [cut] * NUM_STEPS
     expected = plain(architecture, store, resets=resets, cut=cut)
@@ -144,7 +144,7 @@ def test_micro_batches_carry_the_state_of_their_lanes(store, architecture, cut, 
 @pytest.mark.parametrize("at_step", [1, 4, 11])
 @pytest.mark.parametrize("phase", PHASES)
 def test_an_oom_in_any_phase_loses_nothing_and_carries_nothing_twice(store, phase, at_step):
-    """A step that has held is done again in one piece, bit by bit; the first is cut, unless it failed in the update."""
+    """A step that has fitted is done again uncut, bit by bit; the first is cut, unless it failed in the update."""
     step = step_of(ours("lstm", dropout=0.2))
     step._commit = StepCommit(step.workload.optimizer, step.backend, step.position, 1)
     num_pieces = len(list(step.workload.model.parameters()))
@@ -155,13 +155,13 @@ def test_an_oom_in_any_phase_loses_nothing_and_carries_nothing_twice(store, phas
     undisturbed = step_of(ours("lstm", dropout=0.2), micro_batch=cuts[0])
     run(undisturbed, loader_of(store), num_steps)
     assert len(set(cuts)) == 1
-    assert cuts[0] == (NUM_LANES // 2 if at_step == 1 and phase != "optimizer" else NUM_LANES)
+    assert cuts[0] == (NUM_SLOTS // 2 if at_step == 1 and phase != "optimizer" else NUM_SLOTS)
     assert largest_relative_difference(learned(undisturbed), learned(step)) == 0
     assert torch.equal(*(one.workload.model.carried.training_state for one in (step, undisturbed)))
 
 
 @pytest.mark.parametrize("hit", [2, 3, 9])
-def test_an_oom_in_the_middle_of_a_cut_step_carries_no_lane_twice(store, hit):
+def test_an_oom_in_the_middle_of_a_cut_step_carries_no_stream_slot_twice(store, hit):
     """Stream slots that were read before the error have moved on, and are read again."""
     model = ours("gru")
     step, other = step_of(model, micro_batch=2), step_of(ours("gru"), micro_batch=2)
@@ -171,7 +171,7 @@ def test_an_oom_in_the_middle_of_a_cut_step_carries_no_lane_twice(store, hit):
     assert largest_relative_difference(learned(other), learned(step)) < CLOSE
 
 
-def test_an_evaluation_that_runs_out_of_memory_reads_its_lanes_again(store):
+def test_an_evaluation_that_runs_out_of_memory_reads_its_stream_slots_again(store):
     step = step_of(ours("lstm"))
     run(step, loader_of(store), 2)
     state = step.workload.model.carried.training_state.clone()
@@ -181,7 +181,7 @@ def test_an_evaluation_that_runs_out_of_memory_reads_its_lanes_again(store):
         found = step.evaluate(batches)
     assert len(found.oom_events) == 1
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert found.num_units == expected.num_units == 70 * NUM_LANES
+    assert found.num_units == expected.num_units == 70 * NUM_SLOTS
     assert torch.equal(step.workload.model.carried.training_state, state)
 
 
@@ -194,7 +194,7 @@ def test_autocast_carries_the_state_in_the_dtype_of_the_layers(store, precision)
     assert all(loss > 0 for loss in losses)
 
 
-def on_rung(*choices: Choice) -> TrainStep:
+def step_with(*choices: Choice) -> TrainStep:
     """With a head that is worth chunks, and SGD: Adam divides by what may be nothing but rounding."""
     model = ours("lstm", vocab_size=1024)
     return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="next-tokens", fallbacks=[choices])
@@ -205,14 +205,14 @@ def on_rung(*choices: Choice) -> TrainStep:
     "name", [name for name in TECHNIQUES if technique_of(name).numerics in {"bitwise", "reordered"}]
 )
 def test_with_a_technique_the_state_is_carried_as_without(store, name):
-    whole = micro_batch_choice(NUM_LANES)
-    menu = technique_of(name).choices(on_rung(whole).workload, Setting("cpu", NUM_LANES))
-    if isinstance(menu, str):
-        pytest.skip(menu)
-    for choice in {menu[0], menu[-1]}:
+    whole = micro_batch_choice(NUM_SLOTS)
+    available = technique_of(name).choices(step_with(whole).workload, Setting("cpu", NUM_SLOTS))
+    if isinstance(available, str):
+        pytest.skip(available)
+    for choice in {available[0], available[-1]}:
         trainings = []
         for choices in ((whole,), (choice,) if name == "micro_batch" else (whole, choice)):
-            step = on_rung(*choices)
+            step = step_with(*choices)
             run(step, loader_of(store, resets=True))
             step.close()
             trainings.append(step.workload.model.state_dict())

@@ -15,7 +15,7 @@ _IMPOSSIBLE = 1
 
 # long: one call with one line for each option
 def plan(  # noqa: PLR0917 -- typer calls it by name
-    subject: Annotated[
+    input_path: Annotated[
         Path,
         typer.Argument(
             metavar="JOB_OR_MODEL", help="The job file. With --inference: a model folder, a run directory, or a job."
@@ -98,7 +98,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
     with answering("the planning", as_json):
         # Everything that can be refused is refused before the work.
         request = PlanRequest(
-            subject=subject,
+            input_path=input_path,
             device=device,
             limit_bytes=limit_bytes_of(budget),
             changes=tuple(changes or ()),

@@ -1,6 +1,6 @@
 """What `plimsoll plan` is asked for, and its answer: a plan of a training, a comparison, or a plan of applying a model.
 
-    request = PlanRequest(subject=Path("job.yaml"), limit_bytes=6 << 30)
+    request = PlanRequest(input_path=Path("job.yaml"), limit_bytes=6 << 30)
     found, sentence = plan_as_asked(request, progress, say, load_training)
 
 What takes long to import is imported in the functions: a command shows a sign of life before.
@@ -35,14 +35,14 @@ class PlanRequest:
     """What a plan is asked for.
 
     Args:
-        subject: a job file; with ``inference`` also a model folder or a run directory.
+        input_path: a job file; with ``inference`` also a model folder or a run directory.
         device: where it is to run; ``None``: the job's.
         limit_bytes: that it may use; ``None``: the job's budget, or what there is.
         changes: ``a.b=c`` of fields of the job.
         pins: choices that the plan must have, as `plimsoll.records.plan.parse_pin` reads them.
         forbids: techniques that it must not have.
         compare: compare the strategies of training instead.
-        calibration: a record of what was learned from measured runs; ``None``: from those of this machine.
+        calibration: a record made from measured runs; ``None``: the one of this machine.
         train: a plan of the training is asked for by name.
         inference: a plan of applying the model is asked for.
         task: of the model; ``None``: what it is for.
@@ -51,7 +51,7 @@ class PlanRequest:
         dtype: of the weights; ``None``: as they are stored.
     """
 
-    subject: Path
+    input_path: Path
     device: str | None = None
     limit_bytes: int | None = None
     changes: tuple[str, ...] = ()
@@ -74,8 +74,8 @@ class PlanRequest:
         """
         if self.train and self.inference:
             raise InputError(
-                f"--train and --inference were given both, and a plan of {self.subject} is for one of them: leave one "
-                "out"
+                f"--train and --inference were given both, and a plan of {self.input_path} is for one of them: leave "
+                "one out"
             )
         of_training = {
             "set": self.changes, "pin": self.pins, "forbid": self.forbids, "compare": self.compare,
@@ -135,7 +135,7 @@ def plan_as_asked(
         return _plan_inference(request, progress)
     from plimsoll.planning.job_checks import require_sound
 
-    job = Job.from_yaml(request.subject, request.changes)
+    job = Job.from_yaml(request.input_path, request.changes)
     require_sound(job, request.device, request.limit_bytes, request.pinned, request.forbids)
     return (_compare if request.compare else _plan_training)(request, job, progress, say, load_training)
 
@@ -196,7 +196,7 @@ def _plan_inference(request: PlanRequest, progress: Say) -> tuple[InferencePlan,
 
     if request.dtype is not None and request.dtype not in DTYPES:
         raise InputError(f"--dtype {request.dtype} is none that weights can have here: give one of {', '.join(DTYPES)}")
-    folder = _model_folder(request.subject)
+    folder = _model_folder(request.input_path)
     from plimsoll.models.inference import default_task
     from plimsoll.planning.plan_inference import plan_inference
 
@@ -213,16 +213,16 @@ def _plan_inference(request: PlanRequest, progress: Say) -> tuple[InferencePlan,
     return found, headline(found)
 
 
-def _model_folder(subject: Path) -> Path:
+def _model_folder(input_path: Path) -> Path:
     """The folder of the weights: itself, that of a run directory, or the one that a job trains."""
     from plimsoll.inference.model import model_folder
 
-    if not subject.is_file():
-        return model_folder(subject).path
-    model = Job.from_yaml(subject).model
+    if not input_path.is_file():
+        return model_folder(input_path).path
+    model = Job.from_yaml(input_path).model
     if isinstance(model, str) and Path(model).is_dir():
         return Path(model)
     raise InputError(
-        f"the job {subject} trains new weights ({model!r}), which cannot be applied yet: train it, and give the run "
+        f"the job {input_path} trains new weights ({model!r}), which cannot be applied yet: train it, and give the run "
         "directory"
     )

@@ -2,9 +2,9 @@
 
     strategies = compare_strategies(job, device="cpu", limit_bytes=2 << 30)
 
-Each strategy is planned as `plimsoll plan` would with what it needs pinned and allowed: its peak and seconds are those
+Each strategy is planned as `plimsoll plan` would, with what it needs pinned and allowed: its peak and seconds are those
 of the fastest combination that was found for it, dry-run as a whole. Does NOT say what a strategy costs in quality:
-that must be measured on the data.
+measure it on the data.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def compare_strategies(
     on_strategy: Callable[[Strategy], object] = lambda strategy: None,
     started: Baseline | None = None,
 ) -> Strategies:
-    """Plan each strategy; arguments and what is raised are those of `plan_job`. ``on_strategy`` is told of each.
+    """Plan each strategy; arguments are as of `plan_job`, and ``on_strategy`` is called with each once it is planned.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
@@ -95,7 +95,7 @@ def compare_strategies(
                 plans.append(plan)
                 strategy = _strategy(wanted, plan)
             except InputError as error:
-                if type(error) is not InputError or not wanted.pins:  # a fault of the job's is one of every strategy's
+                if type(error) is not InputError or not wanted.pins:  # every strategy has a fault of the job
                     raise
                 strategy = _impossible(wanted, error)
             strategies.append(strategy)

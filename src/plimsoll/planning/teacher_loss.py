@@ -196,9 +196,9 @@ def _shape(job: Job, texts: Texts) -> TextShape:
 
 def _distillation(job: Job, teacher: nn.Module | None, texts: Texts) -> Distillation:
     assert job.distill is not None
-    weights = LossWeights(job.distill.temperature, job.distill.hard)
+    loss_weights = LossWeights(job.distill.temperature, job.distill.hard)
     num_words = 0 if teacher is not None else texts.vocab_size
-    return Distillation(teacher, job.task, weights, hidden=job.distill.hidden, num_words=num_words)
+    return Distillation(teacher, job.task, loss_weights, hidden=job.distill.hidden, num_words=num_words)
 
 
 def teacher_of(job: Job, texts: Texts, device: str) -> nn.Module:

@@ -91,7 +91,7 @@ class Duration(Frozen):
 
 
 class Configuration(Frozen):
-    """One way to run a step: techniques in the order they are installed, and what is predicted of it.
+    """How to run a step: techniques in the order they are installed, and what is predicted of it.
 
     ``peak`` and ``step_time`` are ``None`` where nothing was predicted: without a plan, and below the smallest
     configuration that was.

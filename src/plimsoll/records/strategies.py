@@ -11,7 +11,7 @@ from plimsoll.records.prediction import Estimate
 
 
 class Strategy(Frozen):
-    """One way to train, with the fastest plan that was found for it.
+    """One fine-tuning strategy, with the fastest plan that was found for it.
 
     ``changes`` says what it changes of the training, and ``how`` what to give to ``plimsoll plan`` or ``train`` for it.
     Where nothing fits, ``choices`` has what needs least and ``smallest_budget_bytes`` the budget it would take; where
@@ -34,7 +34,7 @@ class Strategy(Frozen):
 
 
 class Strategies(FormerNames, Record):
-    """Every fine-tuning strategy, the exact ones first; ``subject`` says what is trained, and ``device`` where."""
+    """Every strategy, the exact ones first; ``subject`` says what is trained, and ``device`` where."""
 
     record_kind: ClassVar[str] = "strategies"
     former_kind: ClassVar[str | None] = "ways"

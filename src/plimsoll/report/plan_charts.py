@@ -1,4 +1,4 @@
-"""The chart of a plan: every way to run a step that has numbers, by what it needs and how long it takes.
+"""The chart of a plan: every configuration that has numbers, by what it needs and how long it takes.
 
 The line of the budget is upright: what lies left of it fits. Whatever was not predicted is missing, and the caption
 says how many are drawn.

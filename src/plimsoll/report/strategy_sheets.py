@@ -22,7 +22,7 @@ def headline(strategies: Strategies) -> str:
 
 
 def strategy_sheets(strategies: Strategies) -> tuple[Sheet, ...]:
-    """What each strategy needs and takes, and what it changes; how to ask for it is in `give_lines`."""
+    """What each strategy needs, takes and changes; what to type for it is in `give_lines`."""
     numbers = columns_of("Strategy", "Verdict", "#Peak", "#A step")
     words = columns_of("Strategy", "What it changes", "With")
     return (
@@ -32,12 +32,12 @@ def strategy_sheets(strategies: Strategies) -> tuple[Sheet, ...]:
 
 
 def give_lines(strategies: Strategies) -> tuple[str, ...]:
-    """What to give to ``plimsoll plan`` or ``train`` for each, to be copied: the name is a comment of the shell."""
+    """What to give to ``plimsoll plan`` or ``train`` for each strategy, to be copied: the name is a shell comment."""
     return tuple(f"{strategy.how}  # {strategy.name}" for strategy in strategies.strategies if strategy.how)
 
 
 def page_sheets(strategies: Strategies) -> tuple[Sheet, ...]:
-    """The same, and what to give for each as a table: columns of a page are wide enough to copy from."""
+    """The same, and what to give for each strategy as a table: columns of a page are wide enough to copy from."""
     rows = tuple((strategy.name, strategy.how or _NONE) for strategy in strategies.strategies)
     return (*strategy_sheets(strategies), Sheet(GIVE_TITLE, columns_of("Strategy", "Give"), rows))
 

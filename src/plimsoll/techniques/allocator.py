@@ -2,8 +2,8 @@
 
 ``expandable_segments`` reserves addresses once and maps memory behind them as it is needed, so that free memory is in
 one block. Its effect is predicted by simulating the allocator with the settings on traces made before
-(`mechanisms.allocators`); a plan takes it where a combination, or a larger micro-batch, fits only so. A run without it in its
-plan has it as its last resort (`plimsoll.device.cuda.backend`).
+(`mechanisms.allocators`); a plan takes it where a combination, or a larger micro-batch, fits only so. A run without it
+in its plan has it as its last resort (`plimsoll.device.cuda.backend`).
 
 ``max_split_size_mb`` and ``roundup_power2_divisions`` can be pinned. A choice that would change what the user has set
 in the environment is refused.
@@ -23,7 +23,7 @@ from plimsoll.device.cuda import segments
 from plimsoll.errors import InputError
 from plimsoll.memory.allocator.options import rules_from_text
 from plimsoll.models.workload import Workload
-from plimsoll.records.plan import Choice, Value
+from plimsoll.records.plan import Choice
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 _BY_DEFAULT = {

@@ -57,7 +57,7 @@ def test_without_options_the_job_is_planned_as_it_is(call, job, planning):
     ]
 
 
-def test_the_ways_to_train_are_compared(call, job, standing_in):
+def test_fine_tuning_strategies_are_compared(call, job, standing_in):
     asked = standing_in("plimsoll.planning.strategies", "compare_strategies", strategies())
     done = call("plan", job, "--budget", "8GiB", "--compare")
     assert (done.code, done.err) == (0, "")
@@ -67,7 +67,7 @@ def test_the_ways_to_train_are_compared(call, job, standing_in):
     assert call("plan", job, "--compare").code == 1
 
 
-def test_each_way_is_told_on_standard_error_when_it_is_done_but_not_with_json(call, job, monkeypatch):
+def test_each_strategy_is_printed_on_standard_error_when_it_is_planned_but_not_with_json(call, job, monkeypatch):
     def compare(job, *, on_strategy, **options):
         found = strategies()
         for strategy in found.strategies:

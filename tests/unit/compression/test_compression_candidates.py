@@ -305,9 +305,9 @@ def test_a_row_takes_its_part_of_the_faster_pass(monkeypatch):
 
 def test_a_training_is_predicted_of_what_can_be_trained(place, workshop, tmp_path):
     workshop._training_baseline = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)  # asked of a process else
-    alone, taught = (workshop.predicted_training(original(place), one) for one in (None, str(place / "model")))
+    alone, with_teacher = (workshop.predicted_training(original(place), one) for one in (None, str(place / "model")))
     assert workshop.weight_bytes(()) < alone.likely_bytes < 64 << 20  # far less than a process has
-    assert taught.likely_bytes != alone.likely_bytes  # by little: a teacher is mapped, and gone where the peak is
+    assert with_teacher.likely_bytes != alone.likely_bytes  # by little: a teacher is mapped, and gone where the peak is
     texts = Workshop(place / "model", TextEvidence(place / "model", tmp_path / "x.txt"))
     assert texts.predicted_training(original(place), None) is None
 

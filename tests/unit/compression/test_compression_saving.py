@@ -78,7 +78,7 @@ def test_a_training_starts_from_it_and_what_it_saves_is_like_it(folder, tmp_path
     assert [one.shape for one in sketch.parameters()] == [one.shape for one in model.parameters()]
 
 
-def test_a_rehearsal_builds_it_of_fake_tensors(folder):
+def test_a_dry_run_builds_it_of_fake_tensors(folder):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     if "Bert" not in (folder / "config.json").read_text():

@@ -376,7 +376,7 @@ def test_fewer_tokens_to_divide_among_are_no_better_language_model(trained, tmp_
     small = shrink(source, tmp_path / "both", options).models[1]
     assert small.quality.loss == pytest.approx(losses["layers"])
     options = replace(options, recover_steps=9)
-    shrink(source, tmp_path / "taught", options, keep_all=True)
+    shrink(source, tmp_path / "with-teacher", options, keep_all=True)
     _, (_, teacher) = MadeUp.trainings
     assert json.loads((teacher / "config.json").read_text()) == {"name": "vocabulary"}  # it reads the same tokens
 

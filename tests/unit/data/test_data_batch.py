@@ -39,21 +39,24 @@ def test_samples_are_picked_by_their_number_from_every_field():
     assert isinstance(pick_samples(Pair(torch.zeros(3), torch.ones(3)), [1]), Pair)
 
 
-def test_pieces_hold_every_sample_once_and_in_order():
+def test_micro_batches_have_every_sample_once_and_in_order():
     batch = text_batch()
-    pieces = split_batch(batch, 2)
-    assert [batch_size_of(piece) for piece in pieces] == [2, 2, 1]
-    assert torch.equal(torch.cat([piece["input_ids"] for piece in pieces]), batch["input_ids"])
-    assert [text for piece in pieces for text in piece["texts"]] == batch["texts"]
-    assert np.concatenate([piece["weights"] for piece in pieces]).tolist() == [0, 1, 2, 3, 4]
-    assert all(piece["name"] == "a batch" and piece["extra"] is None and piece["temperature"] == 2 for piece in pieces)
+    micro_batches = split_batch(batch, 2)
+    assert [batch_size_of(micro_batch) for micro_batch in micro_batches] == [2, 2, 1]
+    assert torch.equal(torch.cat([micro_batch["input_ids"] for micro_batch in micro_batches]), batch["input_ids"])
+    assert [text for micro_batch in micro_batches for text in micro_batch["texts"]] == batch["texts"]
+    assert np.concatenate([micro_batch["weights"] for micro_batch in micro_batches]).tolist() == [0, 1, 2, 3, 4]
+    assert all(
+        micro_batch["name"] == "a batch" and micro_batch["extra"] is None and micro_batch["temperature"] == 2
+        for micro_batch in micro_batches
+    )
 
 
-def test_pieces_are_views_of_the_batch():
+def test_micro_batches_are_views_of_the_batch():
     batch = text_batch()
-    pieces = split_batch(batch, 2)
-    assert pieces[1]["input_ids"].data_ptr() == batch["input_ids"].data_ptr() + 2 * 3 * 8
-    assert pieces[0]["temperature"] is batch["temperature"]
+    micro_batches = split_batch(batch, 2)
+    assert micro_batches[1]["input_ids"].data_ptr() == batch["input_ids"].data_ptr() + 2 * 3 * 8
+    assert micro_batches[0]["temperature"] is batch["temperature"]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +77,13 @@ def test_pieces_are_views_of_the_batch():
     ids=lambda batch: type(batch).__name__,
 )
 def test_containers_keep_their_type(batch):
-    pieces = split_batch(batch, 2)
-    assert [type(piece) for piece in pieces] == [type(batch)] * 2
-    assert [batch_size_of(piece) for piece in pieces] == [2, 1]
+    micro_batches = split_batch(batch, 2)
+    assert [type(micro_batch) for micro_batch in micro_batches] == [type(batch)] * 2
+    assert [batch_size_of(micro_batch) for micro_batch in micro_batches] == [2, 1]
     assert batch_size_of(batch) == 3
 
 
-def test_a_piece_as_large_as_the_batch_is_one_piece():
+def test_a_micro_batch_as_large_as_the_batch_is_the_only_one():
     assert len(split_batch(text_batch(5), 5)) == 1
     assert len(split_batch(text_batch(5), 100)) == 1
 
@@ -105,7 +108,10 @@ def test_a_list_of_tensors_is_a_list_of_fields():
     """So tensors of one sample each are refused by their lengths, and where these agree nothing can be noticed."""
     with pytest.raises(InputError, match="0: 3, 1: 4"):
         split_batch([torch.zeros(3), torch.zeros(4)], 2)
-    assert [[len(field) for field in piece] for piece in split_batch([torch.zeros(3)] * 2, 2)] == [[2, 2], [1, 1]]
+    assert [[len(field) for field in micro_batch] for micro_batch in split_batch([torch.zeros(3)] * 2, 2)] == [
+        [2, 2],
+        [1, 1],
+    ]
 
 
 def test_elements_are_those_of_all_tensors():
@@ -127,11 +133,11 @@ def test_tokens_cannot_be_counted_without_labels():
         count_units((torch.zeros(2), torch.zeros(2)), "tokens")
 
 
-def test_units_of_the_pieces_add_up():
+def test_units_of_the_micro_batches_add_up():
     labels = torch.randint(0, 3, (7, 11)).masked_fill(torch.rand(7, 11) < 0.3, -100)
     for units in ("samples", "tokens", "next-tokens"):
         whole = count_units({"labels": labels}, units)
-        assert sum(count_units(piece, units) for piece in split_batch({"labels": labels}, 3)) == whole
+        assert sum(count_units(micro_batch, units) for micro_batch in split_batch({"labels": labels}, 3)) == whole
 
 
 def test_a_batch_moves_with_its_structure():

@@ -431,9 +431,9 @@ def test_streams_hold_out_the_end_of_the_text_and_begin_where_texts_do(texts: Pa
     begin = int(store.ends[14]) + 1  # of the last 5 of 20 texts
     assert (training.slots.num_tokens, validation.slots.num_tokens) == (begin, len(store.tokens) - begin)
     assert first_tokens(validation, 0) == store.tokens[begin:][:16].tolist()
-    in_lanes = training.batch(np.arange(len(training)))
+    streams = training.batch(np.arange(len(training)))
     assert prepared.train.num_samples >= len(training)
-    marked = in_lanes["input_ids"][in_lanes["resets"] & (in_lanes["labels"] >= 0)].tolist()  # and no padding
+    marked = streams["input_ids"][streams["resets"] & (streams["labels"] >= 0)].tolist()  # and no padding
     assert set(marked) <= {int(store.tokens[0]), *(int(store.tokens[end + 1]) for end in store.ends[:-1])}
     whole = prepare(job.model_copy(update={"data": job.data.model_copy(update={"reset": None})}), tmp_path / "cache")
     assert whole.key == prepared.key
@@ -453,7 +453,7 @@ def test_streams_of_a_text_of_its_own_are_evaluated_on(texts: Path, tmp_path: Pa
     assert prepare(job_of(texts, model="lstm"), tmp_path / "cache").gradient_reach is None
 
 
-def test_a_text_too_short_for_its_lanes_is_refused_as_it_is_prepared(texts: Path, tmp_path: Path):
+def test_a_text_too_short_for_its_stream_slots_is_refused_during_preparation(texts: Path, tmp_path: Path):
     short = job_of(texts, model="lstm", batch_size=4000, data={"order": "streams"})
     with pytest.raises(
         DataError, match=r"the training text has \d+ tokens, but batch_size = 4000 stream slots .*--set batch_size="

@@ -141,10 +141,10 @@ def test_a_line_of_ours_is_named_where_there_is_none_of_the_users() -> None:
     own = aborts.__file__.replace("aborts.py", "cpu.py")
     text = f"""Thread 0x00007f01 (most recent call first):
   File "/env/lib/python3.11/site-packages/tokenizers/models.py", line 9 in train
-  File "{own}", line 7 in taught
+  File "{own}", line 7 in trains
   File "/env/lib/python3.11/site-packages/click/core.py", line 1 in main
 """
-    assert called_by(text) == f"{own}:7 (`taught`), through tokenizers"
+    assert called_by(text) == f"{own}:7 (`trains`), through tokenizers"
 
 
 def test_nothing_is_started_in_the_first_process_of_a_container_or_where_another_handler_is(

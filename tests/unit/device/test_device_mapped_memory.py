@@ -156,7 +156,7 @@ def test_a_folder_that_is_memory_is_refused(monkeypatch):
         MappedPool().empty_like(torch.empty(3))
 
 
-def test_in_a_rehearsal_they_are_fake_and_outside():
+def test_in_a_dry_run_they_are_fake_and_outside_the_device():
     pool = MappedPool(Path("nowhere"))
     with dry_run(CpuLowering(), lambda: "forward") as stage:
         inside = torch.empty(100, 10)
@@ -167,7 +167,7 @@ def test_in_a_rehearsal_they_are_fake_and_outside():
     assert pool.num_bytes == 0
 
 
-def test_what_stands_for_a_tensor_of_the_pool_is_held():
+def test_what_stands_for_a_tensor_of_the_pool_is_kept():
     pool, stand_in = MappedPool(), torch.zeros(4)
     assert not pool.holds(stand_in)
     pool.know(stand_in)

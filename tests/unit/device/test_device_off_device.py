@@ -46,7 +46,7 @@ def test_a_real_recording_counts_what_is_outside_apart():
     del kept
 
 
-def test_so_do_rehearsals():
+def test_a_dry_run_counts_what_is_outside_apart():
     for lowering in (CpuLowering(), CudaLowering((8, 6))):
         with dry_run(lowering, lambda: "forward") as stage:
             kept = make()

@@ -20,7 +20,7 @@ def start(step):
 
 def run(**changes) -> RunRecord:
     steps = tuple(step_line(step, used_bytes=1000 + step, peak_bytes=2000 + step) for step in range(1, 11))
-    graphs = tuple(GraphLine(step=step, held=()) for step in (2, 5, 9))
+    graphs = tuple(GraphLine(step=step, retained=()) for step in (2, 5, 9))
     return empty_run(**{"steps": steps, "graphs": graphs, "starts": (start(0), start(4)), **changes})
 
 

@@ -74,7 +74,7 @@ def test_a_job_that_fits_has_shares_and_no_findings():
     assert diagnosis.notes[0].startswith("It fits as it is")
 
 
-def test_a_run_with_room_for_what_was_predicted_is_not_explained_by_it(folder):
+def test_a_run_with_memory_for_what_was_predicted_is_not_explained_by_it(folder):
     """Something grew: the parts of the peak are no cause, and that is said."""
     diagnosis = diagnosis_of_run(ended(), folder, device="rtx3060", limit_bytes=2000 * MIB)
     assert [finding.cause for finding in diagnosis.findings] == []

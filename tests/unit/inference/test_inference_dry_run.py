@@ -1,4 +1,4 @@
-"""Applying a model, rehearsed: the trace is that of the real pass, and what cannot be is said before."""
+"""A dry run of applying a model: the trace is that of the real pass, and what cannot be is said before."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def peak_bytes(trace: Trace) -> int:
     ],
     ids=["gpt2", "llama", "bert", *EXPERTS],
 )
-def test_a_rehearsed_pass_needs_what_a_real_one_needs(config, auto_class, task):
+def test_a_dry_run_of_a_pass_needs_what_a_real_one_needs(config, auto_class, task):
     trace = traced(skeleton(config, auto_class), task)
     model = auto_class.from_config(config).eval()
     ids = torch.randint(90, (4, 24))
@@ -147,7 +147,7 @@ def test_more_rows_need_more_and_so_do_longer_ones():
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_are_rehearsed_beside_a_gpu_and_for_new_tokens(name):
+def test_there_is_a_dry_run_of_experts_beside_a_gpu_and_for_new_tokens(name):
     model = skeleton(EXPERTS[name])
     away = [part.name for part in parts_of(model) if part.kind == "block"]
     trace = traced(model, Generate(), lowering=CudaLowering((8, 6)), outside=away, new_tokens=5)

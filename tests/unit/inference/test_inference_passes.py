@@ -111,7 +111,7 @@ def test_what_runs_out_of_memory_is_done_in_smaller_passes() -> None:
     assert (event.phase, event.micro_batch, event.action) == ("evaluation", 4, "tokens of a pass 12 -> 6")
 
 
-def test_a_size_that_held_before_gets_one_more_try() -> None:
+def test_a_size_that_fitted_before_gets_one_more_try() -> None:
     ran = passes(work := Recorded())
     with armed("evaluation", 2):
         assert ran.run(texts(*[3] * 12)) == list(range(1, 13))

@@ -13,10 +13,7 @@ from plimsoll.errors import BudgetError, InputError
 from plimsoll.integrations import accelerate as oom_proof
 from plimsoll.step.failpoints import armed
 from plimsoll.techniques.gradient_cache import gradient_cache_fallbacks
-
-
-def mean_square(model, batch):
-    return (model(batch["x"]) - batch["y"]).square().mean()
+from workloads import mean_square
 
 
 def prepared(num_passes=1, with_scaler=False):

@@ -144,14 +144,14 @@ def test_what_lightning_does_is_done_to_the_bit(point, hits, num_passes, scaled,
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-def test_a_batch_in_pieces_logs_and_returns_what_the_whole_one_does(tmp_path):
+def test_a_batch_in_micro_batches_logs_and_returns_what_the_whole_one_does(tmp_path):
     wanted = results_of(*fitted(tmp_path / "a", make=steady))
     callback = OomProof(units="samples", micro_batch=3, logs_memory=False)
     found = results_of(*fitted(tmp_path / "b", callback, make=steady))
     assert wanted["outputs"][0]["predicted"].shape == (4, 1)
     for row, other in zip(found.pop("rows"), wanted.pop("rows"), strict=True):
         assert row.keys() == other.keys()
-        exact = {k: float(v) for k, v in row.items() if k != "largest"}  # of the pieces: a mean has no maximum
+        exact = {k: float(v) for k, v in row.items() if k != "largest"}  # of the micro-batches: a mean has no maximum
         assert exact == pytest.approx({k: float(v) for k, v in other.items() if k != "largest"}, abs=1e-5)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 

@@ -117,7 +117,7 @@ def test_of_what_is_not_rising_the_answer_was_seen_to_fit():
         assert len(tried) <= 16
 
 
-def test_the_allocator_may_find_no_room_below_the_limit():
+def test_the_allocator_may_find_no_free_block_below_the_limit():
     # Whether it fits is asked, not computed from the bytes: fragmentation may need more than is left.
     def try_size(size: int) -> tuple[int, bool, str]:
         return 10 * size - 1000, size <= 90, f"size {size}"

@@ -31,13 +31,13 @@ def test_a_training_is_the_same_where_torch_is_asked_each_time(case, lowering, m
         shape = {"units": case.units, "choices": choices, "clip_norm": 1.0, "precision": "fp32"}
         return dry_run_step(model, optimizer, case.batches()[0], model_loss, lowering, **shape)
 
-    mixes = [(micro_batch_choice(2),)]
+    combinations = [(micro_batch_choice(2),)]
     if case.name == "lstm":
-        mixes.append((time_segments_choice(4), micro_batch_choice(2)))
-    remembered = [traced(*mix) for mix in mixes]
+        combinations.append((time_segments_choice(4), micro_batch_choice(2)))
+    remembered = [traced(*combination) for combination in combinations]
     monkeypatch.setattr(Layouts, "run", lambda self, op, args, kwargs, tensors: op(*args, **kwargs))
     monkeypatch.setattr(Layouts, "like", lambda self, real: None)
-    assert [traced(*mix) for mix in mixes] == remembered
+    assert [traced(*combination) for combination in combinations] == remembered
 
 
 def num_asked() -> int:
@@ -96,7 +96,7 @@ def test_numbers_that_are_made_a_tensor_are_not_asked_of_torch_and_stay_known():
         assert num_asked() > num_before
 
 
-def test_an_op_on_lists_that_an_optimizer_does_is_asked_once_also_of_a_later_rehearsal():
+def test_an_optimizers_op_on_lists_is_asked_once_also_for_a_later_dry_run():
     aten = torch.ops.aten
 
     def update():

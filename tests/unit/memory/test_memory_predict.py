@@ -109,7 +109,7 @@ def test_memory_of_the_host_is_not_the_cards():
     assert [one.shape for one in counted.largest()] == ["c"]
 
 
-def test_what_finds_no_room_is_said_with_its_moment():
+def test_what_finds_no_free_block_is_said_with_its_moment():
     counted = count_on_cuda(step_trace(), CARD, limit_bytes=440 * MIB)  # 40 beside the context; the gradients need 44
     assert counted.oom_row == 2
     moment = counted.oom_moment()

@@ -291,7 +291,7 @@ def test_the_parts_are_those_of_the_job(real):
     assert assemble(job(**source), prepared, "cpu").schedule is None
 
 
-def test_streams_come_in_their_order_to_a_model_that_keeps_the_state_of_each_lane(real):
+def test_streams_come_in_order_to_a_model_that_keeps_the_state_of_each_slot(real):
     source, prepared = real
     streams = {"data": source["data"] | {"order": "streams"}}
     parts = assemble(job(**streams), prepared, "cpu")

@@ -86,7 +86,7 @@ def test_what_is_for_another_device_or_made_after_the_block_is_left_alone():
     assert np.shares_memory(views.numpy(), views.t().numpy())
 
 
-def test_a_rehearsal_counts_them_outside():
+def test_a_dry_run_counts_them_outside_the_device():
     with dry_run(CpuLowering()) as stage:
         pool = MappedPool()
         with made_in(pool):
@@ -141,7 +141,7 @@ def test_a_checkpoint_is_read_into_files_and_can_be_trained(tmp_path):
     assert torch.equal(loaded.transformer.wte.weight, plain.transformer.wte.weight + 1)
 
 
-def test_a_rehearsal_reads_no_checkpoint(tmp_path):
+def test_a_dry_run_reads_no_checkpoint(tmp_path):
     gpt2().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with dry_run(CpuLowering()) as stage:

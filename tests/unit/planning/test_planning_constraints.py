@@ -14,7 +14,7 @@ def job(**changes):
     return Job.from_fields(fields | changes)
 
 
-def test_the_pins_of_a_job_are_wishes_that_the_command_line_overrides():
+def test_the_pins_of_a_job_are_constraints_that_the_command_line_overrides():
     wanted = job(pin=["micro_batch=4", "heap=never"])
     given = (parse_pin("micro_batch=2"),)
     assert list(map(str, with_pins_of(wanted, given, ()))) == ["micro_batch=2", "heap=never"]

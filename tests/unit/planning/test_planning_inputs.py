@@ -77,12 +77,12 @@ def test_too_little_is_said_with_what_would_do():
     assert plan.smallest_budget_bytes > 100 * MIB
 
 
-def test_bad_wishes_are_refused_before_anything_is_traced():
+def test_bad_constraints_are_refused_before_anything_is_traced():
     with pytest.raises(InputError, match="there is no technique `chekpointing`"):
         planned("4GiB", pins=["chekpointing=all"])
 
 
-def subject_of_batch(batch, precision="fp32", units=None):
+def input_of_batch(batch, precision="fp32", units=None):
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters())
     return StepInput(model, optimizer, batch, lambda model, batch: None, units, None, precision, frozenset())
@@ -102,7 +102,7 @@ TOKENS = {"input_ids": torch.zeros(3, 7, dtype=torch.long), "labels": torch.zero
     ],
 )
 def test_a_batch_says_how_long_its_samples_are_and_whether_all_are(batch, length, varies):
-    planning_input = subject_of_batch(batch)
+    planning_input = input_of_batch(batch)
     assert (planning_input.batch_size, planning_input.sequence_length, planning_input.lengths_vary) == (
         3,
         length,
@@ -113,9 +113,9 @@ def test_a_batch_says_how_long_its_samples_are_and_whether_all_are(batch, length
 
 @pytest.mark.parametrize(("precision", "own"), [("fp32", "fp32"), ("auto", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")])
 def test_a_precision_that_is_left_to_the_plan_is_full_where_none_is_chosen(precision, own):
-    workload = subject_of_batch(TOKENS, precision).workload
+    workload = input_of_batch(TOKENS, precision).workload
     assert (workload.precision, workload.units) == (own, "samples")
-    assert subject_of_batch(TOKENS, units="tokens").workload.units == "tokens"
+    assert input_of_batch(TOKENS, units="tokens").workload.units == "tokens"
 
 
 @pytest.mark.parametrize(

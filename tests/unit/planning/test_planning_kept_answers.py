@@ -22,13 +22,9 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import parse_pin
 from prediction_records import fitting
 
+pytestmark = pytest.mark.usefixtures("as_a_command")
+
 SMALL = {"architecture": "lstm", "embedding_size": 32, "hidden_size": 32}
-
-
-@pytest.fixture(autouse=True)
-def _as_a_command(monkeypatch):
-    """Programs keep nothing."""
-    monkeypatch.setattr("plimsoll.planning.kept_traces.is_a_command", lambda: True)
 
 
 def job(**changes):

@@ -10,16 +10,12 @@ from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 from prediction_records import estimate
 
+pytestmark = pytest.mark.usefixtures("as_a_command")
+
 
 class Started:
     def wait(self) -> Estimate:
         return estimate(400, 12, measured=400)
-
-
-@pytest.fixture(autouse=True)
-def _as_a_command(monkeypatch):
-    """Programs keep nothing."""
-    monkeypatch.setattr("plimsoll.planning.kept_traces.is_a_command", lambda: True)
 
 
 def job(**changes):

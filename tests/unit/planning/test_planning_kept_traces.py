@@ -13,13 +13,9 @@ from plimsoll.planning.kept_traces import trace_of
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 
+pytestmark = pytest.mark.usefixtures("as_a_command")
+
 SMALL = {"architecture": "lstm", "embedding_size": 32, "hidden_size": 32}
-
-
-@pytest.fixture(autouse=True)
-def _as_a_command(monkeypatch):
-    """Programs keep nothing."""
-    monkeypatch.setattr("plimsoll.planning.kept_traces.is_a_command", lambda: True)
 
 
 def job(**changes):

@@ -24,7 +24,7 @@ MIB = 1 << 20
 LSTM = {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256}
 NOT_THE_UPDATE = ["optimizer_offload", "optimizer_in_backward"]
 IMPOSSIBLE_MIB, TIGHT_MIB, AMPLE_MIB = 150, 330, 1000
-OPENINGS = ["adaptive_softmax", "adafactor", "low_bit_optimizer"]
+LOSSY = ["adaptive_softmax", "adafactor", "low_bit_optimizer"]
 
 
 def job(**changes):
@@ -117,9 +117,9 @@ def test_where_nothing_fits_the_smallest_budget_is_said_and_holds(impossible):
     assert again.fallbacks[0].peak.high_bytes <= smallest_mib * MIB
 
 
-@pytest.mark.parametrize("name", [OPENINGS[0], *(pytest.param(name, marks=pytest.mark.long) for name in OPENINGS[1:])])
+@pytest.mark.parametrize("name", [LOSSY[0], *(pytest.param(name, marks=pytest.mark.long) for name in LOSSY[1:])])
 def test_where_nothing_fits_what_changes_the_training_is_offered_and_does_what_it_says(name, impossible):
-    assert len(impossible.lossy_alternatives) == len(OPENINGS)
+    assert len(impossible.lossy_alternatives) == len(LOSSY)
     (alternative,) = (one for one in impossible.lossy_alternatives if name in names(one.choices))
     assert name not in names(impossible.choices)
     limit_mib = -(-alternative.peak.high_bytes * 102 // 100 // MIB)
@@ -148,15 +148,15 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_budget_that_would(impossib
         opened_mib = -(-alternative.peak.high_bytes // MIB)
         combination, lossy = (
             " ".join(map(str, alternative.choices)),
-            next(choice.technique for choice in alternative.choices if choice.technique in OPENINGS),
+            next(choice.technique for choice in alternative.choices if choice.technique in LOSSY),
         )
         assert f"; {combination} would do with {opened_mib}MiB if the job had `allow: [{lossy}]`" in message
         assert f"the only combination with {lossy} that was looked at" in message
         assert opened_mib < smallest_mib
-    assert message.count("allow: [") == len(OPENINGS)
+    assert message.count("allow: [") == len(LOSSY)
 
 
-def test_what_is_pinned_is_in_every_rung_and_what_is_forbidden_in_none():
+def test_what_is_pinned_is_in_every_fallback_and_what_is_forbidden_in_none():
     plan = planned(TIGHT_MIB, pins=["micro_batch=5", "optimizer_offload"], forbids=["chunked_loss", "optimizer_kernel"])
     assert plan.choices == (micro_batch_choice(5), *plan.pinned[1:])
     assert [str(choice) for choice in plan.pinned] == ["micro_batch=5", "optimizer_offload=host"]
@@ -186,22 +186,22 @@ def test_the_same_job_has_the_same_plan(tight):
 
 
 @pytest.mark.long
-def test_more_room_is_never_slower(tight):
+def test_more_memory_is_never_slower(tight):
     ample = planned(AMPLE_MIB)
     assert ample.fallbacks[0].step_time.likely_seconds <= tight.fallbacks[0].step_time.likely_seconds
 
 
-WISHES = {
-    "wish-unknown": {"pins": ["chekpointing=all"]},
-    "wish-forbidden-unknown": {"forbids": ["optimiser_offload"]},
-    "wish-lossy": {"pins": ["adafactor"]},
-    "wish-more-than-the-batch": {"pins": ["micro_batch=17"]},
-    "wish-no-such-kernel": {"pins": ["optimizer_kernel=fast"]},
-    "wish-without-blocks": {"pins": ["checkpointing=all"]},
-    "wish-another-precision": {"pins": ["autocast=bf16"]},
-    "wish-another-place": {"pins": ["optimizer_offload=host"]},
-    "wish-lora-without-peft": {"pins": ["lora"]},
-    "wish-neither-together": {"pins": ["optimizer_in_backward", "micro_batch=1"]},
+CONSTRAINTS = {
+    "constraint-unknown": {"pins": ["chekpointing=all"]},
+    "constraint-forbidden-unknown": {"forbids": ["optimiser_offload"]},
+    "constraint-lossy": {"pins": ["adafactor"]},
+    "constraint-more-than-the-batch": {"pins": ["micro_batch=17"]},
+    "constraint-no-such-kernel": {"pins": ["optimizer_kernel=fast"]},
+    "constraint-without-blocks": {"pins": ["checkpointing=all"]},
+    "constraint-another-precision": {"pins": ["autocast=bf16"]},
+    "constraint-another-place": {"pins": ["optimizer_offload=host"]},
+    "constraint-lora-without-peft": {"pins": ["lora"]},
+    "constraint-neither-together": {"pins": ["optimizer_in_backward", "micro_batch=1"]},
 }
 
 
@@ -212,15 +212,18 @@ def test_what_cannot_be_allowed_is_refused_and_not_taken_for_nothing(allow):
         plan_step(model, torch.optim.SGD(model.parameters()), {}, budget="1GiB", allow=allow)
 
 
-@pytest.mark.parametrize("case", WISHES)
+@pytest.mark.parametrize("case", CONSTRAINTS)
 def test_what_cannot_be_asked_for_is_refused_before_anything_is_done(case, golden, monkeypatch):
-    if case == "wish-lora-without-peft":
+    if case == "constraint-lora-without-peft":
         monkeypatch.setitem(sys.modules, "peft", None)  # Python's own way to say that there is no such module
 
     def refuse(text):
         raise AssertionError(f"it did this first: {text}")
 
-    pinned, forbids = [parse_pin(pin) for pin in WISHES[case].get("pins", ())], WISHES[case].get("forbids", ())
+    pinned, forbids = (
+        [parse_pin(pin) for pin in CONSTRAINTS[case].get("pins", ())],
+        CONSTRAINTS[case].get("forbids", ()),
+    )
     with pytest.raises(InputError) as caught:
         plan_job(job(), device="cpu", pins=pinned, forbids=forbids, progress=refuse)
     golden(f"errors/{case}.txt", f"error: {caught.value}\n")
@@ -302,7 +305,7 @@ OFF_THE_DEVICE = ["optimizer_offload", "optimizer_in_backward", "parameter_offlo
 
 
 @pytest.mark.long
-def test_ranks_share_a_model_out_where_each_has_no_room_for_all_of_it_and_the_plan_says_why():
+def test_ranks_shard_a_model_that_none_of_them_fits_whole_and_the_plan_says_why():
     plan = planned(950, forbids=OFF_THE_DEVICE, **FOUR_RANKS)
     assert plan.fits
     assert "fully_shard" in names(plan.choices)
@@ -313,7 +316,7 @@ def test_ranks_share_a_model_out_where_each_has_no_room_for_all_of_it_and_the_pl
 
 
 @pytest.mark.long
-def test_ranks_that_have_room_for_all_of_a_model_do_not_share_it_out():
+def test_ranks_that_fit_a_whole_model_do_not_shard_it():
     plan = planned(2000, forbids=OFF_THE_DEVICE, **FOUR_RANKS)
     assert "fully_shard" not in names(plan.choices)
     assert plan.prediction.exchange.gathered_bytes == 0

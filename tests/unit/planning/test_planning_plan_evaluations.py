@@ -1,6 +1,6 @@
 """What a planner says of one combination, and how it comes to its choice: of small real jobs for a GPU by its name.
 
-On the CPU it looks at a model of a program of one's own, whose baseline is this process's.
+On the CPU it plans for a model of a program of one's own, whose baseline is this process's.
 """
 
 import sys
@@ -75,7 +75,7 @@ def test_what_a_search_leaves_below_the_limit_is_its_margin():
         assert (looking.limit_bytes, looking.problem(990 * MIB).margin_bytes) == (1000 * MIB, 10 * MIB)
 
 
-def test_a_mix_that_would_need_all_of_the_limit_to_the_last_half_percent_is_not_chosen():
+def test_a_combination_within_half_a_percent_of_the_limit_is_not_chosen():
     pinned = job(**MANY_WORDS, pin=["micro_batch=16"])
     with planner(pinned) as looking:
         need_bytes = looking.evaluate(WHOLE, is_short=True).need_bytes
@@ -87,8 +87,8 @@ def test_a_mix_that_would_need_all_of_the_limit_to_the_last_half_percent_is_not_
     assert "too near" in reasons[1]
 
 
-def test_what_an_evaluation_needs_more_is_seen_and_another_mix_chosen():
-    """Between its steps; what is chosen by short looks does not hold it, what is chosen in the end does."""
+def test_a_larger_peak_in_evaluation_is_seen_and_another_combination_chosen():
+    """Between its steps; what short evaluations choose does not fit it, the final choice does."""
     evaluating = job(
         **EVALUATING, model=SMALL | {"embedding_size": 256, "hidden_size": 256}, tokenizer={"vocab_size": 8000},
         pin=["micro_batch=1"],
@@ -132,12 +132,12 @@ def test_what_ranks_exchange_takes_time(ranks):
     assert seconds(ranks) > 1.05 * seconds(1)
 
 
-def test_what_runs_have_taught_of_a_mix_is_in_its_time_and_its_range():
+def test_what_calibration_knows_of_a_combination_is_in_its_time_and_its_range():
     names = ["micro_batch"]
     calibration = learn_time(Calibration(), "cuda 8.6", names, predicted_seconds=1.0, measured_seconds=1.25)
     calibration = learn_peak(calibration, "cuda 8.6", names, predicted_bytes=100, measured_bytes=150)
-    with planner() as plain, planner(calibration=calibration) as taught:
-        before, after = plain.evaluate(WHOLE, is_short=True), taught.evaluate(WHOLE, is_short=True)
+    with planner() as plain, planner(calibration=calibration) as calibrated:
+        before, after = plain.evaluate(WHOLE, is_short=True), calibrated.evaluate(WHOLE, is_short=True)
     assert after.seconds > 1.1 * before.seconds
     assert (after.peak.likely_bytes, after.peak.low_bytes) == (before.peak.likely_bytes, before.peak.low_bytes)
     assert after.need_bytes > before.need_bytes

@@ -69,7 +69,7 @@ def tensors_of(job):
 
 
 @pytest.mark.parametrize("task", ["language-modeling", "classification"])
-def test_data_have_the_same_facts_exactly_where_a_rehearsal_has_the_same_tensors(task):
+def test_data_have_the_same_facts_exactly_where_a_dry_run_has_the_same_tensors(task):
     """A plan of one would else be taken for the other, or made anew for nothing."""
     jobs = []
     for kind in KINDS_OF_DATA:

@@ -169,23 +169,23 @@ def test_batches_are_as_long_as_their_longest_text():
 
 
 @pytest.mark.parametrize("counter", ["reserved", "allocated"])
-def test_what_measured_runs_have_taught_widens_the_range_and_leaves_the_answer(counter, tmp_path):
+def test_calibration_by_measured_runs_widens_the_range_and_leaves_the_answer(counter, tmp_path):
     """The range of what the trace has: cuBLAS's workspaces are of a known size."""
     learned = Learned(num_runs=2, mean=1.1, low=0.9, high=1.3)
     path = tmp_path / "calibration.json"
     Calibration(targets={"cuda 7.5": LearnedTarget(live_ratio=learned)}).save(path)
     prediction = predict_job(job(), device="t4")
     plain = getattr(prediction, counter)
-    taught = getattr(predict_job(job(), device="t4", calibration=Calibration.load(path)), counter)
+    calibrated = getattr(predict_job(job(), device="t4", calibration=Calibration.load(path)), counter)
     workspaces_bytes = prediction.parts["context"] - prediction.context.likely_bytes
     assert workspaces_bytes > 0
     less_bytes, more_bytes = (
         workspaces_bytes + sum(getattr(one, name) for one in prediction.assumptions)
         for name in ("low_bytes", "high_bytes")
     )
-    assert taught.likely_bytes == plain.likely_bytes
-    assert taught.low_bytes - less_bytes == pytest.approx(0.9 * (plain.low_bytes - less_bytes), abs=2)
-    assert taught.high_bytes - more_bytes == pytest.approx(1.3 * (plain.high_bytes - more_bytes), abs=2)
+    assert calibrated.likely_bytes == plain.likely_bytes
+    assert calibrated.low_bytes - less_bytes == pytest.approx(0.9 * (plain.low_bytes - less_bytes), abs=2)
+    assert calibrated.high_bytes - more_bytes == pytest.approx(1.3 * (plain.high_bytes - more_bytes), abs=2)
     elsewhere = getattr(predict_job(job(), device="rtx3060", calibration=Calibration.load(path)), counter)
     assert elsewhere == getattr(predict_job(job(), device="rtx3060"), counter)
 

@@ -73,7 +73,7 @@ def test_every_saving_is_predicted_and_lies_in_its_range(found):
         assert one.saving_bytes >= before.likely_bytes // 100  # others are not worth a word: activation_offload is one
 
 
-def test_the_mix_of_the_plan_is_offered_with_what_it_saves_and_what_it_costs(found):
+def test_the_combination_of_the_plan_is_offered_with_what_it_saves_and_what_it_costs(found):
     plan = plan_job(job(), device="rtx3060", limit_bytes=TIGHT_BYTES)
     (combination,) = [one for one in found.remedies if one.choices == plan.choices]
     before, after = plan.plain, plan.fallbacks[0]

@@ -1,4 +1,4 @@
-"""The ways to train, of small real jobs on a GPU that is not here: what each needs, and which cannot be had."""
+"""Fine-tuning strategies of small real jobs on a GPU that is not here: what each needs, and which cannot be had."""
 
 import sys
 
@@ -29,7 +29,7 @@ def of_blocks():
 
 
 @pytest.mark.slow
-def test_every_way_is_planned_with_what_it_is_called_for(of_blocks):
+def test_every_strategy_is_planned_with_the_choices_in_its_name(of_blocks):
     bases = [
         choice.options["base"]
         for strategy in of_blocks.values()
@@ -54,12 +54,12 @@ def test_without_blocks_adapters_are_impossible_and_the_reason_is_said():
     assert "leave it out" not in found["LoRA"].impossible
 
 
-def test_what_is_wrong_with_the_job_is_an_error_and_no_way():
+def test_what_is_wrong_with_the_job_is_an_error_and_no_strategy():
     with pytest.raises(JobError, match="embed_dim"):
         strategies_of(BLOCKS | {"n_embd": 65})
 
 
-def test_a_way_says_what_it_changes_and_how_to_ask_for_it():
+def test_a_strategy_says_what_it_changes_and_how_to_ask_for_it():
     found = strategies_of(LSTM, allow=["adafactor"])
     assert list(found) == [
         "full", "full, weights streamed", "LoRA", "LoRA, base of 8 bits", "LoRA, base of 4 bits"
@@ -72,7 +72,7 @@ def test_a_way_says_what_it_changes_and_how_to_ask_for_it():
     assert found["LoRA"].how == "--set 'allow=[lora]' --pin 'lora(base=kept)'"
 
 
-def test_each_way_is_told_of_when_it_is_done_and_what_is_done_for_it_by_its_name():
+def test_each_strategy_is_reported_when_it_is_planned_and_its_progress_has_its_name():
     told, progress = [], []
     fields = {"model": LSTM, "data": "nowhere.txt", "tokenizer": {"vocab_size": 1000}, "sequence_length": 32}
     job = Job.from_fields(fields | {"batch_size": 4, "allow": ["lora"]})
@@ -84,7 +84,7 @@ def test_each_way_is_told_of_when_it_is_done_and_what_is_done_for_it_by_its_name
     assert progress[0].startswith("full: tracing: ")
 
 
-def test_a_model_that_fails_is_an_error_and_no_way(tmp_path, monkeypatch):
+def test_a_model_that_fails_is_an_error_and_no_strategy(tmp_path, monkeypatch):
     source = "from torch import nn\n\n\ndef model(vocab_size):\n    return nn.Embedding(vocab_size, 2)\n"
     (tmp_path / "without_a_loss.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

@@ -126,7 +126,7 @@ def test_beside_a_gpu_the_host_has_the_process_and_what_the_trace_holds_there():
 
 
 @pytest.mark.parametrize(("percent", "is_said"), [(0, False), (0.9, False), (1.1, True), (30, True)])
-def test_room_that_never_holds_anything_is_said_from_a_hundredth_of_the_peak_on(percent, is_said):
+def test_memory_that_is_never_used_is_printed_from_a_hundredth_of_the_peak_on(percent, is_said):
     counted = on_cpu().count(HELD)
     unwritten_bytes = int(percent * counted.peak.likely_bytes / 100)
     counted = replace(counted, unwritten_bytes=unwritten_bytes)

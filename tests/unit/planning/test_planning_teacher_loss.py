@@ -248,7 +248,7 @@ def teachers_bytes(trace: Trace) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("lowering", [CpuLowering(), CudaLowering((8, 6))], ids=["cpu", "cuda"])
-def test_a_rehearsal_counts_the_teacher_where_it_is(folders: dict[str, Path], lowering: Any) -> None:
+def test_a_dry_run_counts_the_teacher_where_it_is(folders: dict[str, Path], lowering: Any) -> None:
     num_bytes = sum(one.numel() * 4 for one in model_of("gpt2", 1).parameters())
     in_memory = teachers_bytes(traced(job_of(folders["gpt2"], distill={"form": "memory"}), lowering))
     assert in_memory == (num_bytes, 0)

@@ -25,6 +25,8 @@ from small_runs import train_here
 from steps_to_try import BATCH, Paced, paced
 from workloads import CASES, Case, weights_of
 
+pytestmark = pytest.mark.usefixtures("all_candidates_run")
+
 GPT2, _, LSTM, CNN = CASES
 FUSED = Choice(technique="optimizer_kernel", options={"kernel": "fused"})
 ON_DISK = Choice(technique="optimizer_offload", options={"to": "disk"})
@@ -32,12 +34,6 @@ PARAMETERS = Choice(technique="parameter_offload", options={"gradients": True})
 RECOMPUTED = Choice(technique="checkpointing", options={"blocks": "all"})
 KEPT = Choice(technique="heap", options={"mapped_from": "never"})
 EARLY = Choice(technique="optimizer_in_backward")
-
-
-@pytest.fixture(autouse=True)
-def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every candidate is run, however busy the machine is."""
-    monkeypatch.setattr(trial, "_MOST_SECONDS", {"cpu": 1e4, "cuda": 1e4})
 
 
 def step_of(case: Case, fallbacks: tuple[Configuration, ...], make=None, **options: object) -> TrainStep:
@@ -330,13 +326,13 @@ def test_the_plan_stays_unless_another_is_faster_by_more_than_noise(found, faste
 
 @pytest.mark.parametrize(("seconds", "one", "expected"), [(5.0, 3.0, 17.0), (5.0, 5.5, 20.0), (5.0, 5.0, 20.0)])
 def test_one_pass_that_was_held_up_makes_no_step_shorter(seconds, one, expected):
-    """Two of 8 pieces of 2 s with an update of 1 s. Where one took longer than both, nothing is known of either."""
+    """Two of 8 passes of 2 s with an update of 1 s. Where one took longer than both, nothing is known of either."""
     assert trial._of_all_chunks(8, 2, seconds, one) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("held_up", [0, 1, 2, 3, 4])
 def test_a_pass_that_is_held_up_hardly_changes_the_time_of_a_step(monkeypatch, held_up):
-    """The least of several passes counts, of one piece and of several: an update of 1 s and 8 pieces of 2 s each."""
+    """The least of several measurements counts, of one pass and of several: an update of 1 s and 8 passes of 2 s."""
     done = []
 
     def seconds_of(_tries, _fallback, num_micro_batches, is_first=False):
@@ -351,9 +347,9 @@ def test_a_pass_that_is_held_up_hardly_changes_the_time_of_a_step(monkeypatch, h
     assert tries._timed(configuration(1), num_left=1)[0] == pytest.approx(17.0)
 
 
-@pytest.mark.parametrize(("room_seconds", "most"), [(1e6, 8), (100.0, 4), (9.0, 2), (0.0, 2)])
-def test_the_time_of_a_whole_step_follows_from_that_of_a_part(monkeypatch, room_seconds, most):
-    """An update of 1 s and 8 pieces of 2 s each; 50 passes of one piece would be room for all of them."""
+@pytest.mark.parametrize(("left_seconds", "most"), [(1e6, 8), (100.0, 4), (9.0, 2), (0.0, 2)])
+def test_the_time_of_a_whole_step_follows_from_that_of_a_part(monkeypatch, left_seconds, most):
+    """An update of 1 s and 8 passes of 2 s each: 17 s, however little time is left for trials."""
     done = []
 
     def seconds_of(_tries, _fallback, num_micro_batches, is_first=False):
@@ -365,11 +361,11 @@ def test_the_time_of_a_whole_step_follows_from_that_of_a_part(monkeypatch, room_
     monkeypatch.setattr(trial.time, "perf_counter", lambda: 0.0)
     tries = trial._Tries(paced(fallbacks=(configuration(1),)), plan_of(configuration(1)), BATCH, lambda text: None)
     monkeypatch.setattr(trial, "_MOST_CHUNKS", 4)
-    tries._ends = room_seconds or 1e-9
+    tries._ends = left_seconds or 1e-9
     seconds, noise_seconds = tries._timed(configuration(1), num_left=1)
     assert seconds == pytest.approx(17.0)
     assert noise_seconds <= 0.01 * seconds + 1e-9
-    assert max(done) == (8 if room_seconds / 3.0 >= 8 else most)
+    assert max(done) == (8 if left_seconds / 3.0 >= 8 else most)
 
 
 @pytest.mark.parametrize(("limit_mib", "outcomes"), [(1 << 20, ["slower", "fastest"]), (1, ["fastest", "too near"])])

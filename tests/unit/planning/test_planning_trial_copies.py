@@ -12,14 +12,10 @@ from plimsoll.planning import trial
 from plimsoll.planning.trial import try_plan
 from plimsoll.step.train_step import TrainStep
 
+pytestmark = pytest.mark.usefixtures("all_candidates_run")
+
 BATCH = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
 LATE = 3  # the call that writes: the first one warms up
-
-
-@pytest.fixture(autouse=True)
-def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every candidate is run, however busy the machine is."""
-    monkeypatch.setattr(trial, "_MOST_SECONDS", {"cpu": 1e4, "cuda": 1e4})
 
 
 class Writing(nn.Module):

@@ -9,7 +9,6 @@ from torch import nn
 from op_tapes import OpTape
 from plans_to_try import configuration, plan_of
 from plimsoll.errors import InputError, PlimsollWarning, TornStepError
-from plimsoll.planning import trial
 from plimsoll.planning.trial import try_plan
 from plimsoll.records.plan import Choice
 from plimsoll.step.failpoints import armed
@@ -18,13 +17,9 @@ from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import cuda_graph
 from steps_to_try import BATCH, Paced, paced
 
+pytestmark = pytest.mark.usefixtures("all_candidates_run")
+
 KEPT = Choice(technique="heap", options={"mapped_from": "never"})
-
-
-@pytest.fixture(autouse=True)
-def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every candidate is run, however busy the machine is."""
-    monkeypatch.setattr(trial, "_MOST_SECONDS", {"cpu": 1e4, "cuda": 1e4})
 
 
 class Fussy(Paced):
@@ -113,7 +108,7 @@ def test_what_the_undo_could_not_put_back_is_named(monkeypatch):
         try_plan(step, plan_of(configuration(8), configuration(4)), BATCH)
 
 
-def test_an_interrupt_leaves_the_rungs_of_the_plan_in_force():
+def test_an_interrupt_leaves_the_fallbacks_of_the_plan_in_force():
     fallbacks = configuration(8), configuration(4, mib=50), configuration(1, mib=30)
     step = fussy(fallbacks, 8, KeyboardInterrupt())
     before = [one.detach().clone() for one in step.workload.model.parameters()]

@@ -1,4 +1,4 @@
-"""The fallback schedule of a plan, how a choice is written, and what may be pinned."""
+"""The fallback schedule of a plan, how a choice is written, what may be pinned, and when a batch may be cut."""
 
 import pytest
 
@@ -7,6 +7,7 @@ from plimsoll.records.device import Budget
 from plimsoll.records.plan import (
     Choice,
     Configuration,
+    LossCheck,
     Pin,
     Plan,
     check_pins,
@@ -16,6 +17,8 @@ from plimsoll.records.plan import (
 )
 
 BUDGET = Budget(device_bytes=1)
+
+
 RECOMPUTE = Choice(technique="recompute", options={"every": 2})
 
 
@@ -112,3 +115,28 @@ def test_what_is_pinned_cannot_be_forbidden():
     with pytest.raises(InputError) as caught:
         check_pins(pins("micro_batch=4"), ["offload", "micro_batch"])
     assert str(caught.value) == "`micro_batch=4` is pinned and `micro_batch` is forbidden: leave one of the two out"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "may_cut"),
+    [
+        ("additive", True),
+        ("known", True),
+        ("allowed", True),
+        ("not computed", True),
+        ("not additive", False),
+        ("not shown", False),
+        ("never cut", False),
+    ],
+)
+def test_a_batch_is_cut_unless_something_is_known_against_it(verdict, may_cut):
+    assert LossCheck(verdict=verdict).may_cut is may_cut
+
+
+def test_what_was_found_is_said():
+    assert LossCheck(verdict="additive", num_samples=8).sentence == (
+        "8 samples have the same loss at once and one by one"
+    )
+    both = LossCheck(verdict="additive", num_samples=8, gradient_difference=1e-7)
+    assert both.sentence.endswith("one by one, and the same gradients")
+    assert LossCheck(verdict="never cut", why="never_cut=True says so").sentence == "never_cut=True says so"

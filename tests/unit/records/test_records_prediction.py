@@ -22,7 +22,7 @@ def test_the_verdict_looks_at_the_range_and_the_answer_at_the_likely_value(low_m
     assert (prediction.verdict, prediction.fits) == (verdict, verdict.endswith("fits"))
 
 
-def test_what_finds_no_room_does_not_fit_even_below_the_limit():
+def test_what_finds_no_free_block_does_not_fit_even_below_the_limit():
     prediction = fitting(runs_out_at=moment())
     assert (prediction.fits, prediction.verdict) == (False, "probably does not fit")
 

@@ -1,9 +1,9 @@
-"""When a way fits, and when one of several does."""
+"""When a strategy fits, and when one of several does."""
 
 from strategy_records import none_fits, strategies
 
 
-def test_a_way_fits_that_is_possible_and_needs_no_other_budget():
+def test_a_strategy_fits_that_is_possible_and_needs_no_other_budget():
     assert [strategy.fits for strategy in strategies().strategies] == [False, True, False]
     assert strategies().fits
     assert not none_fits().fits

@@ -217,7 +217,7 @@ def test_the_page_of_a_prediction_is_one_file_with_its_colours_in_light_and_in_d
 
 PLANS = {
     "fits": plan_records.fitting_plan(),
-    "constraints": plan_records.wished_plan(),
+    "constraints": plan_records.constrained_plan(),
     "impossible": plan_records.impossible_plan(),
     "not predicted": plan(),
     "empty": plan_records.bare_plan(),

@@ -61,7 +61,7 @@ SCREENS = {
     "plan.txt": as_text.plan_report(plan()),
     "plan-fits.txt": as_text.plan_report(plan_records.fitting_plan()),
     "plan-tried.txt": as_text.plan_report(plan_records.tried_plan()),
-    "plan-wishes.txt": as_text.plan_report(plan_records.wished_plan()),
+    "plan-constraints.txt": as_text.plan_report(plan_records.constrained_plan()),
     "plan-impossible.txt": as_text.plan_report(plan_records.impossible_plan()),
     "plan-empty.txt": as_text.plan_report(plan_records.bare_plan()),
     "placement.txt": as_text.placement_report(placement_records.streamed_plan()),

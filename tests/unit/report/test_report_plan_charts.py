@@ -1,11 +1,11 @@
-"""The chart of a plan: every way to run a step that has numbers, and the limit."""
+"""The chart of a plan: every configuration that has numbers, and the limit."""
 
 from __future__ import annotations
 
 import pytest
 from report_records import plan
 
-from plan_records import bare_plan, configuration, fitting_plan, impossible_plan, rejected, wished_plan
+from plan_records import bare_plan, configuration, constrained_plan, fitting_plan, impossible_plan, rejected
 from plimsoll.records.device import Budget
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.report.plan_charts import fallback_chart
@@ -19,7 +19,7 @@ def points(trace):
     return list(zip(trace["x"], trace["y"], strict=True))
 
 
-def test_every_way_is_a_point_of_its_kind():
+def test_every_configuration_is_a_point_of_its_kind():
     """The unit is that of the largest, GiB: 5120 MiB are 5, 1000 MiB are 0.9766."""
     found = traces(fallback_chart(fitting_plan()))
     assert list(found) == ["rejected, too large", "rejected", "plain loop", "plan and fallbacks"]
@@ -62,9 +62,9 @@ def labels(chart):
     return [note["text"] for note in chart.figure["layout"]["annotations"] if not note["text"].startswith("limit")]
 
 
-def test_the_first_rungs_have_their_numbers():
+def test_the_first_fallbacks_have_their_numbers():
     assert labels(fallback_chart(fitting_plan())) == ["plan", "1", "2"]
-    assert labels(fallback_chart(wished_plan())) == ["plan"]
+    assert labels(fallback_chart(constrained_plan())) == ["plan"]
     assert labels(fallback_chart(impossible_plan())) == ["needs least"]
     many = tuple(configuration(micro_batch_choice(64 - i), mib=1000 - i, seconds=2 + i) for i in range(20))
     assert labels(fallback_chart(fitting_plan(fallbacks=many))) == ["plan", "1", "2", "3", "4", "5", "6"]

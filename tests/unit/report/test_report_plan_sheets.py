@@ -12,13 +12,13 @@ from plan_records import (
     OFFLOAD,
     bare_plan,
     configuration,
+    constrained_plan,
     duration,
     fitting_plan,
     impossible_plan,
     rejected,
     tried_plan,
     untried_plan,
-    wished_plan,
 )
 from plimsoll.records.device import Budget
 from plimsoll.records.plan import Configuration, Duration, OffDevice, Trial, micro_batch_choice
@@ -132,7 +132,7 @@ def test_a_range_of_seconds_has_its_unit_once_if_it_is_the_same(time, text):
     assert plan_sheets.seconds_range_text(time) == text
 
 
-def test_the_first_opening_that_fits_is_said_with_what_to_type():
+def test_the_first_lossy_alternative_that_fits_is_printed_with_what_to_type():
     assert plan_sheets.alternative_sentence(impossible_plan()) == (
         "With what changes the training it would fit: 1.9 GiB with --set 'allow=[adafactor]'."
     )
@@ -140,13 +140,13 @@ def test_the_first_opening_that_fits_is_said_with_what_to_type():
     assert plan_sheets.alternative_sentence(fitting_plan()) == ""
 
 
-def test_an_opening_names_what_has_to_be_allowed():
+def test_a_lossy_alternative_names_what_has_to_be_allowed():
     rows = plan_sheets.alternative_sheet(impossible_plan()).rows
     assert rows[0] == ("adafactor", "adafactor + checkpointing=all + micro_batch=1", "1.9 GiB", "9.5 s", "fits")
 
 
-def test_wishes_are_said():
-    assert plan_sheets.constraints_sentence(wished_plan()) == "Pinned: checkpointing=6. Forbidden: offload."
+def test_constraints_are_printed():
+    assert plan_sheets.constraints_sentence(constrained_plan()) == "Pinned: checkpointing=6. Forbidden: offload."
     assert plan_sheets.constraints_sentence(fitting_plan()) == ""
 
 
@@ -195,7 +195,7 @@ def test_a_chosen_technique_says_what_it_does_and_what_the_plan_would_need_witho
 
 
 def test_why_is_what_the_planner_says_and_that_it_was_pinned():
-    whys = [row[-1] for row in plan_sheets.chosen_sheet(wished_plan()).rows]
+    whys = [row[-1] for row in plan_sheets.chosen_sheet(constrained_plan()).rows]
     assert whys == [
         "Pinned. Without it 2.5 GiB, 512.0 MiB too much, about 1.6 s a step",
         "7 pieces of it would not be faster",
@@ -207,7 +207,7 @@ def test_what_was_not_looked_at_is_not_said():
     assert why == ""
 
 
-def test_a_plan_that_nothing_is_known_of_lists_its_ladder_only():
+def test_a_plan_without_numbers_lists_its_fallbacks_only():
     assert plan_sheets.chosen_sheet(plan()).rows == ()
     assert plan_sheets.key_numbers(plan()) == ()
     fallback_schedule = plan_sheets.fallback_sheet(plan())
@@ -216,7 +216,7 @@ def test_a_plan_that_nothing_is_known_of_lists_its_ladder_only():
 
 
 def test_a_fallback_without_numbers_is_unknown_beside_others_that_have_some():
-    assert plan_sheets.fallback_sheet(wished_plan()).rows == (
+    assert plan_sheets.fallback_sheet(constrained_plan()).rows == (
         ("plan", "checkpointing=6 + micro_batch=16", "1000.0 MiB", "1.9 s"),
         ("fallback 1", "checkpointing=all + micro_batch=1", "unknown", "unknown"),
     )
@@ -282,7 +282,7 @@ def test_without_a_limit_nothing_is_too_large():
     ]
 
 
-def test_a_run_shows_how_many_steps_each_rung_was_in_force():
+def test_a_run_shows_how_many_steps_each_fallback_was_in_force():
     assert plan_sheets.plan_in_force_sheet(eventful_run()).rows == (
         ("plan", "micro_batch=64", "2"),
         ("fallback 1", "micro_batch=32", "2"),
@@ -290,7 +290,7 @@ def test_a_run_shows_how_many_steps_each_rung_was_in_force():
     )
 
 
-def test_rungs_are_told_by_their_number_and_not_by_their_micro_batch():
+def test_fallbacks_are_told_by_their_number_and_not_by_their_micro_batch():
     """The smaller last batch of an epoch is no fallback, and two fallbacks may have the same micro-batch."""
     steps = (step_line(1, num_samples=16, micro_batch=16), step_line(2, micro_batch=16, fallback=1))
     sheet = plan_sheets.plan_in_force_sheet(eventful_run(plan=fitting_plan(), steps=steps))

@@ -1,4 +1,4 @@
-"""The ways to train in words: which fit, what each needs, what it changes."""
+"""Fine-tuning strategies in words: which fit, what each needs, what it changes."""
 
 import shlex
 
@@ -12,7 +12,7 @@ def test_the_sentence_names_what_fits():
     assert headline(none_fits()) == "No fine-tuning strategy fits 2.0 GiB of cpu."
 
 
-def test_each_way_has_its_numbers_or_its_reason():
+def test_each_strategy_has_its_numbers_or_its_reason():
     numbers, words = strategy_sheets(strategies())
     assert numbers.rows == (
         ("full", "needs 3100MiB", "2.8 to 3.0 GiB", "1.0 to 2.0 s"),
@@ -38,7 +38,7 @@ def test_what_to_give_is_a_line_each_that_a_terminal_does_not_break():
     assert "lora(base=kept)" in render(strategies(), "html")
 
 
-def test_a_way_that_is_done_is_a_line():
+def test_a_planned_strategy_is_a_line():
     assert [done_line(strategy) for strategy in strategies().strategies] == [
         "full: needs 3100MiB, 2.8 to 3.0 GiB, 1.0 to 2.0 s a step",
         "full, weights streamed: fits, 1.5 GiB, 12.0 s a step",

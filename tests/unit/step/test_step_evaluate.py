@@ -1,4 +1,4 @@
-"""An evaluation counts each sample once, in as large pieces as fit, and leaves the training as it was."""
+"""An evaluation counts each sample once, in as large micro-batches as fit, and leaves the training as it was."""
 
 import pytest
 import torch
@@ -9,10 +9,7 @@ from plimsoll.models.hooks import StepHooks
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.step.failpoints import armed
 from plimsoll.step.train_step import TrainStep
-
-
-def mean_square(model, batch):
-    return (model(batch["x"]) - batch["y"]).square().mean()
+from workloads import mean_square
 
 
 def line_through(num_samples):
@@ -53,8 +50,8 @@ def test_there_must_be_something_to_evaluate():
         step_of().evaluate([])
 
 
-def test_a_batch_that_runs_out_of_memory_is_evaluated_again_in_pieces():
-    """8 samples fail, of the two pieces of 4 the second fails, then four pieces of 2 go through."""
+def test_a_batch_that_runs_out_of_memory_is_evaluated_again_in_micro_batches():
+    """8 samples fail, of the two micro-batches of 4 the second fails, then four of 2 go through."""
     step = step_of()
     with armed("evaluation", 1, 3):
         evaluation = step.evaluate([line_through(8)])
@@ -110,7 +107,7 @@ def test_a_batch_without_a_target_counts_for_nothing():
     assert (evaluation.loss, evaluation.num_samples, evaluation.num_units) == (pytest.approx(10), 6, 2)
 
 
-def test_after_a_death_it_begins_with_smaller_pieces():
+def test_after_a_death_it_begins_with_smaller_micro_batches():
     sizes = []
     step = step_of(fallbacks=[[micro_batch_choice(size)] for size in (8, 4, 2, 1)], recut_loss=True)
     step.workload.model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
@@ -119,7 +116,7 @@ def test_after_a_death_it_begins_with_smaller_pieces():
     assert sizes == [2] * 4
 
 
-def test_a_technique_bounds_the_pieces_also_when_it_comes_later_or_would_grow():
+def test_a_technique_bounds_the_micro_batches_also_when_it_comes_later_or_would_grow():
     sizes = []
     step = step_of(recut_loss=True)
     step.workload.model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))

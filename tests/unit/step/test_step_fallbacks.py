@@ -69,7 +69,7 @@ def workload():
     return TrainStep(model, torch.optim.SGD(model.parameters()), units="samples").workload
 
 
-def test_rungs_with_the_same_techniques_are_one_level(notes):
+def test_fallbacks_with_the_same_techniques_are_one_level(notes):
     fallbacks = InstalledFallbacks(
         workload(), [configuration(8), configuration(4), configuration(8, 1), configuration(4, 1), configuration(2)]
     )
@@ -110,26 +110,26 @@ def test_a_level_that_cannot_be_installed_leaves_none_at_work(notes):
     assert notes == ["+noted=0", "-noted=0", "+noted=1"]
 
 
-def test_without_rungs_nothing_is_at_work_and_that_is_in_force():
+def test_without_fallbacks_no_technique_is_installed_and_the_plain_step_is_in_force():
     fallbacks = InstalledFallbacks(workload(), ())
     assert fallbacks.is_in_force(0)
     fallbacks.use(0)
     assert fallbacks.sizes == ()
 
 
-def test_rungs_that_train_something_else_are_refused(notes):
+def test_fallbacks_that_train_something_else_are_refused(notes):
     with pytest.raises(InputError, match=r"differ in what changes the training \(lasting=4 \| none\): give the same"):
         InstalledFallbacks(workload(), [configuration(8, lasting=4), configuration(4)])
     assert notes == []
 
 
 @pytest.mark.parametrize("choices", [(), (micro_batch_choice(2), micro_batch_choice(4))])
-def test_a_rung_has_one_micro_batch(choices):
+def test_a_fallback_has_one_micro_batch(choices):
     with pytest.raises(InputError, match=rf"a fallback has {len(choices)} micro-batches .*: give one to each"):
         samples_of(choices)
 
 
-def test_rungs_and_a_micro_batch_together_are_refused():
+def test_fallbacks_with_a_micro_batch_are_refused():
     model = nn.Linear(1, 1)
     with pytest.raises(InputError, match="micro_batch=4 was given with 1 fallbacks"):
         TrainStep(model, torch.optim.SGD(model.parameters()), micro_batch=4, fallbacks=[configuration(8)])
@@ -290,7 +290,7 @@ def test_a_small_batch_is_not_said_to_grow(notes):
     assert (event.action, event.next_micro_batch) == ("same micro-batch with noted=1", 3)
 
 
-def test_it_goes_on_at_the_rung_of_a_checkpoint_unless_the_plan_is_another(notes):
+def test_it_goes_on_at_the_fallback_of_a_checkpoint_unless_the_plan_is_another(notes):
     fallbacks = [configuration(8, 0), configuration(8, 1)]
     step = step_with(*fallbacks)
     with armed("forward", 1):
@@ -304,7 +304,7 @@ def test_it_goes_on_at_the_rung_of_a_checkpoint_unless_the_plan_is_another(notes
     assert again.fallback == 0
 
 
-def test_after_a_death_it_begins_at_a_later_rung(notes):
+def test_after_a_death_it_begins_at_a_later_fallback(notes):
     step = step_with(configuration(8, 0), configuration(8, 1), configuration(4, 1))
     step.begin_again_at(2, too_large_fallback=1)
     assert (step.fallback, step.micro_batch) == (2, 4)

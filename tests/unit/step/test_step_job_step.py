@@ -55,11 +55,11 @@ def test_what_is_given_takes_the_place_of_what_the_job_would_make():
     optimizer = torch.optim.SGD(model.parameters())
     backend = backend_for("cpu")
 
-    def taught(model, batch):
+    def with_teacher(model, batch):
         return model(batch).mean()
 
-    step = step_of(job, model, optimizer, WHOLE, loss=taught, backend=backend, position=position)
-    assert (step.workload.loss, step.position, step.backend) == (taught, position, backend)
+    step = step_of(job, model, optimizer, WHOLE, loss=with_teacher, backend=backend, position=position)
+    assert (step.workload.loss, step.position, step.backend) == (with_teacher, position, backend)
     assert step.workload.full_length == 64
     assert step_of(job, model, optimizer, WHOLE).workload.loss is model_loss
 

@@ -1,4 +1,4 @@
-"""A batch in pieces: the shares add up, and a piece without a target is left out."""
+"""A batch in micro-batches: the shares add up, and a micro-batch without a target is left out."""
 
 from dataclasses import replace
 
@@ -42,17 +42,17 @@ SHAPE = Shape(num_samples=3, num_units=3, elements_per_sample=2.0)
         (9, [1.0], [[0, 1, 2]]),
     ],
 )
-def test_a_piece_weighs_what_it_has_of_the_units(micro_batch, shares, numbers):
+def test_a_micro_batch_weighs_what_it_has_of_the_units(micro_batch, shares, numbers):
     micro_batches = list(weighted_micro_batches({"labels": LABELS}, micro_batch, SHAPE, WORKLOAD))
-    assert [piece.share for piece in micro_batches] == shares
-    assert [list(piece.numbers) for piece in micro_batches] == numbers
-    assert torch.cat([piece.batch["labels"] for piece in micro_batches]).ne(-100).sum() == 3
+    assert [micro_batch.share for micro_batch in micro_batches] == shares
+    assert [list(micro_batch.numbers) for micro_batch in micro_batches] == numbers
+    assert torch.cat([micro_batch.batch["labels"] for micro_batch in micro_batches]).ne(-100).sum() == 3
     of_all_ranks = weighted_micro_batches({"labels": LABELS}, micro_batch, SHAPE, WORKLOAD, total_units=12)
-    assert [piece.share for piece in of_all_ranks] == [share / 4 for share in shares]
+    assert [micro_batch.share for micro_batch in of_all_ranks] == [share / 4 for share in shares]
 
 
 @pytest.mark.parametrize("micro_batch", [1, 9])
-def test_a_part_without_a_target_has_no_pieces(micro_batch):
+def test_a_part_without_a_target_has_no_micro_batches(micro_batch):
     batch = {"labels": torch.full((3, 2), -100)}
     assert not list(weighted_micro_batches(batch, micro_batch, SHAPE._replace(num_units=0), WORKLOAD, total_units=5))
 
@@ -73,7 +73,7 @@ def texts_of(*lengths):
         ((12, 12), 2, [3 / 8], [[0, 1]], [12]),
     ],
 )
-def test_texts_of_alike_length_are_a_piece_without_the_padding_of_longer_ones(
+def test_texts_of_alike_length_are_a_micro_batch_without_the_padding_of_longer_ones(
     lengths, micro_batch, shares, numbers, columns
 ):
     """Of 64 tokens that all ranks have."""
@@ -81,9 +81,9 @@ def test_texts_of_alike_length_are_a_piece_without_the_padding_of_longer_ones(
     micro_batches = list(
         weighted_micro_batches(batch, micro_batch, shape_of(batch, workload), workload, total_units=64)
     )
-    assert [piece.share for piece in micro_batches] == shares
-    assert [list(piece.numbers) for piece in micro_batches] == numbers
-    assert [piece.batch["labels"].shape[1] for piece in micro_batches] == columns
+    assert [micro_batch.share for micro_batch in micro_batches] == shares
+    assert [list(micro_batch.numbers) for micro_batch in micro_batches] == numbers
+    assert [micro_batch.batch["labels"].shape[1] for micro_batch in micro_batches] == columns
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_what_is_left_to_do_is_done_with_a_sample_that_has_a_target_and_counts_f
     assert labels_of(lender, [whole])[1] == ([[1, -100]], 0.0)
 
 
-def test_where_lengths_decide_the_rank_with_most_pieces_says_how_many():
+def test_where_lengths_decide_the_rank_with_most_micro_batches_says_how_many():
     own = Filler(replace(WORKLOAD, hooks=BY_LENGTH, ranks=Lending(None)), is_lent=False)
     assert [one.share for one in own.filled(iter([MicroBatch({"labels": LABELS}, 1.0, range(3))]), 9)] == [
         1.0,

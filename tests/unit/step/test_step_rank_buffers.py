@@ -28,7 +28,7 @@ class OfThree(Ranks):
         return numbers.add_(100)
 
 
-def test_every_lane_is_told_by_the_rank_that_has_it():
+def test_each_stream_slot_is_given_by_the_rank_that_has_it():
     """Two windows of five stream slots; every rank has something in every stream slot, also in those that it had
     before.
     """
@@ -63,7 +63,7 @@ def test_running_statistics_become_those_of_the_first_rank_and_no_other_buffer_d
     assert all((buffer == 3).all() for buffer in [model.ramp, model[0].after.ramp, *model[1].buffers()])
 
 
-def test_the_state_of_a_stream_becomes_that_of_all_lanes():
+def test_the_state_of_one_stream_is_spread_to_all_slots():
     """The second of three has the second of four stream slots."""
     model = model_with_buffers()
     share_slots(model, OfThree(1))

@@ -22,7 +22,7 @@ from plimsoll.step.recovery import (
     ("batch_size", "sizes"),
     [(1, (1,)), (2, (2, 1)), (5, (5, 3, 2, 1)), (7, (7, 4, 2, 1)), (12, (12, 6, 3, 2, 1)), (16, (16, 8, 4, 2, 1))],
 )
-def test_the_rungs_are_1_2_4_8_pieces_of_nearly_equal_size(batch_size, sizes):
+def test_the_fallbacks_cut_a_batch_into_1_2_4_8_micro_batches_of_nearly_equal_size(batch_size, sizes):
     assert micro_batch_sizes(batch_size) == sizes
 
 
@@ -47,13 +47,13 @@ def test_what_is_done_is_said_by_what_changes(samples, next_samples, techniques,
 
 
 @pytest.mark.parametrize("sizes", [[], [4, 8], [8, 8, 4], [4, 0]])
-def test_rungs_that_do_not_go_down_are_refused(sizes):
+def test_sizes_that_do_not_go_down_are_refused(sizes):
     with pytest.raises(InputError, match=r"not distinct sizes from large to small: give for example \[32, 16, 8\]"):
         FallbackSchedule(sizes)
 
 
 def in_force_of(fallback_schedule):
-    """In samples, as is what the functions below take and return: these ladders have one level."""
+    """In samples, as is what the functions below take and return: these schedules have one level."""
     return fallback_schedule.sizes[fallback_schedule.in_force].samples
 
 
@@ -81,14 +81,14 @@ def descended(grow_after=3):
     return fallback_schedule
 
 
-def test_a_size_that_never_held_is_not_tried_again():
+def test_a_size_that_never_fitted_is_not_tried_again():
     fallback_schedule = descended()
     assert in_force_of(fallback_schedule) == 4
     assert failed(fallback_schedule, 4, 40) == 2
     assert in_force_of(fallback_schedule) == 2
 
 
-def test_a_size_that_held_gets_one_more_try():
+def test_a_size_that_fitted_gets_one_more_try():
     fallback_schedule = FallbackSchedule((8, 4, 2, 1))
     held(fallback_schedule, 80)
     assert [failed(fallback_schedule, 8, 80), failed(fallback_schedule, 8, 80)] == [8, 4]
@@ -118,7 +118,7 @@ def test_the_known_limit_counts_elements_and_not_samples():
     assert choose(fallback_schedule, 9.9) == 8  # 79.2 elements are less than what failed
 
 
-def test_the_next_larger_size_is_taken_after_clean_steps_one_rung_at_a_time():
+def test_the_next_larger_size_is_taken_after_clean_steps_one_fallback_at_a_time():
     fallback_schedule = descended()
     failed(fallback_schedule, 4, 40)
     chosen = []
@@ -166,7 +166,7 @@ def test_it_never_grows_back_to_what_failed():
         held(fallback_schedule, 40)
 
 
-def test_a_batch_of_long_texts_does_not_lower_the_rung_for_good():
+def test_a_batch_of_long_texts_does_not_change_the_fallback_for_good():
     """8 samples of 10 elements fit; 4 of 30 do not, 2 of 30 do: the limit is between 80 and 120 elements."""
     fallback_schedule = FallbackSchedule((8, 4, 2, 1), grow_after=1)
     held(fallback_schedule, 80)
@@ -179,7 +179,7 @@ def test_a_batch_of_long_texts_does_not_lower_the_rung_for_good():
     assert choose(fallback_schedule, 10) == 8
 
 
-def test_a_failure_below_the_rung_in_force_does_not_move_it():
+def test_a_failure_of_a_later_fallback_leaves_the_one_in_force():
     fallback_schedule = FallbackSchedule((8, 4, 2, 1))
     held(fallback_schedule, 8)
     failed(fallback_schedule, 8, 240)
@@ -202,7 +202,7 @@ def test_a_start_below_the_smallest_size_is_the_smallest():
     assert in_force_of(fallback_schedule) == 4
 
 
-def test_a_ladder_put_back_from_json_goes_on_like_the_one_it_was():
+def test_a_fallback_schedule_restored_from_json_goes_on_like_the_saved_one():
     def decisions(fallback_schedule):
         chosen = []
         for _ in range(4):
@@ -296,7 +296,7 @@ def test_levels_count_up_from_0(sizes):
         FallbackSchedule(sizes)
 
 
-def test_it_falls_from_rung_to_rung_and_on_to_the_next_level():
+def test_it_goes_from_fallback_to_fallback_and_on_to_the_next_level():
     fallback_schedule = FallbackSchedule(LEVELS)
     followed = [
         fallback_schedule.failed(fallback, LEVELS[fallback].samples, 10 * LEVELS[fallback].samples)
@@ -307,7 +307,7 @@ def test_it_falls_from_rung_to_rung_and_on_to_the_next_level():
     assert [fallback_schedule.failed(5, 2, 20), fallback_schedule.failed(5, 2, 20)] == [5, None]  # the last once more
 
 
-def test_a_small_batch_falls_past_rungs_that_would_not_cut_it():
+def test_a_small_batch_skips_fallbacks_that_would_not_cut_it():
     """3 samples: a pass of 4 or 8 has them all; of level 1 and 2 both fallbacks are new."""
     fallback_schedule = FallbackSchedule(LEVELS)
     assert [
@@ -383,7 +383,7 @@ def test_it_can_start_at_a_level(start, fallback):
     assert fallback_schedule.in_force == fallback
 
 
-def test_a_ladder_with_levels_put_back_from_json_goes_on_like_the_one_it_was():
+def test_a_fallback_schedule_with_levels_restored_from_json_goes_on_like_the_saved_one():
     fallback_schedule = FallbackSchedule(LEVELS, grow_after=2)
     fallback_schedule.failed(0, 8, 80)
     fallback_schedule.failed(1, 4, 40)
@@ -412,7 +412,7 @@ def test_the_state_of_a_plan_with_other_levels_is_taken_as_far_as_it_goes():
     assert (more.in_force, more.state_dict()["failed_elements"]) == (3, [40, 80, None, None])
 
 
-def test_after_a_death_at_a_rung_no_earlier_rung_is_taken_with_as_much():
+def test_after_a_death_at_a_fallback_no_earlier_one_is_taken_with_as_much():
     """Configuration 2 killed at 10 elements a sample: fallbacks 0 and 1 need more than it, also where nothing is known
     of them.
     """
@@ -426,7 +426,7 @@ def test_after_a_death_at_a_rung_no_earlier_rung_is_taken_with_as_much():
     assert fallback_schedule.state_dict()["failed_elements"] == [40, 80, None]
 
 
-def test_passes_that_must_stay_whole_go_from_level_to_level_and_rungs_keep_their_numbers():
+def test_passes_that_must_stay_whole_go_from_level_to_level_and_fallbacks_keep_their_numbers():
     fallback_schedule = FallbackSchedule(LEVELS, grow_after=1, least_samples=8)
     assert [
         fallback_schedule.failed(0, 8, 80),
@@ -470,7 +470,7 @@ def steps_with(fallback_schedule, lengths, limit_bytes, spoiled=(), real=1.0):
     return done
 
 
-def test_of_the_rungs_of_a_plan_the_fastest_is_taken_that_fits_by_what_the_event_taught():
+def test_after_an_event_the_fastest_fallback_that_fits_by_what_was_measured_is_taken():
     """The first needs 1.5 times its growth: 190 where there are 150, so that of 160 x 150 / 190 is left."""
     fallback_schedule = FallbackSchedule(OF_A_PLAN, needs=NEEDS)
     assert steps_with(fallback_schedule, [10], limit_bytes=150, real=1.5) == [1]
@@ -523,7 +523,7 @@ def test_one_long_batch_does_not_halve_those_after_it():
     assert done == [0, 1, *[0] * 30]
 
 
-def test_memory_is_asked_for_only_after_an_event_and_below_the_first_rung():
+def test_free_memory_is_asked_for_only_after_an_event_and_below_the_first_fallback():
     fallback_schedule = FallbackSchedule((16, 8))
     assert not fallback_schedule.is_lowered
     fallback_schedule.start_at(8)

@@ -38,7 +38,7 @@ def test_an_event_is_noted_and_told():
     [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float32),
      (torch.float64, torch.float64)],
 )  # fmt: skip
-def test_losses_of_pieces_are_added_up_in_single_precision_at_least_and_without_their_graphs(dtype, added_up_in):
+def test_losses_of_micro_batches_are_added_up_in_single_precision_at_least_and_without_their_graphs(dtype, added_up_in):
     loss = torch.tensor(0.5, dtype=dtype, requires_grad=True) * 2
     kept = at_least_fp32(loss)
     assert (kept.dtype, kept.requires_grad, kept.item()) == (added_up_in, False, 1.0)

@@ -9,10 +9,7 @@ from plimsoll.models.hooks import StepHooks
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.step.failpoints import armed, exhaust_memory
 from plimsoll.step.train_step import TrainStep
-
-
-def mean_square(model, batch):
-    return (model(batch["x"]) - batch["y"]).square().mean()
+from workloads import mean_square
 
 
 def line_through(num_samples=4):
@@ -114,7 +111,7 @@ def test_unless_it_is_said_a_cut_batch_grows_again_after_50_clean_steps():
 
 
 def test_a_batch_that_was_cut_for_one_event_is_whole_again_after_three_clean_steps():
-    """The measured peak of the smaller pieces leaves room: what was asked for once was absurd."""
+    """The measured peak of the smaller micro-batches leaves memory free: what was asked for once was absurd."""
     step = step_of(lr=0.0)
     with armed("forward", 1):
         step(line_through())

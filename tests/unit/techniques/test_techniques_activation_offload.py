@@ -352,7 +352,7 @@ def measured(choice):
 
 @pytest.mark.parametrize("choice", [None, DISK, HOST], ids=str)
 @pytest.mark.usefixtures("all_sizes")
-def test_a_rehearsed_pass_needs_what_the_real_one_needs(choice):
+def test_a_dry_run_of_a_pass_needs_what_the_real_one_needs(choice):
     assert predicted(choice, CpuLowering()).peak_bytes == measured(choice).peak_bytes
 
 

@@ -19,11 +19,11 @@ from plimsoll.techniques import TECHNIQUES, Setting, installed
 from workloads import CASES, largest_relative_difference, plain_loop, weights_of
 
 CHOICE = Choice(technique="adafactor")
-RUNG = [CHOICE, micro_batch_choice(8)]
+FALLBACK = [CHOICE, micro_batch_choice(8)]
 ALLOWED = Setting(device="cpu", batch_size=8, allow=frozenset({"adafactor"}))
 
 
-def test_the_menu_has_it_also_where_it_is_not_allowed():
+def test_there_is_a_choice_also_where_it_is_not_allowed():
     model = nn.Linear(2, 2)
     workload = Workload(model, torch.optim.AdamW(model.parameters()), model_loss, "samples")
     adafactor = TECHNIQUES["adafactor"]
@@ -39,7 +39,7 @@ def test_the_menu_has_it_also_where_it_is_not_allowed():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_training_with_it_is_the_plain_one_with_it_also_after_an_oom_in_the_update(case, fails):
     model, optimizer = case.fresh()
-    step = TrainStep(model, optimizer, units=case.units, clip_norm=1.0, fallbacks=[RUNG])
+    step = TrainStep(model, optimizer, units=case.units, clip_norm=1.0, fallbacks=[FALLBACK])
     step._commit._chunk_bytes = 1
     with armed("optimizer", *fails):
         for batch in case.batches():
@@ -97,10 +97,10 @@ def state_bytes(trace):
 def test_its_states_are_as_large_as_predicted(lowering):
     """A matrix of n x m has n + m numbers, a vector its own size; counts of steps are 4 bytes each, on the host."""
     texts = TextSketch(vocab_size=300, num_labels=None, end_id=0)
-    trace = dry_run_job(job(allow="adafactor"), texts, lowering, RUNG)
+    trace = dry_run_job(job(allow="adafactor"), texts, lowering, FALLBACK)
     case = CASES[2]
     model, optimizer = case.fresh()
-    step = TrainStep(model, optimizer, units=case.units, fallbacks=[RUNG])
+    step = TrainStep(model, optimizer, units=case.units, fallbacks=[FALLBACK])
     with Recorder(phase=lambda: "optimizer") as recorder:
         recorder.step = 1
         step(case.batches()[0])

@@ -8,21 +8,17 @@ from transformers import BertConfig, BertForSequenceClassification, EncoderDecod
 
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.models.workload import Workload, model_loss
+from plimsoll.models.workload import model_loss
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.attention import Attention
-from technique_models import fresh, gpt2_with, llama, t5
+from technique_models import fresh, gpt2_with, llama, t5, workload_of
 from workloads import Lstm, largest_relative_difference
 
 SDPA = (Choice(technique="attention", options={"backend": "sdpa"}),)
 CPU = Setting(device="cpu", batch_size=8)
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 EAGER = {"attn_implementation": "eager"}
-
-
-def workload_of(model):
-    return Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")
 
 
 def bert(**fields):
@@ -96,15 +92,15 @@ def test_every_config_is_restored(name):
     assert [dict(vars(config)) for config in configs.values()] == before
 
 
-def test_the_menu():
-    menu = Attention().choices
-    assert menu(workload_of(long_gpt2()[0]), CPU) == SDPA
-    assert menu(workload_of(gpt2_with()), CPU) == "GPT2LMHeadModel does not use eager attention, but sdpa"
-    assert menu(workload_of(Lstm()), CPU).startswith("Lstm is not a model of transformers")
+def test_the_choices():
+    choices_of = Attention().choices
+    assert choices_of(workload_of(long_gpt2()[0]), CPU) == SDPA
+    assert choices_of(workload_of(gpt2_with()), CPU) == "GPT2LMHeadModel does not use eager attention, but sdpa"
+    assert choices_of(workload_of(Lstm()), CPU).startswith("Lstm is not a model of transformers")
     model = long_gpt2()[0]
     model.config.output_attentions = True
-    assert "returns attention weights (output_attentions)" in menu(workload_of(model), CPU)
-    assert menu(workload_of(nn.Sequential(long_gpt2()[0])), CPU) == SDPA
+    assert "returns attention weights (output_attentions)" in choices_of(workload_of(model), CPU)
+    assert choices_of(workload_of(nn.Sequential(long_gpt2()[0])), CPU) == SDPA
 
 
 def test_a_part_that_cannot_is_said():

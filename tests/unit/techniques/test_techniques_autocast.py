@@ -26,7 +26,7 @@ def setting(precision="auto", device="cuda"):
 
 
 @pytest.mark.parametrize(
-    ("asked", "menu"),
+    ("asked", "expected"),
     [
         (setting(), (BF16, FP16)),
         (setting(device="cpu"), (BF16,)),
@@ -35,8 +35,8 @@ def setting(precision="auto", device="cuda"):
         (setting("fp32"), "the job says precision: fp32; `precision: auto` leaves it to the plan"),
     ],
 )
-def test_the_menu_follows_the_job_and_the_device(asked, menu):
-    assert Autocast().choices(workload(), asked) == menu
+def test_the_choices_follow_the_job_and_the_device(asked, expected):
+    assert Autocast().choices(workload(), asked) == expected
 
 
 def test_a_precision_that_the_step_has_already_needs_no_technique():

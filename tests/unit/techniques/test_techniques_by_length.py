@@ -68,8 +68,8 @@ def loss_and_gradients(workload, batch, micro_batch):
     workload.model.zero_grad()
     shape = shape_of(batch, workload)
     total = 0.0
-    for piece, share, _ in weighted_micro_batches(batch, micro_batch, shape, workload):
-        loss = workload.loss(workload.model, piece) * share
+    for one, share, _ in weighted_micro_batches(batch, micro_batch, shape, workload):
+        loss = workload.loss(workload.model, one) * share
         loss.backward()
         total += loss.item()
     return total, {name: parameter.grad.clone() for name, parameter in workload.model.named_parameters()}
@@ -90,25 +90,25 @@ def test_loss_and_gradients_are_those_of_the_padded_batch(name, micro_batch):
 def test_trimming_what_is_padding_for_all_leaves_the_loss_and_takes_fewer_columns():
     workload, batch = made("bert")
     short = {name: value[[1, 4, 6, 7]] for name, value in batch.items()}
-    (piece, share, _), *rest = weighted_micro_batches(short, 4, shape_of(short, cut()), cut())
+    (one, share, _), *rest = weighted_micro_batches(short, 4, shape_of(short, cut()), cut())
     assert not rest
     assert share == 1.0
-    assert piece["input_ids"].shape == (4, 4)
+    assert one["input_ids"].shape == (4, 4)
     with torch.no_grad():
-        assert torch.equal(model_loss(workload.model, piece), model_loss(workload.model, short))
+        assert torch.equal(model_loss(workload.model, one), model_loss(workload.model, short))
 
 
 @pytest.mark.parametrize("units", ["samples", "tokens", "next-tokens", lambda batch: batch["input_ids"].numel()])
 def test_every_sample_is_there_once_and_the_shares_add_up(units):
     batch = padded("tokens") | {"number": torch.arange(8)}
-    pieces = list(weighted_micro_batches(batch, 3, shape_of(batch, cut(units)), cut(units)))
-    seen = torch.cat([piece["number"] for piece, _, _ in pieces]).tolist()
-    assert seen == [number for _, _, numbers in pieces for number in numbers]
+    micro_batches = list(weighted_micro_batches(batch, 3, shape_of(batch, cut(units)), cut(units)))
+    seen = torch.cat([one["number"] for one, _, _ in micro_batches]).tolist()
+    assert seen == [number for _, _, numbers in micro_batches for number in numbers]
     assert seen == [0, 3, 5, 2, 6, 1, 7, 4][: len(seen)]
     assert len(seen) == 8 - (units == "next-tokens")  # a sample of one token predicts nothing; alone it is left out
-    assert sum(share for _, share, _ in pieces) == pytest.approx(1)
-    assert [len(piece["number"]) for piece, _, _ in pieces] == [3, 4, 1][: len(pieces)]
-    assert all(count_elements(piece) <= 3 * count_elements(batch) / 8 for piece, _, _ in pieces)
+    assert sum(share for _, share, _ in micro_batches) == pytest.approx(1)
+    assert [len(one["number"]) for one, _, _ in micro_batches] == [3, 4, 1][: len(micro_batches)]
+    assert all(count_elements(one) <= 3 * count_elements(batch) / 8 for one, _, _ in micro_batches)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
@@ -120,8 +120,8 @@ def test_a_batch_of_short_samples_goes_in_as_few_passes_as_have_the_elements_of_
     assert (
         shape.elements_per_sample == 2 * 48 + 1
     )  # as the fallback schedule counts every batch: a limit holds for all of them
-    pieces = [piece for piece, _, _ in weighted_micro_batches(short, micro_batch, shape, workload)]
-    assert [tuple(piece["input_ids"].shape) for piece in pieces] == [(4, 3)]
+    micro_batches = [one for one, _, _ in weighted_micro_batches(short, micro_batch, shape, workload)]
+    assert [tuple(one["input_ids"].shape) for one in micro_batches] == [(4, 3)]
     assert len(list(weighted_micro_batches(short, micro_batch, shape_of(short, cut()), cut()))) == 4 // micro_batch
     long = padded("samples")
     assert shape_of(long, cut(full_length=8)).elements_per_sample == 2 * 12 + 1  # longer than was said
@@ -132,21 +132,21 @@ def test_a_training_step_and_an_evaluation_do_it():
     step = TrainStep(workload.model, workload.optimizer, units="samples", micro_batch=3)
     seen = []
 
-    def loss(model, piece):
+    def loss(model, one):
         if not in_a_check():
-            seen.append(tuple(piece["input_ids"].shape))
-        return model_loss(model, piece)
+            seen.append(tuple(one["input_ids"].shape))
+        return model_loss(model, one)
 
     step.workload.loss = loss
     with installed(step.workload, [BY_LENGTH]):
         step(batch)
         assert seen == [(3, 12), (4, 7), (1, 1)]
         seen.clear()
-        step.evaluate([batch])  # in pieces of 8, 4, 2 or 1 samples
+        step.evaluate([batch])  # in micro-batches of 8, 4, 2 or 1 samples
     assert seen == [(2, 12), (2, 9), (2, 4), (2, 2)]
 
 
-def test_a_rehearsal_knows_the_lengths_of_its_batch():
+def test_a_dry_run_knows_the_lengths_of_its_batch():
     from plimsoll.memory.trace import dry_run
 
     workload, batch = made("bert")
@@ -156,11 +156,11 @@ def test_a_rehearsal_knows_the_lengths_of_its_batch():
             model, optimizer = stage.fake_training(workload.model, workload.optimizer)
             hooks = StepHooks(cut=CutByLength() if by_length else BY_SAMPLES)
             fake = Workload(model, optimizer, model_loss, "samples", hooks=hooks)
-            pieces = weighted_micro_batches(stage.fake_batch(batch), 3, shape_of(batch, fake), fake)
+            micro_batches = weighted_micro_batches(stage.fake_batch(batch), 3, shape_of(batch, fake), fake)
             widths.append([])
-            for piece, share, _ in pieces:
-                (fake.loss(model, piece) * share).backward()
-                widths[-1].append(tuple(piece["input_ids"].shape))
+            for one, share, _ in micro_batches:
+                (fake.loss(model, one) * share).backward()
+                widths[-1].append(tuple(one["input_ids"].shape))
         assert live_bytes(stage.trace()).peak_bytes > 0
     assert widths == [[(3, 12), (3, 12), (2, 12)], [(3, 12), (4, 7), (1, 1)]]
 
@@ -198,12 +198,12 @@ def fnet():
         (lambda: workload_of(classifier(), loss=len), VARYING, "may count padding"),
     ],
 )
-def test_the_menu_says_why_not(workload, setting, reason):
+def test_without_choices_the_reason_is_given(workload, setting, reason):
     assert reason in ByLength().choices(workload(), setting)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_menu_has_it_for_models_that_ignore_padding(name):
+def test_there_is_a_choice_for_models_that_ignore_padding(name):
     assert ByLength().choices(made(name)[0], VARYING) == (BY_LENGTH,)
 
 

@@ -14,7 +14,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.models.workload import Workload, model_loss
+from plimsoll.models.workload import model_loss
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.step.failpoints import armed
 from plimsoll.step.train_step import TrainStep
@@ -28,15 +28,11 @@ from plimsoll.techniques.checkpointing import (
 )
 from plimsoll.techniques.mechanisms.blocks import blocks_of
 from processor import skip_without_half_lstm
-from technique_models import WITH_BLOCKS, Block, Blocks, fresh, gpt2_with
+from technique_models import WITH_BLOCKS, Block, Blocks, fresh, gpt2_with, workload_of
 from workloads import Lstm
 
 CPU = Setting(device="cpu", batch_size=8)
 ALL = checkpointing_choice("all")
-
-
-def workload_of(model):
-    return Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")
 
 
 def bits_of(name, choices, dtype=None):
@@ -228,7 +224,7 @@ def test_one_layer_that_is_called_again_and_again():
 # -- what can be chosen ------------------------------------------------------------------------------------------------
 
 
-def test_the_menu_is_weakest_first():
+def test_the_choices_are_weakest_first():
     model = gpt2_with(n_layer=6)
     assert [str(choice) for choice in Checkpointing().choices(workload_of(model), CPU)] == [
         "checkpointing=every 4",
@@ -240,15 +236,15 @@ def test_the_menu_is_weakest_first():
 
 
 def test_why_nothing_applies():
-    menu = Checkpointing().choices
-    assert menu(workload_of(Lstm()), CPU) == "the model Lstm has no repeated blocks"
+    choices_of = Checkpointing().choices
+    assert choices_of(workload_of(Lstm()), CPU) == "the model Lstm has no repeated blocks"
     model = gpt2_with()
     model.activation_checkpointing_enable()
-    assert "the model checkpoints its layers itself" in menu(workload_of(model), CPU)
+    assert "the model checkpoints its layers itself" in choices_of(workload_of(model), CPU)
     assert "the model checkpoints its layers itself" in conflict_among((ALL,), workload_of(model), CPU)
     wide = gpt2_with(n_layer=1, n_embd=2, n_head=1, vocab_size=20_000)
     trace = dry_run(wide, {"input_ids": torch.ones(2, 4, dtype=int), "labels": torch.ones(2, 4, dtype=int)})
-    reason = menu(workload_of(wide), Setting(device="cpu", batch_size=2, trace=trace))
+    reason = choices_of(workload_of(wide), Setting(device="cpu", batch_size=2, trace=trace))
     assert reason.startswith("the 1 blocks keep ")
     assert "of activations" in reason
 
@@ -256,11 +252,11 @@ def test_why_nothing_applies():
 def test_dropout_of_a_recurrent_layer_on_cuda_is_refused():
     model = nn.Module()
     model.layers = nn.ModuleList([nn.LSTM(4, 4, num_layers=2, dropout=0.1) for _ in range(2)])
-    menu = Checkpointing().choices
-    assert menu(workload_of(model), Setting(device="cuda", batch_size=8)) == (
+    choices_of = Checkpointing().choices
+    assert choices_of(workload_of(model), Setting(device="cuda", batch_size=8)) == (
         "layers.0 has a recurrent layer whose dropout cuDNN would draw anew"
     )
-    assert not isinstance(menu(workload_of(model), CPU), str)
+    assert not isinstance(choices_of(workload_of(model), CPU), str)
 
 
 @pytest.mark.parametrize(

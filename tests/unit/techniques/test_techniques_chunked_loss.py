@@ -250,7 +250,7 @@ def dry_run(workload, batch, choices, lowering, precision=None):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", ["gpt2", "t5", "lstm, tied", "label smoothing, [B, V, T], a temperature"])
-def test_a_rehearsal_needs_what_a_run_needs_and_much_less_than_plain(case):
+def test_a_dry_run_needs_what_a_run_needs_and_much_less_than_plain(case):
     build, loss = CASES[case]
     workload, batch = workload_of(build(), loss), batch_of(8, 64)
     predicted = live_bytes(dry_run(workload, batch, [chunks_of(16)], CpuLowering())).peak_bytes
@@ -265,7 +265,7 @@ def test_a_rehearsal_needs_what_a_run_needs_and_much_less_than_plain(case):
 
 
 @pytest.mark.parametrize("lowering", [CpuLowering(), CudaLowering((8, 6))], ids=lambda one: one.name)
-def test_half_precision_can_be_rehearsed(lowering):
+def test_a_dry_run_can_be_in_half_precision(lowering):
     workload, batch = workload_of(gpt2()), batch_of(8, 64)
     chunked, plain = (
         live_bytes(dry_run(workload, batch, choices, lowering, torch.bfloat16)).peak_bytes
@@ -277,13 +277,15 @@ def test_half_precision_can_be_rehearsed(lowering):
 # -- where it can be chosen --------------------------------------------------------------------------------------------
 
 
-def menu(workload, setting=SETTING):
+def choices_of(workload, setting=SETTING):
     return TECHNIQUES["chunked_loss"].choices(workload, setting)
 
 
-def test_the_menu_has_few_sizes_weakest_first():
+def test_the_choices_have_few_sizes_weakest_first():
     """On a CPU 1024 is no faster than 256 and needs more."""
-    offered = [[str(choice) for choice in menu(workload_of(gpt2()), Setting(device, 4))] for device in ("cpu", "cuda")]
+    offered = [
+        [str(choice) for choice in choices_of(workload_of(gpt2()), Setting(device, 4))] for device in ("cpu", "cuda")
+    ]
     small = ["chunked_loss=256", "chunked_loss=64"]
     assert offered == [small, ["chunked_loss=1024", *small]]
 
@@ -306,7 +308,7 @@ def test_the_head_is_the_declared_one_or_the_largest_layer():
 )
 def test_models_without_a_large_head_say_so(model, reason):
     workload = Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")
-    assert reason in menu(workload)
+    assert reason in choices_of(workload)
     assert reason in TECHNIQUES["chunked_loss"].conflicts(chunks_of(4), (), workload, SETTING)
     with pytest.raises(InputError, match="leave chunked_loss out"), installed(workload, [chunks_of(4)]):
         pass
@@ -315,7 +317,7 @@ def test_models_without_a_large_head_say_so(model, reason):
 def test_a_head_whose_forward_is_replaced_is_left_alone():
     model = Plain()
     model.head.forward = lambda hidden: hidden
-    assert "`head` has a forward of its own" in menu(workload_of(model))
+    assert "`head` has a forward of its own" in choices_of(workload_of(model))
 
 
 def test_a_chunk_has_a_token():
@@ -334,11 +336,11 @@ def with_trace(workload, choices=()):
 
 def test_the_trace_tells_whether_the_loss_is_a_cross_entropy():
     workload = workload_of(Plain(), squared)
-    assert menu(workload, with_trace(workload)) == "the loss takes no cross entropy of the 1200 outputs of `head`"
+    assert choices_of(workload, with_trace(workload)) == "the loss takes no cross entropy of the 1200 outputs of `head`"
     for case in ("gpt2", "label smoothing, [B, V, T], a temperature"):
         build, loss = CASES[case]
         workload = workload_of(build(), loss)
-        assert len(menu(workload, with_trace(workload))) == 2
+        assert len(choices_of(workload, with_trace(workload))) == 2
 
 
 def test_a_loss_that_needs_all_logits_is_warned_of():

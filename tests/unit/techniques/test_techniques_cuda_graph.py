@@ -89,7 +89,7 @@ def test_the_exit_gives_back_what_was_captured():
 
 
 @pytest.fixture(scope="module")
-def looks():
+def traces():
     """Traces of three steps of micro-batches of 3 of 8 samples, without a graph and with one."""
     found = {}
     for more in ((), (GRAPH,)):
@@ -98,9 +98,9 @@ def looks():
     return found
 
 
-def test_whole_micro_batches_are_a_graphs_from_the_second_step_on(looks):
-    trace = looks[True]
-    assert looks[False].captured == ()
+def test_whole_micro_batches_are_a_graphs_from_the_second_step_on(traces):
+    trace = traces[True]
+    assert traces[False].captured == ()
     assert len(trace.captured) == 2 * 2  # of two steps, and not the smaller last ones
     phases = {trace.ops.phase[row] for begin, end in trace.captured for row in range(begin, end)}
     assert phases == {"forward", "loss", "backward"}
@@ -119,21 +119,21 @@ def test_a_pass_that_reads_its_masks_is_not_predicted_as_a_graphs():
     assert traces[1].events == traces[0].events
 
 
-def test_gradients_are_the_same_tensors_in_all_steps_but_the_first(looks):
+def test_gradients_are_the_same_tensors_in_all_steps_but_the_first(traces):
     def born(trace):
         rows = zip(trace.storages.category, trace.storages.born, trace.storages.name, strict=True)
         return [(trace.texts[name], trace.ops.step[row]) for category, row, name in rows if category == "gradients"]
 
-    plain, graph = born(looks[False]), born(looks[True])
+    plain, graph = born(traces[False]), born(traces[True])
     assert {step for _, step in plain} == {1, 2, 3}
     assert {step for _, step in graph} == {1, 2}
     assert len(graph) == 2 * len({name for name, _ in graph})
-    private = private_storages(looks[True])
-    assert not any(looks[True].storages.category[one] == "parameters" for one in private)
+    private = private_storages(traces[True])
+    assert not any(traces[True].storages.category[one] == "parameters" for one in private)
 
 
-def test_it_takes_more_memory_and_less_time(looks):
-    counted = {name: count_on_cuda(trace, CARD) for name, trace in looks.items()}
+def test_it_takes_more_memory_and_less_time(traces):
+    counted = {name: count_on_cuda(trace, CARD) for name, trace in traces.items()}
     speed = speed_of(CARD)
     plain, graph = (
         step_duration(counted[name], speed, batch_size=8, micro_batch=3, dry_run_samples=8).likely_seconds
@@ -141,9 +141,9 @@ def test_it_takes_more_memory_and_less_time(looks):
     )
     assert graph < 0.7 * plain
     held = sum(
-        looks[True].storages.num_bytes[one]
-        for one in private_storages(looks[True])
-        if looks[True].storages.category[one] == "activations"
+        traces[True].storages.num_bytes[one]
+        for one in private_storages(traces[True])
+        if traces[True].storages.category[one] == "activations"
     )
     assert held
     assert counted[True].most_reserved.likely_bytes > counted[False].most_reserved.likely_bytes

@@ -5,20 +5,15 @@ import torch
 from traced_steps import dry_run, recorded
 
 from plimsoll.memory.live import live_bytes
-from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.evaluation import EvaluationPass
-from technique_models import fresh
+from technique_models import fresh, workload_of
 
 
 def passes_of(samples):
     return Choice(technique="evaluation", options={"samples": samples})
-
-
-def workload_of(model):
-    return Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")
 
 
 def test_the_size_is_said_to_the_workload_and_taken_back():
@@ -64,20 +59,20 @@ def test_smaller_passes_need_less(trace_of):
     assert peaks[0] > peaks[1] > peaks[2]
 
 
-def test_the_menu():
+def test_the_choices():
     model, batch = fresh("gpt2")
-    menu = EvaluationPass().choices
+    choices_of = EvaluationPass().choices
     workload = workload_of(model)
-    assert menu(workload, Setting(device="cpu", batch_size=1)) == "a batch of one sample cannot be cut"
-    assert [str(choice) for choice in menu(workload, Setting(device="cpu", batch_size=10))] == [
+    assert choices_of(workload, Setting(device="cpu", batch_size=1)) == "a batch of one sample cannot be cut"
+    assert [str(choice) for choice in choices_of(workload, Setting(device="cpu", batch_size=10))] == [
         "evaluation=5",
         "evaluation=3",
         "evaluation=2",
         "evaluation=1",
     ]
     without, with_one = dry_run(model, batch), dry_run(model, batch, evaluates=True)
-    assert menu(workload, Setting("cpu", 8, without)) == "the training does not evaluate"
-    assert menu(workload, Setting("cpu", 8, with_one)) == (passes_of(4), passes_of(2), passes_of(1))
+    assert choices_of(workload, Setting("cpu", 8, without)) == "the training does not evaluate"
+    assert choices_of(workload, Setting("cpu", 8, with_one)) == (passes_of(4), passes_of(2), passes_of(1))
 
 
 def test_no_samples_are_refused():

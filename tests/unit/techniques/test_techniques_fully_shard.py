@@ -29,8 +29,8 @@ def workload_of(model: nn.Module | None = None, optimizer: type[torch.optim.Opti
 
 
 def test_shards_are_offered_to_several_ranks_the_one_that_exchanges_less_first():
-    menu = SHARD.choices(workload_of(), SHARED)
-    assert list(map(str, menu)) == [
+    available = SHARD.choices(workload_of(), SHARED)
+    assert list(map(str, available)) == [
         "fully_shard=once",
         "fully_shard=twice",
         "fully_shard(gathered=twice,offload=disk)",

@@ -217,10 +217,10 @@ def test_memory_that_runs_out_is_followed_by_smaller_slices(phase):
 # -- what it is offered for --------------------------------------------------------------------------------------------
 
 
-def test_the_menu_is_weakest_first():
+def test_the_choices_are_weakest_first():
     workload = workload_of("one encoder, two calls")
-    menu = technique_of("gradient_cache").choices(workload, Setting("cpu", 64))
-    assert menu == tuple(map(gradient_cache_choice, (16, 4, 1)))
+    available = technique_of("gradient_cache").choices(workload, Setting("cpu", 64))
+    assert available == tuple(map(gradient_cache_choice, (16, 4, 1)))
     assert [choices[1] for choices in gradient_cache_fallbacks(64, 5)] == [*map(gradient_cache_choice, (5, 3, 2, 1))]
 
 

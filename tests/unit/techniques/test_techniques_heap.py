@@ -36,7 +36,7 @@ def workload():
     return Workload(model, torch.optim.SGD(model.parameters(), lr=0.1), model_loss, "samples")
 
 
-def test_the_menu_is_for_the_processor_only():
+def test_there_are_choices_for_the_processor_only():
     assert [str(one) for one in Heap().choices(workload(), CPU)] == [
         "heap=never",
         "heap=32MiB",

@@ -103,7 +103,7 @@ def test_what_was_built_on_the_host_stays_there_after_the_exit():
 
 
 @pytest.mark.long
-def test_a_rehearsal_for_cuda_counts_two_blocks_and_not_the_model():
+def test_a_dry_run_for_cuda_counts_two_blocks_and_not_the_model():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": 8, "n_embd": 256, "n_head": 4, "vocab_size": 300, "n_positions": 32, "use_cache": False}

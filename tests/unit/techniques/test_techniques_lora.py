@@ -149,7 +149,7 @@ def test_an_error_on_the_way_in_leaves_the_model_as_it_was():
 
 
 @needs_peft
-def test_a_rung_of_a_plan_trains_with_the_schedule():
+def test_a_configuration_of_a_plan_trains_with_the_learning_rate_schedule():
     case = CASES["gpt2"]
     model, optimizer = case.fresh()
     choice = OptimizerChoice(lr=1e-2, schedule="linear")
@@ -183,10 +183,10 @@ def test_what_is_saved_meanwhile_are_the_adapters(tmp_path):
 @needs_peft
 def test_a_plan_can_choose_the_base():
     workload = made()
-    menu = Lora().choices(workload, ALLOWED)
-    assert [choice.options["base"] for choice in menu] == ["kept", "int8", "nf4"]
+    available = Lora().choices(workload, ALLOWED)
+    assert [choice.options["base"] for choice in available] == ["kept", "int8", "nf4"]
     (pinned,) = decide([parse_pin("lora(base=int8)")], (), workload, ALLOWED).pinned
-    assert pinned == menu[1]
+    assert pinned == available[1]
 
 
 @needs_peft
@@ -259,7 +259,7 @@ def test_a_checkpoint_beside_codes_can_be_resumed(choice, tmp_path):
 @pytest.mark.sampled(3)
 @needs_peft
 @all_bases
-def test_a_rehearsal_needs_what_the_real_step_needs(choice):
+def test_a_dry_run_needs_what_the_real_step_needs(choice):
     case, workload = CASES["gpt2"], made()
     batch = {name: value.clone() for name, value in case.batches()[0].items()}  # of 32 samples are the storages
     fallbacks = [[micro_batch_choice(4), choice]]

@@ -1,4 +1,4 @@
-"""Moments of few bits: what is on the menu, the user's optimizer back afterwards, and steps that can be undone."""
+"""Moments of few bits: which choices there are, the user's optimizer back afterwards, and steps that can be undone."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def workload_of(kind=torch.optim.AdamW, model=None, **options):
     return Workload(model, kind(model.parameters(), lr=1e-3, **options), model_loss, "samples")
 
 
-def test_the_menu_has_it_also_where_it_is_not_allowed():
+def test_there_is_a_choice_also_where_it_is_not_allowed():
     forbidden = Setting(device="cpu", batch_size=8)
     assert LOW_BIT.choices(workload_of(), forbidden) == (EIGHT, FOUR)
     assert "allow: [low_bit_optimizer]" in LOW_BIT.conflicts(EIGHT, (), workload_of(), forbidden)
@@ -153,7 +153,7 @@ def test_an_oom_in_the_middle_of_a_parameter_undoes_all_of_it(choice, num_before
 
 
 @BOTH
-def test_the_first_step_proves_room_for_just_what_is_to_come(choice, monkeypatch):
+def test_the_first_step_reserves_just_the_memory_that_is_to_come(choice, monkeypatch):
     """States, of the largest parameter 1/4 or 1/8 of Adam's, of the small ones not; and what the next takes."""
     proven = []
     monkeypatch.setattr("plimsoll.step.update.commit.prove_room", lambda blocks, device: proven.append(sum(blocks)))

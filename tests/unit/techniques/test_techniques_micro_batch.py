@@ -1,18 +1,12 @@
-"""The sizes of a batch's pieces, and what they are impossible with."""
+"""The sizes of micro-batches, and what they are impossible with."""
 
 import pytest
-import torch
 from torch import nn
 
-from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.techniques import Setting, installed
 from plimsoll.techniques.micro_batch import MicroBatch, sizes_of
-
-
-def workload_of(model):
-    return Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")
-
+from technique_models import workload_of
 
 PLAIN, WITH_BATCH_NORM = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
@@ -21,14 +15,14 @@ PLAIN, WITH_BATCH_NORM = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Batc
     ("batch_size", "sizes"),
     [(1, (1,)), (5, (5, 3, 2, 1)), (12, (12, 6, 4, 3, 2, 1)), (40, (40, 20, 14, 10, 8, 7, 6, 5, 4, 3, 2, 1))],
 )
-def test_every_size_gives_another_number_of_pieces(batch_size, sizes):
+def test_every_size_gives_another_number_of_micro_batches(batch_size, sizes):
     assert sizes_of(batch_size) == sizes
     assert len({-(-batch_size // size) for size in sizes}) == len(sizes)
 
 
-def test_the_menu_begins_with_the_whole_batch():
-    menu = MicroBatch().choices(workload_of(PLAIN), Setting("cpu", batch_size=4))
-    assert menu == (micro_batch_choice(4), micro_batch_choice(2), micro_batch_choice(1))
+def test_the_choices_begin_with_the_whole_batch():
+    available = MicroBatch().choices(workload_of(PLAIN), Setting("cpu", batch_size=4))
+    assert available == (micro_batch_choice(4), micro_batch_choice(2), micro_batch_choice(1))
 
 
 def test_one_sample_and_batch_norm_are_not_cut_unless_it_is_allowed():

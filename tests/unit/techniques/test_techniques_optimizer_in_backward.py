@@ -119,7 +119,7 @@ def test_an_oom_in_the_middle_of_backward_puts_back_what_was_updated(case, at_st
     assert largest_relative_difference(plain(case), weights(step)) == 0
 
 
-def test_a_smaller_rung_updates_at_the_end_as_without_it():
+def test_a_smaller_fallback_updates_at_the_end_as_without_it():
     case = CASES[2]
     step = made(case, fallbacks=[WHOLE, [micro_batch_choice(4)]])
     with armed("optimizer", 1):

@@ -50,7 +50,7 @@ def step(optimizer, seed):
 
 
 @pytest.mark.parametrize("name", ["Adadelta", "Adafactor", "Adam", "NAdam", "RMSprop", *FUSED])
-def test_the_menu_has_fused_or_what_is_not_in_force(name):
+def test_the_choices_have_fused_or_what_is_not_in_force(name):
     fused = ["fused"] if name in FUSED else None
     assert names(KERNEL.choices(workload_of(made(name)), CPU)) == (fused or ["foreach"])
     assert names(KERNEL.choices(workload_of(made(name)), CUDA)) == (fused or ["loop"])
@@ -58,12 +58,12 @@ def test_the_menu_has_fused_or_what_is_not_in_force(name):
 
 
 @pytest.mark.parametrize("setting", [CPU, CUDA])
-def test_the_menu_has_nothing_beside_fused(setting):
+def test_there_is_no_choice_beside_fused(setting):
     answer = KERNEL.choices(workload_of(made(fused=True)), setting)
     assert answer == "AdamW uses its `fused` kernel, the fastest and the one that needs least"
 
 
-def test_the_menu_says_why_nothing_can_be_chosen():
+def test_without_choices_the_reason_is_given():
     class Own(torch.optim.AdamW):
         pass
 

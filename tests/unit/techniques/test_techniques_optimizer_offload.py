@@ -296,7 +296,7 @@ def states_at_the_end(trace, on_host):
     )
 
 
-def test_a_rehearsed_step_needs_what_the_real_one_needs():
+def test_a_dry_run_of_a_step_needs_what_the_real_one_needs():
     predicted, measured = dry_run_job(JOB, TEXTS, CpuLowering(), (DISK, WHOLE)), recorded((DISK, WHOLE))
     assert live_bytes(predicted).peak_bytes == live_bytes(measured).peak_bytes
     assert states_at_the_end(predicted, on_host=True) == states_at_the_end(measured, on_host=True) > 0

@@ -235,7 +235,7 @@ def test_what_is_of_one_length_or_not_packed_is_torchs_own(name):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_rehearsal_of_full_samples_is_the_one_without(name):
+def test_a_dry_run_of_full_samples_equals_the_one_without_the_technique(name):
     batch = batch_of(name, (11, 11, 11, 11))
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -245,7 +245,7 @@ def test_a_rehearsal_of_full_samples_is_the_one_without(name):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_rehearsal_of_given_lengths_needs_what_a_run_needs(name):
+def test_a_dry_run_of_given_lengths_needs_what_a_run_needs(name):
     torch.manual_seed(0)
     model, batch = MODELS[name](), batch_of(name)
     predicted = live_bytes(dry_run(model, batch, [STRETCHES])).peak_bytes

@@ -90,16 +90,16 @@ def test_everything_is_itself_again():
 # -- what is offered and refused ---------------------------------------------------------------------------------------
 
 
-def test_the_menu_goes_down_to_what_still_pays():
-    menu = TimeSegments().choices(workload_of(build_recurrent(FIELDS)), LONG)
-    assert [dict(choice.options) for choice in menu] == [{"steps": 128}, {"steps": 32}]
+def test_the_choices_go_down_to_what_still_pays():
+    available = TimeSegments().choices(workload_of(build_recurrent(FIELDS)), LONG)
+    assert [dict(choice.options) for choice in available] == [{"steps": 128}, {"steps": 32}]
     assert list(segment_lengths(32)) == []
 
 
 def test_of_very_many_segments_it_also_offers_to_keep_fewer_states():
     setting = Setting("cpu", 4, sequence_length=100_000)
-    menu = TimeSegments().choices(workload_of(build_recurrent(FIELDS)), setting)
-    assert dict(menu[-1].options) == {"steps": 16, "kept": 390}
+    available = TimeSegments().choices(workload_of(build_recurrent(FIELDS)), setting)
+    assert dict(available[-1].options) == {"steps": 16, "kept": 390}
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_on_cuda_too():
         pytest.param(time_segments_choice(16, kept=2), 97, 1, marks=pytest.mark.long),
     ],
 )
-def test_a_rehearsal_allocates_what_a_run_does(choice, num_steps, num_samples):
+def test_a_dry_run_allocates_what_a_run_does(choice, num_steps, num_samples):
     """Also where the last segment is of a single token: of one row torch says that it is coalesced."""
     model = build_recurrent(FIELDS | {"architecture": "gru"})
     predicted = live_bytes(dry_run(model, batch(num_steps, num_samples), [choice])).peak_bytes

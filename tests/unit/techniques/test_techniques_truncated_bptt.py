@@ -187,9 +187,9 @@ def test_gradients_reach_back_to_the_beginning_of_a_segment():
     assert [TruncatedBptt().gradient_steps(choice_of(steps), 12) for steps in (5, 20)] == [5, 12]
 
 
-def test_the_menu_is_that_of_segments():
-    menu = TruncatedBptt().choices(workload_of(build_recurrent(FIELDS)), ALLOWED)
-    assert [choice.options["steps"] for choice in menu] == [128, 32]
+def test_the_choices_are_those_of_time_segments():
+    available = TruncatedBptt().choices(workload_of(build_recurrent(FIELDS)), ALLOWED)
+    assert [choice.options["steps"] for choice in available] == [128, 32]
     assert TruncatedBptt().choices(workload_of(build_recurrent(FIELDS)), Setting("cpu", 4)) == (choice_of(0),)
     short = Setting("cpu", 4, sequence_length=20)
     assert "20 steps are too short" in TruncatedBptt().choices(workload_of(build_recurrent(FIELDS)), short)

@@ -211,7 +211,7 @@ def test_memory_that_stays_away_ends_the_run_with_its_checkpoints(new_run):
     assert [path.name for path in directory.checkpoints.iterdir()] == ["step-00000002"]
 
 
-def test_with_no_rung_left_after_others_failed_it_saves_and_asks_for_a_new_process(new_run, whole, monkeypatch):
+def test_with_no_fallback_left_after_others_failed_it_saves_and_asks_for_a_new_process(new_run, whole, monkeypatch):
     """Every pass of the fourth step fails, down to single samples, twice; the third has not been saved yet."""
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run()
@@ -279,7 +279,9 @@ def test_pauses_end_where_memory_stays_away_and_where_somebody_asks_to_stop(new_
 @pytest.mark.parametrize(
     ("phase", "passages"), [("forward", range(17, 60)), ("fetch", range(3, 6)), ("checkpoint", range(4, 7))]
 )
-def test_a_process_that_has_done_steps_without_a_rung_left_asks_for_a_new_one(phase, passages, new_run, monkeypatch):
+def test_a_process_that_has_done_steps_and_has_no_fallback_left_asks_for_a_new_process(
+    phase, passages, new_run, monkeypatch
+):
     """It began at the last fallback, eight passes a step; the third step is the first that finds no room."""
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run()

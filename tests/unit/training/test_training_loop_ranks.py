@@ -1,16 +1,19 @@
-"""Two ranks that train one small model: both stop after the step in which one is asked to, and go on together."""
+"""The loop of several ranks: all stop after the step in which one is asked to, and the first records for all."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
 from tests.processes import LONGEST_SECONDS
 from tests.ranks_started import start_ranks
 
-from plimsoll.records.run import EndLine, RunRecord
+from plimsoll.distributed.ranks import Ranks
+from plimsoll.records.run import EndLine, OomEvent, RunRecord
+from plimsoll.training.loop import _note_oom, _told_after_step
 from plimsoll.training.run_directory import RunDirectory
 from small_runs import MODEL, train_here
 
@@ -81,3 +84,35 @@ def test_a_signal_to_one_rank_stops_all_after_its_step_and_they_go_on_from_what_
         assert abs(found.loss - line.loss) < 1e-4
     weights = weights_of(alone)
     assert all(torch.allclose(tensor, weights[name], atol=1e-4) for name, tensor in weights_of(shared).items())
+
+
+class FirstOfTwo(Ranks):
+    """The first of two, of which the other has survived something in its update."""
+
+    def __init__(self, event):
+        super().__init__()
+        self.world_size, self.event = 2, event
+
+    def each(self, numbers):
+        return [list(numbers), [0, 7, 1]]
+
+    def gather(self, value):
+        return [value, [self.event]]
+
+
+def test_what_a_rank_alone_has_survived_is_written_down_with_its_rank():
+    own, other = (OomEvent(family="cpu", phase="optimizer", step=3, live_bytes=live) for live in (1, 2))
+    of_all = own.model_copy(update={"phase": "forward", "rank": 1})
+    written, said = [], []
+    training = SimpleNamespace(
+        ranks=FirstOfTwo(other), stop=SimpleNamespace(signal_number=None), asked_all=None,
+        directory=SimpleNamespace(append=written.append), sampler=SimpleNamespace(seconds=lambda: 0.0),
+        view=SimpleNamespace(say=said.append),
+    )  # fmt: skip
+    for event in (of_all, own):  # as the step tells of them
+        _note_oom(training, event)
+    assert _told_after_step(training, 5, [of_all, own]) == (5, 7)
+    assert [(event.rank, event.phase, event.live_bytes) for event in written] == [
+        (1, "forward", 1), (0, "optimizer", 1), (1, "optimizer", 2)
+    ]  # fmt: skip
+    assert said[2].startswith("out of memory in optimizer on rank 1, step 3:")

@@ -105,7 +105,7 @@ def given_plan(directory: RunDirectory, path: Path) -> Plan:
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-def test_a_plan_that_is_given_is_kept_and_its_first_rung_said(
+def test_a_plan_that_is_given_is_kept_and_its_first_configuration_printed(
     new_run: NewRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: bool
 ) -> None:
     directory = new_run()

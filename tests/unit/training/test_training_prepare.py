@@ -109,7 +109,7 @@ def test_data_are_prepared_anew_unless_it_is_again_and_quietly_if_asked_to(
 @pytest.mark.parametrize(
     ("pins", "forbids"), [(("packing",), ()), ((), ("no_such_technique",))], ids=["pinned", "forbidden"]
 )
-def test_a_wish_that_cannot_be_is_refused_before_the_data_are_prepared(
+def test_a_constraint_that_cannot_be_met_is_refused_before_the_data_are_prepared(
     new_run: NewRun, tmp_path: Path, pins: tuple[str, ...], forbids: tuple[str, ...]
 ) -> None:
     directory = new_run()

@@ -309,7 +309,9 @@ def test_where_memory_runs_out_outside_of_a_step_a_new_process_is_asked_for_if_t
         ({}, (None, None), "torchrun has started all ranks again; no machine counts a kill"),
     ],
 )
-def test_after_a_kill_for_memory_all_ranks_begin_with_the_next_rung(directory, monkeypatch, kills, fallbacks, evidence):
+def test_after_a_kill_for_memory_all_ranks_begin_with_the_next_fallback(
+    directory, monkeypatch, kills, fallbacks, evidence
+):
     micro_batch_plan(Budget(), (4, 2)).save(directory.plan)
     directory.append(started(oom_kills={"one": 1, "other": 2, "gone": 0}))
     directory.append(started(oom_kills={"one": 3, "other": 6, "gone": 0}))
@@ -331,7 +333,9 @@ def test_after_a_kill_for_memory_all_ranks_begin_with_the_next_rung(directory, m
         (7, (2, 1), 2),  # of an earlier plan that had more
     ],
 )
-def test_after_a_kill_the_rung_that_was_in_force_is_left(directory, monkeypatch, in_force, fallbacks, next_micro_batch):
+def test_after_a_kill_the_ranks_leave_the_fallback_in_force(
+    directory, monkeypatch, in_force, fallbacks, next_micro_batch
+):
     micro_batch_plan(Budget(), (8, 4, 2)).save(directory.plan)
     directory.append(started(fallback=in_force, oom_kills={"one": 3}))
     directory.append(CheckpointLine(time_seconds=2.0, step=30, num_bytes=1))
@@ -343,7 +347,7 @@ def test_after_a_kill_the_rung_that_was_in_force_is_left(directory, monkeypatch,
     assert (death.time_seconds, death.restarted_from_step) == (5.0, 40)
 
 
-def test_without_a_kill_the_rung_stays_that_was_in_force(directory, monkeypatch):
+def test_without_a_kill_the_fallback_in_force_stays(directory, monkeypatch):
     micro_batch_plan(Budget(), (8, 4, 2)).save(directory.plan)
     monkeypatch.setattr("plimsoll.training.ranks.oom_kills_by_machine", lambda _: {})
     told = []

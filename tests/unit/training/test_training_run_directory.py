@@ -233,7 +233,7 @@ def test_what_will_happen_again_is_taken_out_and_nothing_else(directory):
         ([start(), step(1, 1), oom(None, "evaluation")], 1),  # which has a fallback schedule of its own
     ],
 )
-def test_the_rung_in_force_is_the_last_that_was_used_or_chosen(directory, lines, fallback):
+def test_the_fallback_in_force_is_the_last_that_was_used_or_chosen(directory, lines, fallback):
     for line in lines:
         directory.append(line)
     assert directory.fallback_in_force() == fallback

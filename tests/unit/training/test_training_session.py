@@ -1,65 +1,37 @@
-"""What the training process does before it trains: whose child it is, what it is given, what it refuses."""
+"""The session of a training: what it goes on with, limits and refuses, and what it prints and records."""
+
+from __future__ import annotations
 
 import os
-import signal
-import time
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
 
 import plimsoll.training.loop
 from plimsoll.errors import BudgetError, CheckpointError, FragmentedHeapError, OutOfMemoryError
+from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Configuration, Plan, micro_batch_choice
 from plimsoll.records.run import RunHead, RunRecord, StartLine, StepLine
 from plimsoll.step.failpoints import armed, exhaust_memory
 from plimsoll.step.train_step import TrainStep
 from plimsoll.training import checkpoint
 from plimsoll.training.prepare import prepare_run
-from processes import LONGEST_SECONDS, run_program
+from plimsoll.training.run_directory import RunDirectory
 from small_runs import make_run, small_job, train_here
 
-LISTENS = """
-import time
-from plimsoll.processes.children import begin_worker
-begin_worker()
-print("listens", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_worker_whose_supervisor_is_gone_already_ends_at_once():
-    assert run_program(LISTENS, PLIMSOLL_SUPERVISOR="1").returncode == -signal.SIGTERM
-
-
-# Starts a worker, says its number, and is gone.
-SUPERVISOR = """
-import os, subprocess, sys
-worker = subprocess.Popen(
-    [sys.executable, "-c", sys.argv[1]],
-    env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())},
-    stdout=subprocess.PIPE, text=True,
-)
-assert worker.stdout.readline() == "listens\\n"
-print(worker.pid, flush=True)
-os._exit(0)
-"""
-
-
-def test_a_worker_ends_with_its_supervisor():
-    number = int(run_program(SUPERVISOR, LISTENS).stdout)
-    until = time.monotonic() + LONGEST_SECONDS
-    while psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+NewRun = Callable[..., RunDirectory]
 
 
 def steps_of(directory):
     return [line for line in directory.lines() if isinstance(line, StepLine)]
 
 
-def test_the_rung_is_the_plans_unless_another_is_given(new_run):
+def test_the_first_fallback_is_the_plans_unless_another_is_given(new_run):
     first, second = new_run("a", steps=1), new_run("b", steps=1)
     train_here(first)
     train_here(second, fallback=2)
@@ -67,7 +39,7 @@ def test_the_rung_is_the_plans_unless_another_is_given(new_run):
     assert [steps_of(directory)[0].micro_batch for directory in (first, second)] == [8, 2]
 
 
-def test_after_a_death_the_ladder_is_still_made_from_the_batch(new_run):
+def test_after_a_death_the_fallback_schedule_is_still_made_from_the_batch(new_run):
     """A checkpoint at 8 samples, a death there, and it goes on at 2; the next checkpoint says how far it may grow."""
     directory = new_run(steps=2)
     train_here(directory)
@@ -139,39 +111,6 @@ def test_a_run_that_goes_on_counts_time_from_where_it_stopped(new_run):
     assert [step.step for step in steps_of(directory)] == [1, 2, 3, 4]
 
 
-ON_THE_FLY = """
-import sys
-from plimsoll.records.job import Job
-from plimsoll.planning.baseline import load_libraries
-
-on_the_fly = {"on_the_fly": True, "long_texts": "truncate"} if sys.argv[1] == "yes" else {}
-load_libraries(Job.from_fields({"model": "lstm", "data": {"train": "none"} | on_the_fly}))
-print("pyarrow" in sys.modules)
-"""
-
-
-@pytest.mark.long
-def test_what_reads_texts_is_loaded_before_memory_is_limited():
-    """Inside a budget an evaluation of texts that are tokenized on the fly had no room for the libraries of pyarrow."""
-    assert run_program(ON_THE_FLY, "yes").stdout == "True\n"
-    assert run_program(ON_THE_FLY, "no").stdout == "False\n"
-
-
-def test_a_training_process_loads_no_planner_and_no_solver():
-    """What it loads is taken of the budget: scipy's solver alone takes 20 MiB."""
-    program = "import sys, plimsoll.training.session; print(*sys.modules)"
-    loaded = set(run_program(program).stdout.split())
-    assert "plimsoll.planning.trial" in loaded
-    assert not loaded & {
-        "scipy",
-        "sympy",
-        "transformers",
-        "torch._dynamo",
-        "plimsoll.planning.search.search",
-        "plimsoll.planning.plan",
-    }
-
-
 @pytest.mark.parametrize("has_supervisor", [True, False])
 def test_memory_that_runs_out_between_steps_is_for_a_new_process(has_supervisor, new_run, monkeypatch):
     """As in the writing of a line, where nothing can be undone: the checkpoints are the way back."""
@@ -202,3 +141,79 @@ def test_the_record_says_how_far_truncated_gradients_reach(new_run):
     train_here(directory)
     reach = RunRecord.from_directory(directory.path).gradient_reach
     assert (reach.most_tokens, reach.mean_tokens) == (8, (3 * 36 + 28) / 31)
+
+
+def test_a_plan_with_fewer_fallbacks_than_the_last_process_had_is_continued(new_run: NewRun) -> None:
+    directory = new_run(steps=1)
+    train_here(directory, fallback=3)
+    directory.write_job(Job.from_yaml(directory.job, ("steps=2",)))
+    plan = Plan.load(directory.plan)
+    plan.model_copy(update={"fallbacks": plan.fallbacks[:2]}).save(directory.plan)
+    train_here(directory, resume=True)
+    assert directory.last_step() == 2
+
+
+@pytest.mark.parametrize(
+    ("budget", "is_limited"),
+    [({}, False), ({"device": "4GiB"}, True), ({"host": "4GiB"}, False)],
+    ids=["none", "device", "host of a GPU"],
+)
+def test_steps_are_done_inside_the_budget_of_the_device(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, budget: dict[str, str], is_limited: bool
+) -> None:
+    def note_limit(*args: Any) -> None:
+        limits.append(resource.getrlimit(resource.RLIMIT_DATA)[0])
+        note_step(*args)
+
+    limits: list[int] = []
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    note_step = plimsoll.training.loop.note_step
+    monkeypatch.setattr(plimsoll.training.loop, "note_step", note_limit)
+    train_here(new_run(steps=1, budget=budget))
+    assert [limit != before[0] for limit in limits] == [is_limited]
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_what_is_trained_is_told_by_the_step_unless_it_is_quiet(
+    new_run: NewRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_here(new_run("quiet", steps=1))
+    assert capsys.readouterr().err == ""
+    train_here(new_run("told", steps=1), quiet=False)
+    *_, first, second = filter(None, capsys.readouterr().err.splitlines())  # before them, who keeps the machine busy
+    assert first.startswith("step 1/1 ")
+    assert "tokens/s" in first
+    assert second.startswith("step 1: validation loss ")
+
+
+def test_a_classifier_is_timed_in_samples_and_says_how_many_texts_lost_their_end(
+    new_run: NewRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for label, text in (("ham", "ship"), ("spam", "coin " * 40)):
+        (tmp_path / "texts" / label).mkdir(parents=True)
+        for number in range(4):
+            (tmp_path / "texts" / label / f"{number}.txt").write_text(f"{text} {number}")
+    data = {"train": str(tmp_path / "texts"), "on_the_fly": True, "long_texts": "truncate", "workers": 0}
+    train_here(new_run(task="classification", data=data, steps=1, tokenizer={"vocab_size": 270}), quiet=False)
+    *_, first, second = filter(None, capsys.readouterr().err.splitlines())  # before them: that the machine is busy
+    assert "samples/s" in first
+    assert second == "4 texts were truncated to 32 tokens as they were read"
+
+
+def test_a_loss_over_all_of_a_sample_has_no_reach_to_tell(new_run: NewRun) -> None:
+    directory = new_run(steps=1)
+    train_here(directory)
+    assert RunHead.load(directory.head).gradient_reach is None
+
+
+def test_in_streams_truncated_gradients_reach_as_far_as_their_segments(text: Path, tmp_path: Path) -> None:
+    data = {"train": str(text), "order": "streams", "validation": 0.1}
+    directory = RunDirectory.create(tmp_path / "run", force=False)
+    directory.write_job(small_job(text, data=data, model={"architecture": "gru"}, allow=["truncated_bptt"], steps=1))
+    choices = (micro_batch_choice(8), Choice(technique="truncated_bptt", options={"steps": 8}))
+    Plan(budget=Job.from_yaml(directory.job).budget, fallbacks=(Configuration(choices=choices),)).save(directory.plan)
+    prepare_run(directory.path, tmp_path / "cache", quiet=True)
+    train_here(directory)
+    reach = RunHead.load(directory.head).gradient_reach
+    assert reach is not None
+    assert reach.most_tokens == 8

@@ -152,7 +152,7 @@ def retries():
     return _Retries(4, ("--resume", "--from-step", "2"))
 
 
-def test_memory_takes_the_next_rung_and_what_held_may_come_back_once():
+def test_out_of_memory_takes_the_next_fallback_and_what_fitted_may_come_back_once():
     given = retries()
     assert given.note_death(_Cause.KERNEL, 0, has_fit=True) == 1
     assert given.arguments()[-4:] == ["--fallback", "1", "--restarts", "1"]
@@ -163,14 +163,14 @@ def test_memory_takes_the_next_rung_and_what_held_may_come_back_once():
     assert given.arguments()[1:] == ["--fallback", "1", "--too-large-fallback", "0", "--restarts", "2"]
 
 
-def test_a_rung_that_never_held_is_known_to_kill():
+def test_a_fallback_that_never_fitted_is_known_to_kill():
     given = retries()
     given.note_death(_Cause.KERNEL, 0, has_fit=False)
     given.note_death(_Cause.KERNEL, 1, has_fit=True)
     assert given.arguments()[3:] == ["--fallback", "2", "--too-large-fallback", "0", "--restarts", "2"]
 
 
-def test_a_death_from_outside_keeps_the_rung_that_was_found_before_a_checkpoint_has_it():
+def test_a_kill_from_outside_keeps_a_fallback_that_no_checkpoint_has_yet():
     given = retries()
     given.note_death(_Cause.KERNEL, 0, has_fit=True)
     assert given.note_death(_Cause.OUTSIDE, 0, has_fit=True) == 1  # it had grown again
@@ -190,7 +190,7 @@ def test_deaths_count_until_a_checkpoint_is_written(cause):
     assert counts == [1, 2, 0, 1, 2, 3]
 
 
-def test_a_later_rung_counts_as_progress_but_only_once():
+def test_a_later_fallback_counts_as_progress_but_only_once():
     """A model that cannot be cut (BatchNorm) stays at the first, whatever it is given."""
     given = retries()
     counts = []

@@ -103,7 +103,7 @@ def test_what_is_started_after_a_death_follows_from_how_far_the_process_came(
     ]
 
 
-def test_death_after_death_takes_smaller_micro_batches_and_after_a_checkpoint_it_says_the_rung(
+def test_each_death_takes_a_smaller_micro_batch_and_after_a_checkpoint_names_the_fallback(
     new_run: NewRun, python: Script
 ) -> None:
     directory = new_run()

@@ -32,7 +32,7 @@ KEPT = 300
 
 @pytest.fixture(scope="module", params=["language-modeling", "borders", "classification", "token-classification"])
 def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Prepared]:
-    folder = tmp_path_factory.mktemp("taught")
+    folder = tmp_path_factory.mktemp("with-teacher")
     task = "language-modeling" if request.param == "borders" else request.param
     lines = [f"the line {n} of {'a longer' if n % 3 else 'this'} text" for n in range(40)]
     data: dict[str, Any] = {"train": str(folder / "a.txt"), "unit": "line", "validation": 0.2}

@@ -133,7 +133,7 @@ def chunked_distillation(
     student: HeadApart,
     labels_BT: Tensor,
     targets: SoftTargets,
-    weights: LossWeights,
+    loss_weights: LossWeights,
     chunk_numbers: int = CHUNK_NUMBERS,
 ) -> Tensor:
     """Return the mean loss over the labels that count, which predict the token after each position.
@@ -142,10 +142,10 @@ def chunked_distillation(
         student: with a graph.
         labels_BT: of each token; what stands at t + 1 is predicted at t, and -100 does not count.
         targets: of the teacher.
-        weights: of both losses.
+        loss_weights: of both losses.
         chunk_numbers: the most logits at once; those of one position of all texts are made in any case.
     """
-    work = _Work(student, labels_BT[:, 1:], targets, weights, chunk_numbers)
+    work = _Work(student, labels_BT[:, 1:], targets, loss_weights, chunk_numbers)
     loss: Tensor = _Loss.apply(work, student.hidden_BTH, *student.parameters)  # type: ignore[no-untyped-call]
     return loss
 
@@ -186,9 +186,9 @@ class _Work:
     """One pass over the chunks; ``hidden_sum`` and ``sums`` are the gradients of the sum of the losses."""
 
     def __init__(
-        self, student: HeadApart, targets_BP: Tensor, soft: SoftTargets, weights: LossWeights, chunk_numbers: int
+        self, student: HeadApart, targets_BP: Tensor, soft: SoftTargets, loss_weights: LossWeights, chunk_numbers: int
     ) -> None:
-        self._student, self._soft, self._weights = student, soft, weights
+        self._student, self._soft, self._loss_weights = student, soft, loss_weights
         self.counted_BP = targets_BP != IGNORED_LABEL
         self._targets_BP = targets_BP.masked_fill(~self.counted_BP, 0)
         self._chunk = max(1, chunk_numbers // (len(targets_BP) * student.num_outputs))
@@ -229,7 +229,7 @@ class _Work:
 
     def _loss_and_gradient(self, logits_BCV: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """The sum of the losses of a chunk, and its gradient for the logits."""
-        counted_BC, (temperature, hard) = self.counted_BP[:, begin:end], self._weights
+        counted_BC, (temperature, hard) = self.counted_BP[:, begin:end], self._loss_weights
         logits_BCV = logits_BCV.to(self._sum_dtype)
         losses_BC, gradient = None, None
         if hard < 1:

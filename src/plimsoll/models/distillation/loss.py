@@ -42,7 +42,7 @@ class Distillation:
         teacher: what teaches, on the student's device, in evaluation mode and without gradients; ``None``: what it says
             is in the batches (`WORDS` and `LOG_P`), at this temperature.
         task: of both.
-        weights: of both losses.
+        loss_weights: of both losses.
         hidden: how much hidden states count.
         num_words: with no teacher, the words that it had.
         chunk_numbers: the most logits at once.
@@ -52,13 +52,13 @@ class Distillation:
         self,
         teacher: nn.Module | None,
         task: Task,
-        weights: LossWeights,
+        loss_weights: LossWeights,
         *,
         hidden: float = 0.0,
         num_words: int = 0,
         chunk_numbers: int = CHUNK_NUMBERS,
     ) -> None:
-        self.teacher, self._task, self._weights, self._hidden = teacher, task, weights, hidden
+        self.teacher, self._task, self._loss_weights, self._hidden = teacher, task, loss_weights, hidden
         self._num_words, self._chunk_numbers = num_words, chunk_numbers
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -80,7 +80,7 @@ class Distillation:
                 teacher_output, _ = head_apart(self.teacher, fields, with_states=self._hidden > 0)
         student, _ = head_apart(model, fields, with_states=self._hidden > 0)
         loss = chunked_distillation(
-            student, labels_BT, self._targets(teacher_output, batch), self._weights, self._chunk_numbers
+            student, labels_BT, self._targets(teacher_output, batch), self._loss_weights, self._chunk_numbers
         )
         if not self._hidden:
             return loss
@@ -90,21 +90,21 @@ class Distillation:
 
     def _targets(self, teacher_output: HeadApart | None, batch: Mapping[str, Any]) -> SoftTargets:
         if teacher_output is None:
-            return TopTargets(batch[WORDS], batch[LOG_P], self._weights.temperature, self._num_words)
+            return TopTargets(batch[WORDS], batch[LOG_P], self._loss_weights.temperature, self._num_words)
         known = teacher_output  # which mypy would forget
 
         @torch.no_grad()
         def logits_of(begin: int, end: int) -> Tensor:
             return known.head(known.hidden_BTH[:, begin:end])
 
-        return FullTargets(logits_of, self._weights.temperature)
+        return FullTargets(logits_of, self._loss_weights.temperature)
 
     def _of_labels(
         self, model: nn.Module, fields: Mapping[str, Any], labels: Tensor, batch: Mapping[str, Any]
     ) -> Tensor:
         """Of samples, or of their tokens: there are few labels, so that logits are as nothing."""
         named = {**fields, "output_hidden_states": True} if self._hidden else fields
-        temperature, hard = self._weights
+        temperature, hard = self._loss_weights
         teacher_output = None
         if self.teacher is not None:
             with torch.no_grad():

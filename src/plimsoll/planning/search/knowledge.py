@@ -93,13 +93,13 @@ class Known:
         return guesses_of(combinations, self.surrogates, self.evaluations.values())
 
     def best_guess(self, combinations: Sequence[Combination], limit_bytes: int) -> Choices | None:
-        """The choices to take: what is traced or guessed to fit with a margin, or is faster and may just fit."""
+        """The choices to take: what is traced or guessed to fit with headroom, or is faster and may just fit."""
         if not combinations:
             return None
         guesses = self.guesses(combinations)
         may_fit = np.flatnonzero((guesses.needs <= limit_bytes) & guesses.possible)
-        margin_bytes = np.where(guesses.traced, 0, _GUESSES_OFF * limit_bytes)[may_fit]
-        fitting, seconds = may_fit[guesses.needs[may_fit] + margin_bytes <= limit_bytes], guesses.seconds
+        headroom_bytes = np.where(guesses.traced, 0, _GUESSES_OFF * limit_bytes)[may_fit]
+        fitting, seconds = may_fit[guesses.needs[may_fit] + headroom_bytes <= limit_bytes], guesses.seconds
         best = guesses.best_of(fitting)
         if best is not None and best not in self.evaluations:
             return best

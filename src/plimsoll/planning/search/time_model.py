@@ -78,10 +78,10 @@ def step_duration(
         step: which of the trace; by default the last one.
         exchange: what exchanges take, where the trace is of one of several ranks.
     """
-    micro_batches, once = _stretches(counted, speed, step, exchange)
-    seconds = once + sum(micro_batches)
+    passes, once = _stretches(counted, speed, step, exchange)
+    seconds = once + sum(passes)
     if dry_run_samples < batch_size:
-        seconds = once + _of_all(micro_batches, -(-batch_size // micro_batch), batch_size % micro_batch > 0)
+        seconds = once + _of_all(passes, -(-batch_size // micro_batch), batch_size % micro_batch > 0)
     # The fastest run counts: other programs on the machine only slow a run down.
     likely, high = (learned.low, learned.high) if learned else (1.0, 1.0)
     return Duration(
@@ -100,7 +100,7 @@ def moved_outside(counted: Counted, *, batch_size: int, micro_batch: int, dry_ru
     """Count the bytes outside the device that one optimizer step reads and writes; arguments as `step_duration`."""
     ops = counted.trace.ops
     last_step = max(ops.step, default=0)
-    micro_batches: list[int] = []
+    passes: list[int] = []
     once, last_phase = 0, None
     for phase, step, num_bytes in zip(ops.phase, ops.step, ops.outside_bytes, strict=True):
         if phase in _NOT_COUNTED or step != last_step:
@@ -108,13 +108,13 @@ def moved_outside(counted: Counted, *, batch_size: int, micro_batch: int, dry_ru
         if phase not in _OF_A_MICRO_BATCH:
             once += num_bytes
             continue
-        if not micro_batches or (last_phase == "backward" and phase != "backward"):
-            micro_batches.append(0)
-        micro_batches[-1] += num_bytes
+        if not passes or (last_phase == "backward" and phase != "backward"):
+            passes.append(0)
+        passes[-1] += num_bytes
         last_phase = phase
     if dry_run_samples >= batch_size:
-        return once + sum(micro_batches)
-    return once + int(_of_all(micro_batches, -(-batch_size // micro_batch), batch_size % micro_batch > 0))
+        return once + sum(passes)
+    return once + int(_of_all(passes, -(-batch_size // micro_batch), batch_size % micro_batch > 0))
 
 
 def with_disk(duration: Duration, moved_bytes: int, disk_bytes_per_second: float) -> Duration:
@@ -197,14 +197,14 @@ def _set_name(techniques: Iterable[str]) -> str:
     return "+".join(sorted(set(techniques) - {MICRO_BATCH}))
 
 
-def _of_all(micro_batches: Sequence[float], num_micro_batches: int, ends_smaller: bool) -> float:
-    """The first meets no gradients to add to, all others do; only a last one of another size is unlike those."""
-    if not micro_batches:
+def _of_all(passes: Sequence[float], num_micro_batches: int, ends_smaller: bool) -> float:
+    """The first pass meets no gradients to add to, all others do; only a last one of another size is unlike those."""
+    if not passes:
         return 0.0
-    first, last = micro_batches[0], micro_batches[-1]
+    first, last = passes[0], passes[-1]
     if not ends_smaller:
         return first + last * (num_micro_batches - 1)
-    whole = micro_batches[1] if len(micro_batches) > 2 else first
+    whole = passes[1] if len(passes) > 2 else first
     return first + whole * (num_micro_batches - 2) + last
 
 
@@ -215,7 +215,7 @@ def _stretches(
     trace, fresh_bytes = counted.trace, counted.fresh_bytes
     ops = trace.ops
     names = [_plain_name(text) for text in trace.texts]
-    micro_batches: list[StreamTimeline] = []
+    passes: list[StreamTimeline] = []
     once, last_phase = StreamTimeline(speed.overlaps), None
     beside, waits = dict(trace.copies) if speed.overlaps else {}, _waits_by_row(trace)
     is_captured = captured_rows(trace)
@@ -227,9 +227,9 @@ def _stretches(
             continue
         stretch, phase = once, ops.phase[row]
         if phase in _OF_A_MICRO_BATCH:
-            if not micro_batches or (last_phase == "backward" and phase != "backward"):
-                micro_batches.append(StreamTimeline(speed.overlaps))
-            stretch, last_phase = micro_batches[-1], phase
+            if not passes or (last_phase == "backward" and phase != "backward"):
+                passes.append(StreamTimeline(speed.overlaps))
+            stretch, last_phase = passes[-1], phase
         for copy, by_processor in waits.get(row, ()):
             stretch.wait(copy, by_processor=by_processor, in_backward=phase == "backward")
         name = names[ops.name[row]]
@@ -255,7 +255,7 @@ def _stretches(
             call_seconds = 0.0 if row and is_captured[row - 1] else _REPLAY_CALLS * speed.op_seconds
         stretch.run(call_seconds, kernel_seconds + copy_seconds)
         stretch.work(work_seconds, adds_up=phase == "backward" and ops.by_autograd[row])
-    return [one.seconds for one in micro_batches], once.seconds
+    return [piece.seconds for piece in passes], once.seconds
 
 
 def _waits_by_row(trace: Trace) -> dict[int, list[tuple[int, bool]]]:

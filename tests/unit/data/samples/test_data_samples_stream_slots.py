@@ -22,7 +22,7 @@ def windows_of(slots: StreamSlots) -> list[tuple[int, int]]:
     return list(zip(starts.tolist(), (starts + lengths - 1).tolist(), strict=True))
 
 
-def test_two_lanes_of_eleven_tokens():
+def test_two_stream_slots_of_eleven_tokens():
     """10 tokens are predicted, 5 in each stream slot, in windows of 4 tokens that predict 3, and then 2."""
     slots = StreamSlots(100, 11, 2, 4)
     assert (slots.slot_tokens, slots.num_windows, slots.num_samples, slots.num_dropped_tokens) == (5, 2, 4, 0)

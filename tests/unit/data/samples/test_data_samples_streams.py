@@ -23,7 +23,7 @@ def dataset_of(folder: Path, resets: bool = False) -> StreamDataset:
     return StreamDataset(store_of(folder, TEXTS), StreamSlots(0, 11, 2, 4), resets)
 
 
-def test_a_batch_has_the_next_window_of_each_lane(tmp_path: Path):
+def test_a_batch_has_the_next_window_of_each_stream_slot(tmp_path: Path):
     dataset = dataset_of(tmp_path)
     first, second = dataset.batch(np.array([0, 1])), dataset.batch(np.array([2, 3]))
     assert first["input_ids"].tolist() == [[1, 2, 3, 4], [5, 0, 6, 7]]

@@ -68,15 +68,19 @@ def write(folder: Path, *parts: int) -> Path:
 @pytest.mark.parametrize("parts", [(3,), (1, 2), (2, 1)])
 def test_samples_have_what_was_said_of_them_in_any_order(tmp_path, parts):
     """Also where the writer was interrupted between two samples."""
-    taught = WithTeacher(Samples(), open_teacher_cache(write(tmp_path / "teacher", *parts)))
-    batch = taught.batch(np.array([2, 1]))
+    with_teacher = WithTeacher(Samples(), open_teacher_cache(write(tmp_path / "teacher", *parts)))
+    batch = with_teacher.batch(np.array([2, 1]))
     assert batch[WORDS].dtype == torch.int32
     assert torch.equal(batch[WORDS][0], said(2, 1)[0][0])
     assert torch.equal(batch[WORDS][1, :1], said(1, 1)[0][0, :1])
     assert not batch[WORDS][1, 1:].any()  # padding
     assert torch.equal(batch[LOG_P], -batch[WORDS].float())
-    assert (len(taught), taught.lengths(np.array([0])).tolist(), taught.sequence_length) == (3, [3], 4)
-    assert taught.batch(np.array([0, 1]))[WORDS].shape == (2, 3, 2)
+    assert (len(with_teacher), with_teacher.lengths(np.array([0])).tolist(), with_teacher.sequence_length) == (
+        3,
+        [3],
+        4,
+    )
+    assert with_teacher.batch(np.array([0, 1]))[WORDS].shape == (2, 3, 2)
 
 
 def test_files_take_no_private_memory(tmp_path):

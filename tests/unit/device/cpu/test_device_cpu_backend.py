@@ -128,7 +128,7 @@ def test_an_ordinary_error_is_none():
     assert CpuBackend().oom_family(caught.value) == "cpu-allocator"
 
 
-def test_room_is_shown_and_kept_or_the_allocators_own_error_is_raised():
+def test_memory_is_reserved_and_kept_or_the_allocators_own_error_is_raised():
     backend = CpuBackend()
     with backend.reserved([MIB, 2 * MIB]):
         pass

@@ -35,7 +35,7 @@ def _bytes_of(root):
     return [limit.bytes for limit in cgroup.limits(root)]
 
 
-def test_v2_reads_every_ancestor_and_the_tightest_room_counts(tmp_path):
+def test_v2_reads_every_ancestor_and_the_fewest_free_bytes_count(tmp_path):
     slurm = "sys/fs/cgroup/slurm"
     root = _tree(
         tmp_path,

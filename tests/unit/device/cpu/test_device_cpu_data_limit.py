@@ -96,15 +96,15 @@ answer(budget=budget, peak=backend.use().peak_bytes, soft_after=soft(), **result
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("room_mib", [64, 120, pytest.param(400, marks=pytest.mark.slow)])
-def test_training_past_the_limit_raises_is_undone_and_goes_on_under_it(room_mib):
-    result, highest_bytes = _run(_TRAIN, room_mib)
+@pytest.mark.parametrize("free_mib", [64, 120, pytest.param(400, marks=pytest.mark.slow)])
+def test_training_past_the_limit_raises_is_undone_and_goes_on_under_it(free_mib):
+    result, highest_bytes = _run(_TRAIN, free_mib)
     assert result["families"]
     assert set(result["families"]) <= {"cpu-allocator", "bad-alloc", "memory-error", "onednn"}
     assert result["size"] >= 1
     assert highest_bytes <= result["budget"]
     assert result["peak"] <= result["budget"]
-    assert max(result["released"]) < result["budget"] - room_mib * MIB // 3
+    assert max(result["released"]) < result["budget"] - free_mib * MIB // 3
     assert all(after <= before for before, after in zip(result["used"], result["released"], strict=True))
     assert result["soft_after"] == -1
 

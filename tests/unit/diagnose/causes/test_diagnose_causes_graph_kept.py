@@ -2,7 +2,7 @@
 
 import pytest
 
-from evidence_records import LOOKS, MIB, evidence, held, lines
+from evidence_records import CHECKED_STEPS, MIB, evidence, lines, retained
 from plimsoll.diagnose.causes.graph_kept import findings
 from plimsoll.records.diagnosis import GRAPH_IS_GONE
 from plimsoll.records.run import GraphLine
@@ -70,7 +70,9 @@ def test_without_the_source_the_remedy_is_of_the_attribute(name, remedy):
 
 
 def test_two_holders_are_two_findings():
-    graphs = tuple(GraphLine(step=step, held=(held(step), held(step, holder="loss.losses"))) for step in LOOKS)
+    graphs = tuple(
+        GraphLine(step=step, retained=(retained(step), retained(step, holder="loss.losses"))) for step in CHECKED_STEPS
+    )
     assert len(findings(evidence(graphs=graphs))) == 2
 
 
@@ -83,7 +85,7 @@ def test_two_holders_are_two_findings():
         lines(alive_steps=(18, 20, 22), marked_steps=(1, 8, 18, 20, 22)),  # the last twelve steps
         lines(alive_steps=(8, 12, 22), marked_steps=(1, 8, 10, 12, 22)),  # some of them
         lines(alive_steps=(8, 12, 22), marked_steps=(1, 8, 12, 22), num_tensors=20),  # a window of twenty
-        (*lines(), GraphLine(step=30, held=(held(30, holder="other", alive_steps=(1, 2)),))),  # gone again
+        (*lines(), GraphLine(step=30, retained=(retained(30, holder="other", alive_steps=(1, 2)),))),  # gone again
     ],
     ids=["none", "early", "two", "short", "holes", "window", "gone"],
 )

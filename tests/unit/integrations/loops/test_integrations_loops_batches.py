@@ -1,4 +1,4 @@
-"""What labels say of a loss, and pieces of an evaluation put together."""
+"""What labels say of a loss, and micro-batches of an evaluation joined."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_units_by_labels(model, labels, expected):
     assert units_of({"labels": labels}, model) == expected
 
 
-def test_pieces_are_joined_by_what_their_loss_averages_over():
+def test_micro_batches_are_joined_by_what_their_loss_averages_over():
     micro_batches = [
         (torch.tensor(1.0), (torch.zeros(2, 3), {"a": torch.zeros(2)}), torch.zeros(2)),
         (torch.tensor(4.0), (torch.ones(1, 3), {"a": torch.ones(1)}), torch.ones(1)),
@@ -40,7 +40,7 @@ def test_pieces_are_joined_by_what_their_loss_averages_over():
     assert more["a"].tolist() == labels.tolist() == [0, 0, 1]
 
 
-def test_one_piece_and_no_loss_stay_as_they_are():
+def test_one_micro_batch_and_no_loss_stay_as_they_are():
     one = (None, torch.zeros(2), None)
     assert joined([one], [2]) is one
     loss, logits, labels = joined([one, one], [1, 1])
@@ -48,7 +48,7 @@ def test_one_piece_and_no_loss_stay_as_they_are():
 
 
 def test_texts_of_unequal_length_are_made_as_long_as_the_longest():
-    """As pieces of an evaluation generate them."""
+    """As micro-batches of an evaluation generate them."""
     micro_batches = [(None, torch.ones(2, 3), None), (None, torch.ones(1, 4), None)]
     _, texts, _ = joined(micro_batches, [2, 1])
     assert texts.tolist() == [[1, 1, 1, -100], [1, 1, 1, -100], [1, 1, 1, 1]]

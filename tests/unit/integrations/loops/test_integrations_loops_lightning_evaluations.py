@@ -177,7 +177,7 @@ def test_labels_that_are_rare_or_come_later_are_seen(batch_of_the_rare: int):
     assert module.seen == (*compared, *((8, 8, *compared) if batch_of_the_rare else ()))
 
 
-def test_what_no_piece_is_small_enough_for_is_an_error_of_ours():
+def test_where_no_micro_batch_is_small_enough_the_error_is_ours():
     with pytest.raises(OutOfMemoryError, match=r"in validation_step .*not even 2 samples"):
         trainer_with(OomProof(units="samples")).validate(Module(most=0), loader(20, 16))
 

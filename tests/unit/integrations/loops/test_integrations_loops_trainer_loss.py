@@ -66,5 +66,5 @@ def test_the_loss_of_a_subclass_is_planned_with(tmp_path: Path):
     }  # fmt: skip
     with plimsoll.transformers.protected(trainer, budget="4GiB") as protection:
         assert protection.plan is not None
-    # Nothing says how pieces would be weighted.
+    # Nothing says how micro-batches would be weighted.
     assert {fallback.micro_batch for fallback in protection.plan.fallbacks} == {BATCH_SAMPLES}

@@ -1,4 +1,4 @@
-"""Steps of a loop that is someone else's: undone as a whole, done again in pieces, and nothing of the loop changed."""
+"""Steps of another loop: undone as a whole, done again in micro-batches, and nothing of the loop is changed."""
 
 from contextlib import contextmanager
 
@@ -31,12 +31,12 @@ class Loop:
         self.num_steps_per_update = num_steps_per_update
         self.micro_batches = []
 
-    def loss_of(self, piece, share):
-        return (self.model(piece["x"]) - piece["y"]).square().mean()
+    def loss_of(self, micro_batch, share):
+        return (self.model(micro_batch["x"]) - micro_batch["y"]).square().mean()
 
-    def one_pass(self, piece, share):
-        self.micro_batches.append(len(piece["x"]))
-        loss = self.loss_of(piece, share)
+    def one_pass(self, micro_batch, share):
+        self.micro_batches.append(len(micro_batch["x"]))
+        loss = self.loss_of(micro_batch, share)
         (loss * share / self.num_steps_per_update).backward()
         return loss.detach()
 
@@ -97,7 +97,7 @@ def test_what_ran_out_is_undone_with_its_window_and_done_again_with_the_same_bit
     assert disturbed.transaction.num_ooms > 0
 
 
-def test_pieces_add_up_to_the_batch():
+def test_micro_batches_add_up_to_the_batch():
     whole, cut = Loop(), Loop(micro_batch=3)
     for loop in (whole, cut):
         loop.model[1].p = 0.0
@@ -149,7 +149,7 @@ def test_what_the_loop_changes_is_put_back_before_each_new_try():
     assert num_put_back(1, 2) == num_put_back() + 2  # besides those of the check that a pass can be done again
 
 
-def test_a_plans_rungs_are_gone_through():
+def test_the_fallbacks_of_a_plan_are_taken_in_order():
     torch.manual_seed(0)
     loop = Loop(fallbacks=[[micro_batch_choice(4)], [micro_batch_choice(2)]])
     with armed("forward", 1):
@@ -259,12 +259,12 @@ class ShortOfRoom(Cache):
 
 @pytest.mark.parametrize("num_failures", [0, 1, 2])
 @pytest.mark.parametrize("num_steps_per_update", [1, 2])
-def test_no_batch_is_cut_unasked_though_there_was_no_room_for_the_techniques(
+def test_no_batch_is_cut_unasked_though_the_techniques_ran_out_of_memory(
     num_failures, num_steps_per_update, monkeypatch
 ):
     monkeypatch.setitem(TECHNIQUES, "cache", ShortOfRoom(num_failures))
     loop = Loop(num_steps_per_update, fallbacks=[[Choice(technique="cache"), micro_batch_choice(1)]])
-    loop.loss_of = lambda piece, share: (loop.model(piece["x"]) - piece["y"]).square().max()
+    loop.loss_of = lambda micro_batch, share: (loop.model(micro_batch["x"]) - micro_batch["y"]).square().max()
     before = [one.detach().clone() for one in loop.model.parameters()]
     with pytest.raises(InputError, match="the loss of a batch is not the sum of those of its parts"):
         loop.train()

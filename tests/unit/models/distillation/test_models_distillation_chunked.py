@@ -96,7 +96,7 @@ def test_neither_is_changed() -> None:
     assert torch.equal(student, before[1])
 
 
-MIX = LossWeights(3.0, 0.5)
+LOSS_WEIGHTS = LossWeights(3.0, 0.5)
 POSITION = SAMPLES * VOCABULARY
 """Logits of one position of all samples."""
 
@@ -106,10 +106,11 @@ def chunked(student: nn.Module, teacher: nn.Module, batch: dict[str, Tensor], nu
     with torch.no_grad():
         teacher_output, _ = head_apart(teacher, fields)
     targets = FullTargets(
-        lambda begin, end: teacher_output.head(teacher_output.hidden_BTH[:, begin:end]).detach(), MIX.temperature
+        lambda begin, end: teacher_output.head(teacher_output.hidden_BTH[:, begin:end]).detach(),
+        LOSS_WEIGHTS.temperature,
     )
     parts, _ = head_apart(student, fields)
-    return chunked_distillation(parts, batch["labels"], targets, MIX, num_positions * POSITION)
+    return chunked_distillation(parts, batch["labels"], targets, LOSS_WEIGHTS, num_positions * POSITION)
 
 
 def both(student: nn.Module, teacher: nn.Module, loss: Tensor) -> tuple[float, dict[str, Tensor]]:
@@ -138,7 +139,7 @@ STUDENTS = {
 @pytest.mark.parametrize("name", STUDENTS)
 def test_it_is_the_loss_of_all_logits(name: str, num_positions: int) -> None:
     student, teacher, batch = STUDENTS[name]().double(), model_of("gpt2", 1).double().eval(), batch_of("gpt2")
-    expected = both(student, teacher, plain_loss(student, teacher, batch, "language-modeling", *MIX))
+    expected = both(student, teacher, plain_loss(student, teacher, batch, "language-modeling", *LOSS_WEIGHTS))
     got = both(student, teacher, chunked(student, teacher, batch, num_positions))
     assert got[0] == pytest.approx(expected[0], rel=1e-12)
     assert largest_difference(expected[1], got[1]) < 1e-10
@@ -148,7 +149,7 @@ def test_it_is_the_loss_of_all_logits(name: str, num_positions: int) -> None:
 def test_under_autocast_only_products_are_rounded(dtype: torch.dtype) -> None:
     student, teacher, batch = model_of("gpt2", 0), model_of("gpt2", 1).eval(), batch_of("gpt2")
     with torch.autocast("cpu", dtype):
-        loss = plain_loss(student, teacher, batch, "language-modeling", *MIX)
+        loss = plain_loss(student, teacher, batch, "language-modeling", *LOSS_WEIGHTS)
     expected = both(student, teacher, loss)
     with torch.autocast("cpu", dtype):
         loss = chunked(student, teacher, batch)
@@ -173,7 +174,7 @@ def test_what_is_frozen_has_no_gradient() -> None:
     student, teacher, batch = model_of("lstm", 0), model_of("gpt2", 1).eval(), batch_of("gpt2")
     for parameter in student.head.parameters():  # type: ignore[union-attr]
         parameter.requires_grad_(False)
-    expected = both(student, teacher, plain_loss(student, teacher, batch, "language-modeling", *MIX))[1]
+    expected = both(student, teacher, plain_loss(student, teacher, batch, "language-modeling", *LOSS_WEIGHTS))[1]
     got = both(student, teacher, chunked(student, teacher, batch))[1]
     assert "head.weight" not in got
     assert largest_difference(expected, got) < 1e-5

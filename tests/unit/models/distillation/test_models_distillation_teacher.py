@@ -47,7 +47,7 @@ def test_a_teacher_says_what_it_said_when_it_was_saved(folders: dict[str, Path],
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rehearsal_reads_nothing(folders: dict[str, Path], kind: str, tmp_path: Path) -> None:
+def test_a_dry_run_reads_no_file(folders: dict[str, Path], kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folders[kind] / "config.json").read_text())
     with dry_run(CpuLowering()) as stage, outside_the_device():
         teacher = load_teacher(tmp_path, task_of(kind), shape_of(kind))

@@ -161,14 +161,14 @@ def test_a_model_that_keeps_no_state_refuses_windows_of_streams(tokens):
 
 
 @pytest.mark.parametrize("num_slots", [0, -3])
-def test_no_lanes_are_refused(num_slots):
+def test_zero_stream_slots_are_refused(num_slots):
     with pytest.raises(
         InputError, match=f"the state of {num_slots} stream slots: give the samples of a batch, at least 1"
     ):
         build().carry(num_slots)
 
 
-def test_a_batch_of_more_lanes_than_are_carried_is_refused(tokens):
+def test_a_batch_of_more_stream_slots_than_are_carried_is_refused(tokens):
     model = build()
     model.carry(2)
     with pytest.raises(InputError, match=r"has 3 samples, .* state of 2 stream slots: call `model\.carry\(3\)`"):

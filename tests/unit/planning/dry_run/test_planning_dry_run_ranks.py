@@ -38,7 +38,7 @@ def test_one_of_many_ranks_agrees_with_nobody_and_adds_up_its_own():
     assert not dist.is_initialized()
 
 
-def test_a_rank_of_a_real_training_rehearses_no_other():
+def test_a_rank_of_a_real_training_cannot_dry_run_other_ranks():
     with joined_alone(), pytest.raises(InputError, match=r"cannot dry-run 3 ranks in a process that is rank 0 of 1"):
         dry_run_ranks(3).__enter__()
     assert not dist.is_initialized()

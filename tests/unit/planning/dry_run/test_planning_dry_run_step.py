@@ -58,7 +58,7 @@ def loss(model, ids):
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_a_rehearsed_step_needs_what_the_real_one_needs(micro_batch, clip_norm):
+def test_a_dry_run_of_a_step_needs_what_the_real_one_needs(micro_batch, clip_norm):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     batch = torch.randint(50, (4, 6))
@@ -91,7 +91,7 @@ def test_a_rehearsed_step_needs_what_the_real_one_needs(micro_batch, clip_norm):
 @pytest.mark.parametrize("place", [0, 3, 6, 8], ids=lambda place: f"sample {place}")
 @pytest.mark.parametrize("micro_batch", [2, 4, 5])
 @pytest.mark.parametrize("is_by_length", [False, True])
-def test_a_long_sample_is_rehearsed_wherever_it_is(place, micro_batch, is_by_length):
+def test_a_dry_run_finds_a_long_sample_wherever_it_is(place, micro_batch, is_by_length):
     """Recurrent layers pack what a mask has, so the pass with the long sample needs most."""
     lengths = torch.tensor([3, 4, 2, 5, 4, 3, 2, 4, 3])
     lengths[place] = 16
@@ -122,7 +122,7 @@ def test_a_long_sample_is_rehearsed_wherever_it_is(place, micro_batch, is_by_len
 @pytest.mark.parametrize("micro_batch", [6, 4])
 @pytest.mark.parametrize("reset", [None, "texts"])
 @pytest.mark.parametrize("architecture", ["lstm", "gru", "rnn"])
-def test_a_rehearsed_step_on_streams_needs_what_the_real_one_needs(architecture, reset, micro_batch):
+def test_a_dry_run_of_a_step_on_streams_needs_what_the_real_one_needs(architecture, reset, micro_batch):
     fields = job(
         model=LSTM | {"architecture": architecture}, optimizer={"foreach": False},
         data={"train": "nowhere.txt", "order": "streams", "reset": reset},
@@ -257,7 +257,7 @@ def test_a_tagger_has_a_label_for_each_token(lowering):
 
 
 @pytest.mark.parametrize("num_labels", [None, 3], ids=["language model", "classifier"])
-def test_a_folder_of_a_recurrent_model_is_rehearsed_without_being_read(num_labels, tmp_path):
+def test_a_dry_run_of_a_recurrent_models_folder_does_not_read_it(num_labels, tmp_path):
     texts = TEXTS._replace(num_labels=num_labels)
     task = "classification" if num_labels else "language-modeling"
     new, saved = job(task=task), job(task=task, model=str(tmp_path))
@@ -287,7 +287,7 @@ def test_adapters_copy_the_head_of_a_classifier(lowering, tmp_path):
     ("batch_size", "micro_batch", "expected"),
     [(8, 8, 8), (8, 4, 8), (9, 4, 9), (12, 4, 8), (13, 4, 9), (7, 5, 7), (100, 30, 70)],
 )
-def test_a_batch_of_two_whole_passes_that_ends_as_the_whole_one_does_is_rehearsed(batch_size, micro_batch, expected):
+def test_the_dry_run_has_a_batch_of_two_whole_passes_that_ends_as_the_whole_one(batch_size, micro_batch, expected):
     assert dry_run_samples(batch_size, micro_batch) == expected
 
 
@@ -300,7 +300,7 @@ def test_a_smaller_last_pass_does_not_hide_that_a_whole_one_meets_gradients():
     assert peaks[1] >= peaks[0]
 
 
-def test_a_short_rehearsal_has_a_step_of_one_pass_and_one_of_two():
+def test_a_short_dry_run_has_a_step_of_one_pass_and_one_of_two():
     trace = dry_run_job(job(), TEXTS, CpuLowering(), (micro_batch_choice(2),), is_short=True)
     passes = [0, 0, 0]
     for op, (step, phase) in enumerate(zip(trace.ops.step, trace.ops.phase, strict=True)):
@@ -315,7 +315,7 @@ def test_one_rank_alone_exchanges_nothing_and_two_do():
 
 
 @pytest.mark.parametrize(("kind", "says_so"), [("cpu", True), ("cuda", False)])
-def test_a_rehearsal_counts_and_limits_nothing_and_says_that_there_is_room_where_it_can_be_kept(kind, says_so):
+def test_a_dry_run_counts_and_limits_nothing_and_can_reserve_memory_where_the_device_can(kind, says_so):
     backend = StageBackend(kind)
     use = backend.use()
     assert (use.used_bytes, use.peak_bytes, use.reserved_bytes, backend.baseline_bytes()) == (0, 0, 0, 0)
@@ -339,13 +339,13 @@ def masked(lengths):
         ([3, 4, 2, 6], [3, 4, 2, 6]),
     ],
 )
-def test_of_a_recurrent_model_the_two_passes_of_most_tokens_are_rehearsed_the_larger_last(lengths, dry_run):
+def test_of_a_recurrent_model_the_dry_run_has_the_two_passes_of_most_tokens_the_larger_last(lengths, dry_run):
     gru = nn.GRU(2, 2)
     cut = _telling_samples(masked(lengths), 2, gru, (micro_batch_choice(2),))
     assert cut["attention_mask"].sum(dim=1).tolist() == dry_run
 
 
-def test_of_another_model_the_first_samples_are_rehearsed_and_by_length_the_longest_and_the_pass_of_most_tokens():
+def test_of_another_model_the_dry_run_has_the_first_samples_and_by_length_the_longest_and_the_fullest_pass():
     """By length the passes are of 30 and 29 tokens, 20 and 19, three times 18, and 1."""
     lengths, plain = [18, 20, 1, 30, 18, 19, 29, 18], nn.Linear(2, 2)
     by_length = (micro_batch_choice(2), Choice(technique="by_length"))
@@ -367,7 +367,7 @@ def test_rows_of_two_packed_texts_begin_anew_in_their_middle():
     assert batch["labels"].data_ptr() != batch["input_ids"].data_ptr()
 
 
-def test_streams_begin_anew_once_in_their_middle_and_have_lanes():
+def test_streams_begin_anew_once_in_their_middle_and_have_slots():
     batch = batch_of(data={"train": "nowhere.txt", "order": "streams", "reset": "texts"})
     assert batch["resets"].nonzero()[:, 1].tolist() == [3] * 4
     assert (batch["slots"].tolist(), batch["windows"].tolist()) == ([0, 1, 2, 3], [1] * 4)

@@ -30,7 +30,7 @@ def test_every_technique_offers_says_why_not_or_is_closed(inhabited):
 
 
 @pytest.mark.parametrize("name", ["by_length", "packed_stretches"])
-def test_what_only_leaves_work_out_is_in_every_mix_it_is_possible_in(name, inhabited):
+def test_what_only_leaves_work_out_is_in_every_combination_that_allows_it(name, inhabited):
     world = inhabited(World([MadeUp(name, leaves_out_work=True)]))
     assert available_choices(world.problem(100)).base == (choice(name),)
     assert available_choices(world.problem(100, Decided((), frozenset(), frozenset({name})))).base == ()

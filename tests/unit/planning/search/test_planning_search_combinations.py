@@ -1,4 +1,4 @@
-"""Mixes of made-up techniques, and the one that leaves nothing out."""
+"""Combinations of made-up techniques, and the one that leaves nothing out."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def world(inhabited):
     )
 
 
-def test_every_mix_that_can_be_is_there_once_with_its_sizes(world):
+def test_every_possible_combination_is_there_once_with_its_sizes(world):
     problem = world.problem(300)
     known = {"a": [one("a")], "b": [one("b", 0), one("b", 1)], "c": [one("c")]}
     allows = Compatibility(problem).allows
@@ -49,7 +49,7 @@ def test_what_is_put_on_top_goes_together_and_reaches_what_is_there(world):
     assert {choice.technique for choice in combination} == {"b", "d"} or {
         choice.technique for choice in combination
     } == {"a", "d"}
-    assert one("c") not in combination  # the smallest micro-batch is looked at
+    assert one("c") not in combination  # the smallest micro-batch is evaluated
     assert Compatibility(problem).allows(combination)
 
 

@@ -1,4 +1,4 @@
-"""What a look reads from a trace: the peak of each phase, and what of it grows with the micro-batch."""
+"""What an evaluation reads from a trace: the peak of each phase, and what of it grows with the micro-batch."""
 
 import pytest
 

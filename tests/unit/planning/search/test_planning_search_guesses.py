@@ -25,7 +25,7 @@ def learned(beyond):
     return surrogate
 
 
-def test_many_mixes_are_guessed_as_each_is_by_the_surrogate_of_its_heap():
+def test_many_combinations_are_guessed_as_each_is_by_the_surrogate_of_its_heap():
     surrogates = {None: learned(50), HEAP: learned(70)}
     sizes = {(HALF,): [16, 8, 2], (): [16], (HALF, HEAP): [4, 1], (STATES, HALF): [8], (HEAP,): [16, 2]}
     guesses = guesses_of(

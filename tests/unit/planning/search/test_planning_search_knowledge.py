@@ -28,7 +28,7 @@ def known(inhabited):
     return found
 
 
-def test_mixes_are_made_anew_when_more_is_learned(known):
+def test_combinations_are_made_anew_when_more_is_learned(known):
     assert [combination.choices for combination in known.combinations()] == [(), (STRONG,)]
     assert known.combinations() is known.combinations()
     known.learned["recompute"] = [STRONG, *known.suppose([WEAK], STRONG)]
@@ -38,7 +38,7 @@ def test_mixes_are_made_anew_when_more_is_learned(known):
     assert len(known.telling_combinations()) == 3
 
 
-def test_the_best_guess_is_the_fastest_that_fits_with_room_to_spare(known):
+def test_the_best_guess_is_the_fastest_that_fits_with_headroom(known):
     limit_bytes = known.evaluations[(micro_batch_choice(16),)].need_bytes
     assert known.best_guess([], limit_bytes) is None
     assert known.best_guess(known.combinations(), 1) is None

@@ -75,7 +75,7 @@ def test_a_batch_that_must_stay_whole_may_be_pinned_whole(world):
             decide([parse_pin(pin)], [], problem.workload, problem.setting)
 
 
-def test_an_option_that_a_menu_leaves_out_can_be_pinned(inhabited):
+def test_an_option_that_the_choices_leave_out_can_be_pinned(inhabited):
     world = inhabited(World([MadeUp("recompute", (4, 8), seconds=(0.1, 0.3), unoffered={"kept": 0})]))
     of_both = Choice(technique="recompute", options={"level": 1, "kept": 20})
     assert decided(world, ["recompute(level=1,kept=20)"]).pinned == (of_both,)

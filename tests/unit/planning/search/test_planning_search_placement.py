@@ -44,7 +44,7 @@ def evaluate(rows: int, resident: frozenset[str]) -> Evaluation:
 
 
 def placer(limit_mib: int, **changes) -> Placer:
-    reading = Reading(files_bytes_per_second=10.0 * MIB, free_bytes=changes.pop("room_mib", 10_000) * MIB)
+    reading = Reading(files_bytes_per_second=10.0 * MIB, free_bytes=changes.pop("free_mib", 10_000) * MIB)
     fields = {"most_rows": 256, "num_passes": 1, "reading": reading, "evaluate": evaluate} | changes
     return Placer(PARTS, frozenset({"the rest"}), limit_mib * MIB, **fields)
 
@@ -76,18 +76,18 @@ def test_with_room_for_all_nothing_is_streamed():
 
 
 def test_what_the_page_cache_keeps_is_not_read_again():
-    guess = planned(300, room_mib=10_000)
+    guess = planned(300, free_mib=10_000)
     assert guess.resident < frozenset(part.name for part in PARTS)
     assert (guess.read_bytes, guess.read_seconds) == (0, 0.0)
 
 
 def test_reading_wants_large_passes_and_computing_does_not():
     # 330 MiB at 10 MiB/s are 33 s, which a pass of 32 rows computes as well.
-    reads = planned(600, room_mib=0)
+    reads = planned(600, free_mib=0)
     assert reads.rows == 48  # 100 + 480 MiB and the rest: nothing else has room
     assert reads.resident == {"the rest"}
     assert reads.rows_per_second == pytest.approx(48 / 49)
-    room = planned(900, room_mib=0)
+    room = planned(900, free_mib=0)
     assert room.rows > 32
     assert room.seconds == room.compute_seconds  # nothing waits for the disk
 
@@ -99,7 +99,7 @@ def test_the_output_layer_stays_first_then_blocks_at_equal_distances():
 
 
 def test_weights_of_new_tokens_are_read_for_each():
-    once, often = planned(300, room_mib=0, most_rows=4), planned(300, room_mib=0, most_rows=4, num_passes=5)
+    once, often = planned(300, free_mib=0, most_rows=4), planned(300, free_mib=0, most_rows=4, num_passes=5)
     assert often.resident == once.resident
     assert often.read_bytes == 5 * once.read_bytes
     assert often.compute_seconds == 5 * once.compute_seconds
@@ -121,9 +121,9 @@ def test_what_the_host_has_no_room_for_stays_on_the_device():
     assert placer(115, reading=Reading(None, link_bytes_per_second=33.0 * MIB)).least() == {"the rest"}
 
 
-@pytest.mark.parametrize("room_mib", [0, 400, 10_000])
-def test_more_room_is_never_slower(room_mib):
-    rates = [guess.rows_per_second for limit in range(115, 3000, 35) if (guess := planned(limit, room_mib=room_mib))]
+@pytest.mark.parametrize("free_mib", [0, 400, 10_000])
+def test_more_memory_is_never_slower(free_mib):
+    rates = [guess.rows_per_second for limit in range(115, 3000, 35) if (guess := planned(limit, free_mib=free_mib))]
     assert all(after >= before * 0.99 for before, after in pairwise(rates))
 
 
@@ -140,7 +140,7 @@ def test_a_plan_that_needs_more_than_was_guessed_is_taken_with_less():
         peak = found.peak + Estimate(likely_bytes=60 * MIB, low_bytes=0, high_bytes=60 * MIB)
         return Evaluation(peak, True, found.steps_seconds, 0.0)
 
-    found = placer(400, evaluate=worse, room_mib=0, most_rows=4)
+    found = placer(400, evaluate=worse, free_mib=0, most_rows=4)
     best = found.best(found.guesses())
     chosen, traced = found.verified(best)
     assert traced.peak.high_bytes <= 400 * MIB
@@ -149,7 +149,7 @@ def test_a_plan_that_needs_more_than_was_guessed_is_taken_with_less():
 
 
 def test_those_not_taken_say_why():
-    found = placer(250, room_mib=0)
+    found = placer(250, free_mib=0)
     guesses = found.guesses()
     chosen = found.best(guesses)
     rejected = rejected_of(guesses, chosen, 250 * MIB, lambda guess: len(guess.resident))

@@ -18,7 +18,7 @@ RECOMPUTE = Choice(technique="recompute", options={"level": 0})
 def searching(
     *combinations: Choices, chosen: Choices, evaluation: Evaluation
 ) -> tuple[Callable[[], object], list, dict]:
-    """A search that looks at combinations in this order, and at what it chooses at full length."""
+    """A search that evaluates combinations in this order, and what it chooses at full length."""
     known: list[Choices] = []
     held: dict[Choices, Evaluation] = {}
 
@@ -49,7 +49,7 @@ def test_what_is_not_wanted_is_not_searched_for() -> None:
     assert known == [A]
 
 
-def test_a_guessed_look_has_peak_and_time_of_the_guess_and_parts_of_what_is_most_like_it() -> None:
+def test_a_guessed_evaluation_has_peak_and_time_of_the_guess_and_parts_of_the_most_similar_one() -> None:
     world = World([MadeUp("recompute", (4,), seconds=(0.5,))])
     plain, small = world.evaluate((micro_batch_choice(BATCH_SIZE),)), world.evaluate((micro_batch_choice(2),))
     learned = world.evaluate((micro_batch_choice(2), RECOMPUTE))
@@ -63,7 +63,7 @@ def test_a_guessed_look_has_peak_and_time_of_the_guess_and_parts_of_what_is_most
     assert (evaluation.parts, evaluation.phases) == (learned.parts, learned.phases)
 
 
-def test_a_guess_below_nothing_is_a_look_that_can_be() -> None:
+def test_a_guess_below_zero_becomes_a_possible_evaluation() -> None:
     world = World([])
     surrogate = Surrogate([world.evaluate((micro_batch_choice(size),)) for size in (16, 2)])
     surrogate.guess = lambda *asked: (np.asarray([-5.0]), np.asarray([-0.1]))  # type: ignore[method-assign]

@@ -177,7 +177,7 @@ def test_what_will_be_asked_for_at_full_length_is_supposed(inhabited):
     assert (found.chosen.choices, True) in supposed
 
 
-def test_fallbacks_are_what_was_traced_for_the_plan_and_one_mix_of_all_that_is_left(inhabited):
+def test_fallbacks_are_what_was_traced_for_the_plan_and_one_combination_of_all_that_is_left(inhabited):
     techniques = [MadeUp("recompute", (4,), saves_fixed=40, seconds=(0.5,)), MadeUp("other", (4,), 40, (0.6,))]
     world = inhabited(World(techniques))
     found, _ = searched(world, 250)
@@ -217,7 +217,7 @@ def test_what_saves_more_on_top_of_another_than_alone_is_found_before_it_is_call
     assert [choice.technique for choice in found.chosen.combination] == ["a", "b"]
 
 
-def test_an_opening_leaves_out_what_does_not_go_with_it(inhabited):
+def test_a_lossy_alternative_leaves_out_what_conflicts_with_it(inhabited):
     lossy = MadeUp("lossy", (5,), saves_fixed=150, numerics="lossy", refuses=frozenset({"recompute"}))
     other = MadeUp("other", (1,), saves_fixed=10, seconds=(0.1,))
     world = inhabited(World([lossy, MadeUp("recompute", (8,), saves_fixed=20, seconds=(0.3,)), other]))
@@ -231,12 +231,12 @@ def test_an_opening_leaves_out_what_does_not_go_with_it(inhabited):
     assert found.lossy_alternatives == ()
 
 
-def test_what_would_save_nothing_is_no_opening(inhabited):
+def test_what_would_save_nothing_is_no_lossy_alternative(inhabited):
     found, _ = searched(inhabited(World([MadeUp("lossy", (9,), numerics="lossy")])), 60)
     assert (found.fits, found.lossy_alternatives) == (False, ())  # the update sets the peak, which it does not reach
 
 
-def test_pins_are_in_every_rung_and_what_is_forbidden_in_none(inhabited):
+def test_pins_are_in_every_fallback_and_what_is_forbidden_in_none(inhabited):
     techniques = [MadeUp("recompute", (4, 8), seconds=(0.1, 0.3)), MadeUp("other", (9,), seconds=(0.01,))]
     world = inhabited(World(techniques))
     pinned = Choice(technique="recompute", options={"level": 1})
@@ -278,7 +278,7 @@ def test_fallbacks_fall_and_keep_what_is_for_the_run(inhabited):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_it_is_as_fast_as_the_best_of_all_mixes(inhabited, seed):
+def test_it_is_as_fast_as_the_best_of_all_combinations(inhabited, seed):
     """Effects that add up, and (odd seeds) techniques that cost each other memory, which only a trace can tell."""
     random = Random(seed)
     techniques = []
@@ -377,7 +377,7 @@ def test_a_need_that_is_guessed_below_nothing_does_not_stop_the_search(inhabited
 
 
 def test_what_does_not_hold_at_full_length_is_not_chosen(inhabited):
-    """The whole batch with ``recompute`` fits in short looks only; 8 samples do at any length."""
+    """The whole batch with ``recompute`` fits in short evaluations only; 8 samples do at any length."""
     world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.01,))], pass_seconds=1))
 
     def at_length(choices):

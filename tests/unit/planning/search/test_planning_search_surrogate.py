@@ -1,4 +1,4 @@
-"""Guesses from looks that are made by hand, so that what has to come out can be added up in the head."""
+"""Guesses from evaluations that are made by hand, so that each expected sum can be done in the head."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def times(surrogate, combination, *sizes):
     return surrogate.guess([combination], np.zeros(len(sizes), dtype=int), np.asarray(sizes))[1].tolist()
 
 
-def test_between_two_looks_and_beyond_them_a_phase_grows_in_a_line():
+def test_between_two_evaluations_and_beyond_them_a_phase_grows_linearly():
     """Forward is 100 + 10 a sample and the update 200: they meet at 10 samples."""
     assert needs(Surrogate(PLAIN), (), 1, 2, 10, 12, 16, 32) == [250, 250, 250, 270, 310, 470]
 
@@ -49,7 +49,7 @@ def test_the_time_of_a_pass_is_in_a_line_over_its_samples():
     assert times(Surrogate(PLAIN), (), 2, 8, 9, 16) == pytest.approx([1.4, of_eight, of_eight, 1.1])
 
 
-def test_a_pass_that_is_smaller_than_any_look_takes_its_part_of_it_at_least_and_all_of_it_at_most():
+def test_a_pass_smaller_than_any_evaluated_one_takes_between_its_part_and_all_of_that_time():
     """By the line a single sample would take less than nothing."""
     steep = Surrogate([evaluate(32, seconds=1.0), evaluate(64, seconds=1.5)])  # 0.5 s for 32 samples, 1.5 for 64
     assert times(steep, (), 1, 16, 32) == [1.0, 1.0, 1.0]
@@ -57,7 +57,7 @@ def test_a_pass_that_is_smaller_than_any_look_takes_its_part_of_it_at_least_and_
     assert times(level, (), 16, 1) == [2.0, 32.0]
 
 
-def test_one_look_is_all_there_is_to_go_by():
+def test_a_single_evaluation_is_taken_for_all_sizes():
     assert needs(Surrogate([PLAIN[0]]), (), 1, 2, 16) == [250, 250, 250]
 
 
@@ -117,7 +117,7 @@ def test_what_two_choices_do_together_is_learned_from_a_trace_of_both():
     assert needs(surrogate, (HALF,), 160) == [100 + 5 * 160 + BEYOND]
 
 
-def test_what_is_in_every_plain_look_has_no_effect_of_its_own():
+def test_what_is_in_every_plain_evaluation_has_no_effect_of_its_own():
     base = [evaluate(2, (NONE,)), evaluate(16, (NONE,))]
     surrogate = Surrogate(base)
     assert needs(surrogate, (NONE,), 16) == [310]
@@ -132,7 +132,7 @@ def test_a_share_of_a_choice_has_that_share_of_its_effect():
     assert times(surrogate, (some,), 16) == pytest.approx([1.2])
 
 
-def test_a_look_at_a_mix_corrects_it_and_what_is_like_it():
+def test_an_evaluation_of_a_combination_corrects_it_and_similar_ones():
     surrogate = Surrogate(PLAIN)
     surrogate.learn_effect(HALF, evaluate(16, (HALF,), per_sample=5, seconds=1.3), PLAIN[1])
     surrogate.learn_effect(STATES, evaluate(16, (STATES,), update=120, seconds=1.5), PLAIN[1])
@@ -143,7 +143,7 @@ def test_a_look_at_a_mix_corrects_it_and_what_is_like_it():
     others = tuple(Choice(technique=name) for name in "abc")
     assert needs(surrogate, others, 16) == [310]  # five away: nothing is known of it
     surrogate.correct(evaluate(16, (HALF,), per_sample=5, seconds=1.3))
-    assert needs(surrogate, (HALF,), 16) == [250]  # its own look counts more
+    assert needs(surrogate, (HALF,), 16) == [250]  # its own evaluation counts more
 
 
 def test_what_saves_neither_time_nor_memory_in_any_phase_is_of_no_use():
@@ -175,7 +175,7 @@ def test_what_moves_parameters_takes_its_time_in_each_pass():
     assert times(surrogate, (HALF,), 16, 8, 2) == pytest.approx([1.2, times(Surrogate(PLAIN), (), 8)[0] + 0.2, 2.2])
 
 
-def test_what_is_supposed_of_a_weaker_choice_is_put_right_by_the_first_mix_with_it():
+def test_what_is_supposed_of_a_weaker_choice_is_corrected_by_the_first_combination_with_it():
     """It was taken to save as much in half the time, and saves half as much in a fifth."""
     surrogate = Surrogate(PLAIN)
     surrogate.learn_effect(HALF, evaluate(16, (HALF,), per_sample=2, seconds=1.6), PLAIN[1])

@@ -72,10 +72,10 @@ def test_the_last_step_is_added_up_without_setup_and_evaluation():
     [
         (2, 1, 2, 11 + 13 + 7),
         (5, 1, 2, 11 + 4 * 13 + 7),  # those after the first meet gradients, as the second does
-        (9, 2, 3, 4 * 11 + 13 + 7),  # four pieces of 2 samples, then one
+        (9, 2, 3, 4 * 11 + 13 + 7),  # four micro-batches of 2 samples, then one
     ],
 )
-def test_micro_batches_that_were_not_rehearsed(batch, micro, dry_run, expected):
+def test_micro_batches_without_a_dry_run(batch, micro, dry_run, expected):
     assert seconds_of(trace_of(*TWO, work=TWO_WORK), batch=batch, micro=micro, dry_run=dry_run) == expected
 
 
@@ -232,7 +232,7 @@ def test_an_empty_trace_takes_no_time():
     assert seconds_of(trace_of()) == 0
 
 
-def test_what_runs_have_taught_moves_and_widens_the_answer():
+def test_calibration_moves_and_widens_the_answer():
     learned = Learned(num_runs=2, mean=2, low=1.5, high=3)
     trace = counted(trace_of(*TWO, work=TWO_WORK))
     duration = step_duration(trace, SPEED, batch_size=2, micro_batch=1, dry_run_samples=2, learned=learned)
@@ -274,7 +274,7 @@ EXCHANGE = ExchangeSpeed(
 
 
 def of_ranks(*named, speed=SPEED, **sizes):
-    """Seconds of a step of pieces; each op is ``(phase, name, moved bytes)``."""
+    """Seconds of a step of micro-batches; each op is ``(phase, name, moved bytes)``."""
     trace = trace_of(
         *((phase, 1, "") for phase, _, _ in named),
         work={number: {"moved_bytes": moved} for number, (_, _, moved) in enumerate(named)},
@@ -297,10 +297,10 @@ def test_what_ranks_exchange_takes_the_time_of_their_link():
     assert of_ranks(PRODUCT, GATHERED, SCATTERED) == 3 + 5 + 5
 
 
-def test_each_piece_gathers_and_gradients_are_added_up_once():
-    pieces = (GATHERED, SCATTERED, GATHERED, SCATTERED, ADDED)
-    assert of_ranks(*pieces) == 4 * 5 + 6
-    assert of_ranks(*pieces, batch_size=5) == 10 * 5 + 6
+def test_each_micro_batch_gathers_and_gradients_are_added_up_once():
+    passes = (GATHERED, SCATTERED, GATHERED, SCATTERED, ADDED)
+    assert of_ranks(*passes) == 4 * 5 + 6
+    assert of_ranks(*passes, batch_size=5) == 10 * 5 + 6
 
 
 def test_a_gpu_fetches_beside_its_kernels_and_waits_for_sums():

@@ -43,7 +43,7 @@ OFFLOADED = {
     ],
     "cuda": [(Choice(technique="optimizer_offload", options={"to": "host"}), checkpointing_choice("all"))],
 }
-MIXES = [
+COMBINATIONS = [
     (checkpointing_choice("all"),),
     (checkpointing_choice("1-4"),),
     (Choice(technique="chunked_loss", options={"chunk_tokens": 16}),),
@@ -71,8 +71,8 @@ def job(architecture, precision="fp32"):
     )
 
 
-def job_traced(architecture, target, precision="fp32", mix=()):
-    choices = in_order((micro_batch_choice(4), *mix))
+def job_traced(architecture, target, precision="fp32", combination=()):
+    choices = in_order((micro_batch_choice(4), *combination))
     return partial(dry_run_job, job(architecture, precision), TEXTS, LOWERINGS[target], choices)
 
 
@@ -92,9 +92,12 @@ def test_the_trace_is_that_of_running_all_blocks(architecture, target, precision
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(("target", "mix"), [(one, mix) for one in LOWERINGS for mix in (*MIXES, *OFFLOADED[one])])
-def test_the_trace_with_techniques_is_that_of_running_all_blocks(target, mix, noted, monkeypatch):
-    trace = job_traced("llama", target, "bf16", mix)
+@pytest.mark.parametrize(
+    ("target", "combination"),
+    [(one, combination) for one in LOWERINGS for combination in (*COMBINATIONS, *OFFLOADED[one])],
+)
+def test_the_trace_with_techniques_is_that_of_running_all_blocks(target, combination, noted, monkeypatch):
+    trace = job_traced("llama", target, "bf16", combination)
     all_run(monkeypatch, trace)
     folded = trace()
     assert noted
@@ -104,7 +107,7 @@ def test_the_trace_with_techniques_is_that_of_running_all_blocks(target, mix, no
 @pytest.mark.parametrize("technique", sorted(one.name for one in TECHNIQUES.values() if one.spans_blocks))
 def test_blocks_are_run_where_a_technique_goes_on_from_one_to_the_next(technique, noted):
     options = {"layer_streaming": {"blocks": "all"}, "activation_offload": {"to": "host"}}[technique]
-    job_traced("gpt2", "cuda", mix=[Choice(technique=technique, options=options)])()
+    job_traced("gpt2", "cuda", combination=[Choice(technique=technique, options=options)])()
     assert noted == []
 
 

@@ -158,8 +158,8 @@ def test_code_that_is_not_known_is_run_each_time(folds):
     assert folds == []
 
 
-def test_pieces_are_alike_whose_values_are_known_and_the_same():
-    """Masks and lengths decide what is run, so two pieces of one shape may need different passes."""
+def test_micro_batches_are_alike_whose_values_are_known_and_the_same():
+    """Masks and lengths decide what is run, so two micro-batches of one shape may need different passes."""
     mask = torch.ones(2, 3, dtype=torch.int64)
     parameter = torch.nn.Parameter(torch.zeros(1))
 

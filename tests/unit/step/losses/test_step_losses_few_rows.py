@@ -70,8 +70,8 @@ def test_nothing_is_told_of_what_cannot_be_tried():
 @pytest.mark.parametrize(("build", "reason"), [(Encoder, None), (Centered, "does not compute each row by itself")])
 def test_techniques_are_told(build, reason):
     model = build()
-    subject = StepInput(
+    planning_input = StepInput(
         model, torch.optim.SGD(model.parameters()), batches(1)[0], tied, "samples", None, "fp32", frozenset()
     )
-    menu = technique_of("gradient_cache").choices(subject.workload, setting_of(subject, "cpu"))
-    assert menu == (gradient_cache_choice(3), gradient_cache_choice(1)) if reason is None else reason in menu
+    available = technique_of("gradient_cache").choices(planning_input.workload, setting_of(planning_input, "cpu"))
+    assert available == (gradient_cache_choice(3), gradient_cache_choice(1)) if reason is None else reason in available

@@ -113,15 +113,15 @@ def test_what_does_not_grow_makes_no_line(keep):
 def test_a_list_of_outputs_is_found_with_its_line():
     """Each of 4 x 4 float32, 64 bytes."""
     graphs = trained("all").graphs
-    assert graphs.line_of(10) is graphs.line_of(11) is None  # an earlier look, and none
-    (held,) = graphs.line_of(12).retained
-    assert (held.holder, held.num_tensors, held.num_bytes) == ("model.history", 12, 12 * 64)
-    assert held.alive_steps == held.marked_steps == (1, 2, 3, 4, 5, 6, 7, 8, 10)
-    assert held.code == "self.history.append(output)"
-    assert held.remedy == "self.history.append(output.detach())"
+    assert graphs.line_of(10) is graphs.line_of(11) is None  # of an earlier check, and none
+    (retained,) = graphs.line_of(12).retained
+    assert (retained.holder, retained.num_tensors, retained.num_bytes) == ("model.history", 12, 12 * 64)
+    assert retained.alive_steps == retained.marked_steps == (1, 2, 3, 4, 5, 6, 7, 8, 10)
+    assert retained.code == "self.history.append(output)"
+    assert retained.remedy == "self.history.append(output.detach())"
 
 
-def test_the_graph_is_counted_in_three_looks_and_no_more():
+def test_the_graph_is_counted_in_three_steps_and_no_more():
     """An output is one Addmm and one transposition of the weight, on two leaves that all share."""
     counted = [line.retained[0].num_nodes for line in trained("all").graphs.lines]
     assert counted == [8, 10, 12] + [None] * 5
@@ -129,19 +129,19 @@ def test_the_graph_is_counted_in_three_looks_and_no_more():
 
 
 def test_a_state_that_is_carried_on_keeps_all_steps():
-    (held,) = trained("mean").graphs.line_of(12).retained
-    assert (held.holder, held.num_tensors, held.num_bytes) == ("model.state", 1, 4)
-    assert held.alive_steps == (1, 2, 3, 4, 5, 6, 7, 8, 10)
+    (retained,) = trained("mean").graphs.line_of(12).retained
+    assert (retained.holder, retained.num_tensors, retained.num_bytes) == ("model.state", 1, 4)
+    assert retained.alive_steps == (1, 2, 3, 4, 5, 6, 7, 8, 10)
 
 
 def test_of_a_window_only_its_own_steps_are_alive():
     """Of three outputs."""
-    (held,) = trained("window", num_steps=8).graphs.line_of(8).retained
-    assert (held.num_tensors, held.alive_steps, held.marked_steps) == (3, (6, 7), (1, 2, 3, 4, 5, 6, 7))
+    (retained,) = trained("window", num_steps=8).graphs.line_of(8).retained
+    assert (retained.num_tensors, retained.alive_steps, retained.marked_steps) == (3, (6, 7), (1, 2, 3, 4, 5, 6, 7))
 
 
 def test_losses_that_somebody_keeps_are_alive_and_have_no_name():
-    """The list is reached through a dict that no look goes through: of a global that the loss names."""
+    """The list is reached through a dict that no check goes through: of a global that the loss names."""
     ELSEWHERE["kept"] = []
 
     def loss(model, batch):
@@ -149,10 +149,10 @@ def test_losses_that_somebody_keeps_are_alive_and_have_no_name():
 
     try:
         step = trained("elsewhere", loss=loss)
-        (held,) = step.graphs.line_of(12).retained
-        assert (held.holder, held.code) == ("", "")
-        assert held.alive_steps == held.marked_steps == (1, 2, 3, 4, 5, 6, 7, 8, 10)
-        assert (held.num_tensors, held.num_bytes) == (9, 0)
+        (retained,) = step.graphs.line_of(12).retained
+        assert (retained.holder, retained.code) == ("", "")
+        assert retained.alive_steps == retained.marked_steps == (1, 2, 3, 4, 5, 6, 7, 8, 10)
+        assert (retained.num_tensors, retained.num_bytes) == (9, 0)
     finally:
         ELSEWHERE.clear()
 
@@ -167,7 +167,7 @@ def test_of_losses_too_it_takes_two_earlier_ones_to_be_worth_a_line(num_kept, al
         ELSEWHERE.clear()
 
 
-def test_looks_become_rare():
+def test_checks_become_rare():
     watch = trained("nothing", num_steps=1).graphs
     due = []
     for step in range(2, 2002):
@@ -180,8 +180,8 @@ def test_looks_become_rare():
 
 def test_marks_stay_few_the_first_and_the_last(monkeypatch):
     monkeypatch.setattr("plimsoll.step.sampled_steps._LONGEST_PAUSE_STEPS", 1)
-    (held,) = trained("all", num_steps=60).graphs.line_of(60).retained
-    assert held.marked_steps == (*range(1, 17), *range(44, 60))
+    (retained,) = trained("all", num_steps=60).graphs.line_of(60).retained
+    assert retained.marked_steps == (*range(1, 17), *range(44, 60))
 
 
 def test_nothing_is_kept_alive_by_looking():
@@ -197,8 +197,8 @@ def test_micro_batches_and_a_step_that_ran_out_of_memory_are_one_step():
     with armed("backward", 3):
         for _ in range(6):
             step({"x": torch.ones(4, 4)})
-    (held,) = step.graphs.line_of(6).retained
-    assert held.alive_steps == (1, 2, 3, 4, 5)
+    (retained,) = step.graphs.line_of(6).retained
+    assert retained.alive_steps == (1, 2, 3, 4, 5)
 
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
@@ -247,7 +247,7 @@ def test_without_a_holder_the_remedy_is_general():
     carried = {}
 
     class Hidden:
-        """Keeps where no look goes."""
+        """Keeps where no check goes."""
 
         __slots__ = ()
 
@@ -297,7 +297,7 @@ def test_a_list_that_the_loop_around_the_step_fills_has_its_line(tmp_path, is_ne
     )  # fmt: skip
     code = compile((tmp_path / "loop.py").read_text(), str(tmp_path / "loop.py"), "exec")
     exec(code, {"model": model, "step": step, "batch": torch.ones(4, 2)})
-    (held,) = step.graphs.lines[-1].retained
-    assert held.holder == "model.history"
-    assert held.place.endswith(f"loop.py:{program.index(program[3 + is_nested]) + 1}")
-    assert held.remedy == "model.history.append(model(batch).sum().detach())"
+    (retained,) = step.graphs.lines[-1].retained
+    assert retained.holder == "model.history"
+    assert retained.place.endswith(f"loop.py:{program.index(program[3 + is_nested]) + 1}")
+    assert retained.remedy == "model.history.append(model(batch).sum().detach())"

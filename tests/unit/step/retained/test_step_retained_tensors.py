@@ -36,7 +36,7 @@ def model():
 
 
 def names(model, loss=model_loss):
-    return [held.name for held in retained_by(model, loss)]
+    return [retained.name for retained in retained_by(model, loss)]
 
 
 def test_a_model_that_keeps_nothing_has_none():
@@ -59,9 +59,9 @@ def test_a_model_that_keeps_nothing_has_none():
 def test_attributes_of_modules_are_found_by_the_path_of_the_module(keep):
     made = model()
     made[1][0].state = keep()
-    (held,) = retained_by(made, model_loss)
-    assert (held.name, held.variable, held.owners) == ("model.1.0.state", "state", (made[1][0],))
-    assert len(held.tensors) == 1
+    (retained,) = retained_by(made, model_loss)
+    assert (retained.name, retained.variable, retained.owners) == ("model.1.0.state", "state", (made[1][0],))
+    assert len(retained.tensors) == 1
 
 
 def test_buffers_are_found():
@@ -76,11 +76,11 @@ def test_objects_that_a_module_has_are_looked_into():
     made.tracker = Tracker()
     made.tracker.losses.append(with_graph())
     made.tracker.again = made.tracker  # a circle
-    (held,) = retained_by(made, model_loss)
-    assert (held.name, held.owners) == ("model.tracker.losses", (made.tracker, made))
+    (retained,) = retained_by(made, model_loss)
+    assert (retained.name, retained.owners) == ("model.tracker.losses", (made.tracker, made))
 
 
-def test_what_has_no_graph_or_is_a_parameter_is_not_held():
+def test_what_has_no_graph_or_is_a_parameter_is_not_retained():
     made = model()
     made.kept = [
         with_graph().detach(),
@@ -98,9 +98,9 @@ def test_what_has_no_graph_or_is_a_parameter_is_not_held():
 def test_all_tensors_of_a_list_are_counted_the_newest_last():
     made = model()
     made.history = [with_graph() for _ in range(200)]
-    (held,) = retained_by(made, model_loss)
-    assert len(held.tensors) == 200
-    assert held.tensors[-1] is made.history[-1]
+    (retained,) = retained_by(made, model_loss)
+    assert len(retained.tensors) == 200
+    assert retained.tensors[-1] is made.history[-1]
 
 
 def test_a_loss_object_a_method_and_a_partial_are_looked_into():
@@ -176,12 +176,12 @@ def test_of_a_long_list_the_last_64_items_decide(num_later, is_found):
     assert bool(retained_by(made, model_loss)) is is_found
 
 
-def test_of_what_a_list_holds_only_tensors_with_a_graph_are_told():
+def test_of_a_list_only_tensors_with_a_graph_are_retained():
     made = model()
     made.history = [with_graph(), torch.ones(1), "text", with_graph()]
-    (held,) = retained_by(made, model_loss)
-    assert [id(tensor) for tensor in held.tensors] == [id(made.history[0]), id(made.history[3])]
-    assert held.value is made.history
+    (retained,) = retained_by(made, model_loss)
+    assert [id(tensor) for tensor in retained.tensors] == [id(made.history[0]), id(made.history[3])]
+    assert retained.value is made.history
 
 
 class Slotted:
@@ -220,13 +220,13 @@ def test_owners_are_the_function_or_the_object_and_what_it_was_found_in():
     def around(model, batch):
         losses.append(model(batch))
 
-    (held,) = retained_by(model(), around)
-    assert (held.name, held.variable, held.owners) == ("losses", "losses", (around,))
+    (retained,) = retained_by(model(), around)
+    assert (retained.name, retained.variable, retained.owners) == ("losses", "losses", (around,))
     tracker = Tracker()
     tracker.inner = Tracker()
     tracker.inner.losses.append(with_graph())
-    (held,) = retained_by(model(), tracker)
-    assert (held.name, held.variable) == ("loss.inner.losses", "losses")
-    assert held.owners == (tracker.inner, tracker, Tracker)
-    (held,) = retained_by(model(), partial(model_loss, losses))
-    assert (held.name, held.owners) == ("loss", (model_loss,))
+    (retained,) = retained_by(model(), tracker)
+    assert (retained.name, retained.variable) == ("loss.inner.losses", "losses")
+    assert retained.owners == (tracker.inner, tracker, Tracker)
+    (retained,) = retained_by(model(), partial(model_loss, losses))
+    assert (retained.name, retained.owners) == ("loss", (model_loss,))

@@ -263,7 +263,7 @@ def test_another_error_passes_with_the_groups_whole_again():
     assert len(optimizer.param_groups[0]["params"]) == 2
 
 
-# A real limit, in which all memory but `room_mib` is taken. Each parameter has 16 MiB.
+# A real limit, in which all memory but `free_mib` is taken. Each parameter has 16 MiB.
 LIMITED = """
 import json, sys
 import torch
@@ -273,7 +273,7 @@ from plimsoll.step.update.commit import StepCommit
 
 MIB = 1 << 20
 
-def trained(num_parameters, num_steps, room_mib, arguments):
+def trained(num_parameters, num_steps, free_mib, arguments):
     parameters = [torch.nn.Parameter(torch.ones(4 * MIB)) for _ in range(num_parameters)]
     optimizer = torch.optim.AdamW(parameters, **arguments)
     commit = StepCommit(optimizer, backend, Position(phase="optimizer"), chunk_bytes=1)
@@ -283,7 +283,7 @@ def trained(num_parameters, num_steps, room_mib, arguments):
         parameter.grad = torch.ones_like(parameter)
     backend.release()
     with backend.limited(backend.use().used_bytes + 500 * MIB):
-        ballast = all_but(room_mib)
+        ballast = all_but(free_mib)
         commit.step()
     is_done = commit.outcome is None
     return {
@@ -293,9 +293,9 @@ def trained(num_parameters, num_steps, room_mib, arguments):
         "values": [parameter[0].item() for parameter in parameters],
     }
 
-def all_but(room_mib):
+def all_but(free_mib):
     taken_mib = next(mib for mib in range(600, 0, -1) if fits(mib))
-    return torch.empty((taken_mib - room_mib) * MIB, dtype=torch.uint8)
+    return torch.empty((taken_mib - free_mib) * MIB, dtype=torch.uint8)
 
 def fits(mib):
     try:
@@ -319,8 +319,8 @@ with backend.limited(backend.probe().capacity_bytes):  # large blocks are mapped
 @pytest.fixture(scope="module")
 def inside_limits():
     """What became of a step of AdamW, by the number of parameters, of steps before it, and the room in MiB."""
-    cases = [(4, 0, 160, {}), (4, 0, 200, {}), *((1, 1, room_mib, {}) for room_mib in (40, 56, 200))]
-    cases += [(1, 1, room_mib, {"amsgrad": True}) for room_mib in (56, 88, 200)]
+    cases = [(4, 0, 160, {}), (4, 0, 200, {}), *((1, 1, free_mib, {}) for free_mib in (40, 56, 200))]
+    cases += [(1, 1, free_mib, {"amsgrad": True}) for free_mib in (56, 88, 200)]
     done = run_program(LIMITED, json.dumps(cases))
     assert done.returncode == 0, done.stderr
     return dict(zip([(*case[:3], *case[3]) for case in cases], json.loads(done.stdout), strict=True))
@@ -464,7 +464,7 @@ print(json.dumps([len(taken), round(parameter[0].item(), 3)]))
 )
 
 
-def test_an_update_that_was_shown_its_room_has_it_though_all_that_was_left_is_taken():
+def test_an_update_has_the_memory_reserved_for_it_though_all_that_was_left_is_taken():
     done = run_program(ROBBED)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [1, 0.0]
@@ -490,5 +490,5 @@ print(json.dumps([len(commit._chunks) > 1, len(commit.recovered), *updated]))
 
 
 def test_an_update_that_has_no_room_at_once_is_done_in_pieces():
-    done = [run_program(NO_ROOM_AT_ONCE, room_mib) for room_mib in ("60", "300")]
+    done = [run_program(NO_ROOM_AT_ONCE, free_mib) for free_mib in ("60", "300")]
     assert [json.loads(one.stdout) for one in done] == [[True, 0, 0.25], [False, 0, 0.25]], done[0].stderr

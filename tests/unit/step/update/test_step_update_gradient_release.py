@@ -21,8 +21,8 @@ def net():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def backward(model, early, num_times=1):
-    with early.in_backward():
+def backward(model, release, num_times=1):
+    with release.in_backward():
         for _ in range(num_times):
             model(torch.ones(2, 4)).square().mean().backward()
 
@@ -55,11 +55,11 @@ def test_a_piece_has_the_size_that_suits_the_device(kind, num_together):
 @pytest.mark.parametrize("chunk_bytes", [1, 1000], ids=["when it was updated", "while it waits"])
 def test_a_gradient_that_comes_in_parts_is_refused(chunk_bytes):
     model = net()
-    early = GradientRelease(torch.optim.SGD(model.parameters(), lr=0.1), torch.clone, "cpu", chunk_bytes)
+    release = GradientRelease(torch.optim.SGD(model.parameters(), lr=0.1), torch.clone, "cpu", chunk_bytes)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(InputError, match="came in more than one part"):
-        backward(model, early, num_times=2)
-    early.undo()
+        backward(model, release, num_times=2)
+    release.undo()
     assert all(map(torch.equal, model.parameters(), before))
 
 
@@ -86,10 +86,10 @@ def test_two_groups_keep_their_own_settings_and_are_undone_with_them():
         expected.step()
         assert all(map(torch.equal, model.parameters(), other.parameters()))
     states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-    early = GradientRelease(optimizer, torch.clone, "cpu", 1)
-    backward(model, early)
+    release = GradientRelease(optimizer, torch.clone, "cpu", 1)
+    backward(model, release)
     optimizer.param_groups[0].update(lr=5.0, weight_decay=5.0)
-    early.undo()
+    release.undo()
     assert all(map(torch.equal, model.parameters(), other.parameters()))
     for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
         assert all(value is states[parameter][key] for key, value in optimizer.state[parameter].items())
@@ -100,10 +100,10 @@ def test_two_groups_keep_their_own_settings_and_are_undone_with_them():
 def test_states_that_a_step_made_are_gone_when_it_is_undone():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
-    early = GradientRelease(optimizer, torch.clone, "cpu", 1)
-    backward(model, early)
+    release = GradientRelease(optimizer, torch.clone, "cpu", 1)
+    backward(model, release)
     assert len(optimizer.state) == 6
-    early.undo()
+    release.undo()
     assert not optimizer.state
 
 
@@ -119,11 +119,11 @@ def test_a_copy_that_fails_leaves_its_piece_as_it_was():
             raise OSError("disk full")
         return tensor.detach().clone()
 
-    early = GradientRelease(optimizer, copy, "cpu", 1)
+    release = GradientRelease(optimizer, copy, "cpu", 1)
     with pytest.raises(OSError, match="disk full"):
-        backward(model, early)
+        backward(model, release)
     assert len(optimizer.state) == 2
-    early.undo()
+    release.undo()
     assert all(map(torch.equal, model.parameters(), before))
     assert not optimizer.state
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
@@ -141,18 +141,18 @@ def test_it_is_done_only_where_every_gradient_is_complete_in_one_pass():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def early_of(micro_batch=8, **fields):
+    def release_of(micro_batch=8, **fields):
         fields = {"hooks": HOOKS} | fields
         return gradient_release(Workload(model, optimizer, model_loss, "samples", **fields), micro_batch, 8)
 
-    assert early_of() is not None
-    assert early_of(micro_batch=9) is not None
-    assert early_of(precision="bf16") is not None
-    assert early_of(micro_batch=7) is None
-    assert early_of(hooks=StepHooks()) is None
-    assert early_of(clip_norm=1.0) is None
-    assert early_of(precision="fp16") is None
-    assert early_of(hooks=replace(HOOKS, cut=CutByLength())) is None
-    assert early_of(ranks=OfTwo()) is None
+    assert release_of() is not None
+    assert release_of(micro_batch=9) is not None
+    assert release_of(precision="bf16") is not None
+    assert release_of(micro_batch=7) is None
+    assert release_of(hooks=StepHooks()) is None
+    assert release_of(clip_norm=1.0) is None
+    assert release_of(precision="fp16") is None
+    assert release_of(hooks=replace(HOOKS, cut=CutByLength())) is None
+    assert release_of(ranks=OfTwo()) is None
     optimizer.register_step_post_hook(lambda *_: None)
-    assert early_of() is None
+    assert release_of() is None

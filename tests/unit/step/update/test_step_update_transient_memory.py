@@ -63,7 +63,7 @@ def took_and_shown(optimizer, parameters):
 
 @pytest.mark.parametrize(("name", "options"), ALL_OF_TORCH, ids=str)
 @pytest.mark.parametrize("widths", [(128,), (128, 128, 128, 128), (128, 8), (8, 128)], ids=str)
-def test_no_update_of_torch_takes_more_than_the_room_that_is_shown_for_it(name, options, widths):
+def test_no_update_of_torch_takes_more_than_the_memory_reserved_for_it(name, options, widths):
     """Counted in the first step, which makes states, and in the second; up to 64 KiB each, so that little else counts.
 
     Of states an eighth more is shown than come, for the heap's holes: with much more, a training went in pieces that
@@ -178,7 +178,7 @@ def test_an_optimizer_of_this_package_says_what_it_takes():
     assert len(set(states)) == 3
 
 
-def test_room_is_proven_by_taking_all_blocks_together_and_giving_them_back():
+def test_free_memory_is_proven_by_taking_all_blocks_at_once_and_giving_them_back():
     prove_room([1 << 20, 0, 1 << 20], torch.device("cpu"))
     prove_room([], torch.device("cpu"))
     with pytest.raises(RuntimeError, match="memory"):

@@ -115,7 +115,7 @@ def test_real_encoders_with_dropout(name, dropout):
     assert computes_rows_alone("encoder", encoder, encoder.forward, arguments)
 
 
-def test_autocast_does_not_hide_what_mixes():
+def test_autocast_does_not_hide_mixed_rows():
     with torch.autocast("cpu", torch.bfloat16):
         assert told(ALONE["its norm"])
         with pytest.raises(InputError, match="does not compute each row by itself"):

@@ -1,4 +1,4 @@
-"""What keeps a batch whole: gradients that would be others in pieces are refused, not made."""
+"""What keeps a batch whole: gradients that would be others in micro-batches are refused, not made."""
 
 import pytest
 import torch

@@ -43,8 +43,8 @@ def weights(tmp_path_factory):
     return path
 
 
-def outcome(weights, room_mib):
-    command = [sys.executable, "-c", _PROGRAM, str(weights), str(room_mib)]
+def outcome(weights, free_mib):
+    command = [sys.executable, "-c", _PROGRAM, str(weights), str(free_mib)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

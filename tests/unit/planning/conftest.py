@@ -1,0 +1,17 @@
+"""Fixtures that several modules of planning tests use."""
+
+import pytest
+
+from plimsoll.planning import trial
+
+
+@pytest.fixture
+def as_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces and answers are kept in files, which only commands do."""
+    monkeypatch.setattr("plimsoll.planning.kept_traces.is_a_command", lambda: True)
+
+
+@pytest.fixture
+def all_candidates_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial runs every candidate, however busy the machine is."""
+    monkeypatch.setattr(trial, "_MOST_SECONDS", {"cpu": 1e4, "cuda": 1e4})
