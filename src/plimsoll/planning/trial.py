@@ -169,8 +169,8 @@ class _Found:
         )
         return Tried(
             choices=configuration.choices,
-            outcome=self.outcome,
-            predicted_seconds=predicted,  # type: ignore[arg-type]
+            outcome=self.outcome,  # type: ignore[arg-type]
+            predicted_seconds=predicted,
             measured_seconds=self.measured_seconds,
             peak_bytes=self.peak_bytes,
             why=self.why,
