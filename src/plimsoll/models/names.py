@@ -152,14 +152,19 @@ def techniques_of_others() -> tuple[EntryPoint, ...]:
 
 @cache
 def remedies_for(cause: str) -> dict[str, str]:
-    """Find which of Plimsoll's own techniques say that they are a remedy for a cause: their summaries, the best first.
+    """Return what Plimsoll's own techniques advise against a cause, by technique, the best first.
+
+    The advice is what to do by hand in a script, or else the technique's summary.
 
     Args:
         cause: a name of `plimsoll.diagnose.causes`.
     """
     said = {name: _said_by(name) for name in own_techniques()}
     places = {name: one["remedies"][cause] for name, one in said.items() if cause in one.get("remedies", {})}
-    return {name: said[name]["summary"] for name in sorted(places, key=places.__getitem__)}
+    return {name: said[name].get("by_hand") or said[name]["summary"] for name in sorted(places, key=places.__getitem__)}
+
+
+_ADVICE = {"summary", "by_hand", "remedies"}
 
 
 def _said_by(technique: str) -> dict[str, Any]:
@@ -169,9 +174,9 @@ def _said_by(technique: str) -> dict[str, Any]:
         for inner in statement.body if isinstance(statement, ast.ClassDef) else ():
             match inner:
                 case (
-                    ast.Assign(targets=[ast.Name(id=("summary" | "remedies") as field)], value=ast.expr() as value)
-                    | ast.AnnAssign(target=ast.Name(id=("summary" | "remedies") as field), value=ast.expr() as value)
-                ):
+                    ast.Assign(targets=[ast.Name(id=field)], value=ast.expr() as value)
+                    | ast.AnnAssign(target=ast.Name(id=field), value=ast.expr() as value)
+                ) if field in _ADVICE:
                     found[field] = ast.literal_eval(value)
     return found
 

@@ -51,7 +51,7 @@ class ActivationOffload(Technique):
     not_captured = "activations go to the host and come back in each pass"
     keeps_state_between_passes = False
     spans_blocks = True
-    by_hand = "torch.autograd.graph.save_on_cpu() around forward and loss does it on a GPU"
+    by_hand = "wrap forward and loss in torch.autograd.graph.save_on_cpu() on a GPU"
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:

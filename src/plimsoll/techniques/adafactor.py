@@ -41,7 +41,7 @@ class Adafactor(ReplacedOptimizer):
     summary = "Adafactor in place of Adam: nearly no optimizer states"
     kernels = ("foreach", "loop")
     exports: ClassVar = {"transformers": lambda _choice, _: Exported({"optim": "adafactor"})}
-    by_hand = 'give transformers.Adafactor, or optim="adafactor" to the Trainer'
+    by_hand = 'use transformers.Adafactor, or optim="adafactor" in the Trainer'
     remedies: ClassVar = {"optimizer_states": 2}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:

@@ -46,7 +46,7 @@ class Allocator(Technique):
     unoffered: ClassVar = {"max_split_size_mb": 0, "roundup_power2_divisions": 0}
     is_traced = False
     keeps_state_between_passes = False
-    by_hand = "set PYTORCH_CUDA_ALLOC_CONF before the start"
+    by_hand = "set PYTORCH_CUDA_ALLOC_CONF (expandable_segments:True) before the start"
     remedies: ClassVar = {"fragmentation": 1}
     stage = "memory"
     turn = 1

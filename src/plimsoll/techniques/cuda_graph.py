@@ -33,7 +33,7 @@ class CudaGraph(Technique):
     summary = "micro-batches of equal shape replayed as one captured graph: a single launch"
     needs = frozenset({"step"})
     may_be_faster = True
-    by_hand = "capture forward and backward with torch.cuda.graph in a loop of one's own"
+    by_hand = "capture forward and backward with torch.cuda.graph"
     stage = "graph"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:

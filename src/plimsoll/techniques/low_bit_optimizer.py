@@ -37,7 +37,7 @@ class LowBitOptimizer(ReplacedOptimizer):
     exports: ClassVar = {
         "transformers": lambda choice, _: Exported({"optim": "adamw_8bit"}) if choice.options.get("bits") == 8 else None
     }
-    by_hand = "give torchao.optim.AdamW8bit or AdamW4bit as the optimizer"
+    by_hand = "use torchao.optim.AdamW8bit or AdamW4bit"
     remedies: ClassVar = {"optimizer_states": 1}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:

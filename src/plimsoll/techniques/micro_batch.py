@@ -30,6 +30,7 @@ class MicroBatch(Technique):
     is_for_trainers = True
     decides_time = True
     keeps_state_between_passes = False
+    by_hand = "accumulate gradients over smaller micro-batches (gradient_accumulation_steps in the Trainer)"
     remedies: ClassVar = {"attention_scores": 2, "logits": 1}
     stage = "batch"
 

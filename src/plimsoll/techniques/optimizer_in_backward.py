@@ -38,7 +38,7 @@ class OptimizerInBackward(Technique):
     reaches = frozenset({"gradients"})
     excludes: ClassVar = {ByLength.name: "by_length cuts the batch, so gradients are complete in the last pass only"}
     not_captured = "parameters are updated in backward"
-    by_hand = "register_post_accumulate_grad_hook in a loop of one's own does it"
+    by_hand = "update each parameter in a hook: Tensor.register_post_accumulate_grad_hook"
     remedies: ClassVar = {"optimizer_temporaries": 1}
     stage = "update"
 
