@@ -42,6 +42,7 @@ def main() -> None:
     )
     found = {
         "lines of src": sum(lines.values()),
+        "of these, code": sum(code_lines(text) for text in src.values()),
         "lines of tests": sum(text.count("\n") for path, text in files.items() if path.parts[0] == "tests"),
         "modules": sum(modules.values()),
         "modules in the root": modules["(root)"],
@@ -55,6 +56,19 @@ def main() -> None:
     }
     print(table(("what", "how many"), [(name, f"{number:,}") for name, number in found.items()]))
     print(json.dumps(found))
+
+
+def code_lines(text: str) -> int:
+    """Count the lines that are neither blank nor part of a docstring or a comment of a whole line."""
+    has_docstring = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    in_docstring: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, has_docstring) and ast.get_docstring(node, clean=False) is not None:
+            in_docstring.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    numbered = enumerate(text.splitlines(), start=1)
+    return sum(
+        bool(line.strip()) and not line.lstrip().startswith("#") and at not in in_docstring for at, line in numbered
+    )
 
 
 def sources(commit: str | None) -> dict[PurePosixPath, str]:
