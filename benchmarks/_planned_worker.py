@@ -65,7 +65,7 @@ def train(run: dict[str, Any]) -> None:
     from plimsoll.device.base import backend_for
     from plimsoll.models.assemble import assemble
     from plimsoll.models.build import build_model
-    from plimsoll.planning.trial import try_plan
+    from plimsoll.planning.measured_choice import try_plan
     from plimsoll.records.prepared import Prepared
     from plimsoll.step.job_step import step_of
     from plimsoll.techniques.mechanisms.allocators import set_up_as_with

@@ -33,7 +33,7 @@ from _results import add_out, fenced, file_result, keep_printed
 from plimsoll.data.batches.order import Order
 from plimsoll.data.formats import Reading
 from plimsoll.data.samples.packing import PackedDataset, pack
-from plimsoll.data.samples.spans import cut_texts
+from plimsoll.data.samples.text_windows import cut_texts
 from plimsoll.data.samples.texts import DocumentDataset
 from plimsoll.data.samples.windows import IGNORED_LABEL, Samples
 from plimsoll.data.text.index import open_corpus

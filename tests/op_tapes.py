@@ -28,7 +28,7 @@ class Op(NamedTuple):
 
 
 class OpTape(TorchDispatchMode):
-    """`plimsoll.step.replay.capture.Graph` for a CPU."""
+    """`plimsoll.step.cuda_graphs.capture.Graph` for a CPU."""
 
     made: list[OpTape] = []
 

@@ -24,8 +24,8 @@ import torch
 import transformers
 from benchmarks.gpu.cases import JOB_MODEL, RECURRENT, Case, build, train, weights_key
 
+from plimsoll.device.cuda.allocator_settings import text_of
 from plimsoll.device.cuda.gpus import cublas_workspace_bytes, find_gpu
-from plimsoll.device.cuda.segments import text_of
 from plimsoll.memory.allocator.caching import CachingAllocator, replay
 from plimsoll.memory.allocator.options import rules_from_text
 from plimsoll.memory.library_buffers import deltas_with_workspaces

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from plimsoll.models.loading import Loaded as Loaded
     from plimsoll.models.loading import load_model as load_model
     from plimsoll.models.recurrent.cells import UnrolledCell as UnrolledCell
+    from plimsoll.planning.measured_choice import try_plan as try_plan
     from plimsoll.planning.plan import plan_job as plan_job
     from plimsoll.planning.plan import plan_step as plan_step
     from plimsoll.planning.predict_job import predict_job as predict_job
     from plimsoll.planning.predict_step import predict as predict
     from plimsoll.planning.predict_step import predict_function as predict_function
     from plimsoll.planning.rows_by_length import rows_by_length as rows_by_length
-    from plimsoll.planning.trial import try_plan as try_plan
     from plimsoll.records.diagnosis import Diagnosis as Diagnosis
     from plimsoll.records.job import Job as Job
     from plimsoll.records.plan import Plan as Plan
@@ -61,7 +61,7 @@ _HOMES = {
     "predict_job": ("plimsoll.planning.predict_job", "predict_job"),
     "rows_by_length": ("plimsoll.planning.rows_by_length", "rows_by_length"),
     "probe": ("plimsoll.device.probe", "probe_machine"),
-    "try_plan": ("plimsoll.planning.trial", "try_plan"),
+    "try_plan": ("plimsoll.planning.measured_choice", "try_plan"),
     "render": ("plimsoll.report.render", "render"),
 }
 __all__ = list(_HOMES)

@@ -1,4 +1,4 @@
-"""Replays of real CUDA graphs: the trainings of `test_step_replay_replays.py`, and what only a card can refuse."""
+"""Replays of real CUDA graphs: the trainings of `test_step_cuda_graphs_replays.py`, and what only a card can refuse."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
             learned = None if calibration is None else Calibration.load(calibration)
             require_sound(job, device, limit_bytes)
             leave_out_unused(job)
-            from plimsoll.planning.kept_answers import KEPT_SENTENCE, prediction_of
+            from plimsoll.planning.cached_answers import KEPT_SENTENCE, prediction_of
             from plimsoll.training.baseline import load_training
 
             prediction, is_kept = prediction_of(

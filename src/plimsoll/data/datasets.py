@@ -17,8 +17,8 @@ from plimsoll.data.batches.batching import longest_sample
 from plimsoll.data.pipeline import LABELS_FILE
 from plimsoll.data.prepare import slots_of, stream_of
 from plimsoll.data.samples.packing import PackedDataset, open_packs
-from plimsoll.data.samples.spans import open_spans
 from plimsoll.data.samples.streams import StreamDataset
+from plimsoll.data.samples.text_windows import open_spans
 from plimsoll.data.samples.texts import DocumentDataset, TokenLabels
 from plimsoll.data.samples.windows import Samples, Subset, WindowDataset, split
 from plimsoll.data.text.corpus import open_index

@@ -21,8 +21,8 @@ import numpy as np
 
 from plimsoll.data.formats import Reading
 from plimsoll.data.samples.labels import labels_of, names_to_number_by
-from plimsoll.data.samples.spans import Spans, cut_texts, select_spans
 from plimsoll.data.samples.tags import tags_of
+from plimsoll.data.samples.text_windows import Spans, cut_texts, select_spans
 from plimsoll.data.text.corpus import Corpus
 from plimsoll.data.text.held_out import Side, choose_texts, num_repeated, refuse_same_files, sides
 from plimsoll.data.text.index import open_corpus

@@ -14,8 +14,8 @@ from typing import Any
 
 from plimsoll.data import pipeline as stage
 from plimsoll.data.pipeline import Pipeline
-from plimsoll.data.samples.spans import num_windows, refuse_no_window
 from plimsoll.data.samples.stream_slots import StreamSlots, refuse_no_slot, slots_of_stream, training_slots
+from plimsoll.data.samples.text_windows import num_windows, refuse_no_window
 from plimsoll.data.text.held_out import ChosenTexts, Side
 from plimsoll.data.tokens.store import Tokens, open_tokens
 from plimsoll.data.tokens.tokenizer import Tokenizer, padding_of

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plimsoll.device.cpu.backend import processor_name
-from plimsoll.device.launches import measure_launches
+from plimsoll.device.launch_overhead import measure_launches
 from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import Record, cache_folder
 from plimsoll.records.device import DeviceSpec

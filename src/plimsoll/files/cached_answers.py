@@ -6,7 +6,7 @@
 An entry is one file, named by the hash of its facts. It begins with a hash of its name and content: a torn,
 damaged or renamed file is ignored. It is written atomically (`write_atomically`). All entries take at most
 `MOST_BYTES`: those read longest ago are removed. If the folder cannot be written, nothing is kept, which is no error:
-each answer can be made again. Does NOT know what an answer depends on (see `plimsoll.planning.kept_traces`).
+each answer can be made again. Does NOT know what an answer depends on (see `plimsoll.planning.cached_traces`).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ FORMER_MODULES = {
     "plimsoll.data.packable": "plimsoll.data.samples.packable",
     "plimsoll.data.packing": "plimsoll.data.samples.packing",
     "plimsoll.data.pooling": "plimsoll.data.samples.pooling",
-    "plimsoll.data.spans": "plimsoll.data.samples.spans",
+    "plimsoll.data.spans": "plimsoll.data.samples.text_windows",
     "plimsoll.data.streams": "plimsoll.data.samples.streams",
     "plimsoll.data.tags": "plimsoll.data.samples.tags",
     "plimsoll.data.texts": "plimsoll.data.samples.texts",

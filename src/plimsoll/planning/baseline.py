@@ -25,7 +25,7 @@ from typing import Self, final
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import DataError, DeviceError, InputError, JobError
-from plimsoll.planning.kept_baseline import Baseline, kept_baseline
+from plimsoll.planning.cached_baseline import Baseline, cached_baseline
 from plimsoll.planning.lean_imports import leave_out_unused
 from plimsoll.processes.children import SUPERVISOR, begin_worker, end_with, uninterrupted
 from plimsoll.processes.fork_server import can_fork
@@ -44,7 +44,7 @@ def job_baseline(job: Job) -> Estimate:
     Raises:
         DeviceError: if it cannot be started.
     """
-    with kept_baseline(job, lambda: StartedBaseline(job)) as started:
+    with cached_baseline(job, lambda: StartedBaseline(job)) as started:
         return started.wait()
 
 
@@ -67,7 +67,7 @@ def baseline_for(job: Job, device: str | None, load_training: LoadTraining | Non
     if not _is_cpu(job, device):
         yield None
         return
-    with kept_baseline(job, lambda: begin_baseline(job, load_training)) as started:
+    with cached_baseline(job, lambda: begin_baseline(job, load_training)) as started:
         yield started
 
 

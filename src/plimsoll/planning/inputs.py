@@ -25,10 +25,10 @@ from plimsoll.models.assemble import require_vectors
 from plimsoll.models.build import build_model, loss_of
 from plimsoll.models.optimizers import build_optimizer
 from plimsoll.models.workload import LossFunction, Precision, Workload
+from plimsoll.planning.cached_baseline import Baseline
+from plimsoll.planning.cached_traces import trace_of
 from plimsoll.planning.dry_run.processes import Asked, Tracers
 from plimsoll.planning.dry_run.step import dry_run_step, uneven_batch
-from plimsoll.planning.kept_baseline import Baseline
-from plimsoll.planning.kept_traces import trace_of
 from plimsoll.planning.plan_validity import facts_of, facts_of_model
 from plimsoll.planning.predict_step import model_bytes
 from plimsoll.planning.targets import own_baseline

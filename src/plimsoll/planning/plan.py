@@ -26,8 +26,8 @@ from torch import nn
 
 from plimsoll.data.batch import Units
 from plimsoll.data.quick_facts import TextSketch
+from plimsoll.device.collective_speed import exchange_of, measured_exchange
 from plimsoll.device.disk import disk_bytes_per_second
-from plimsoll.device.exchange import exchange_of, measured_exchange
 from plimsoll.device.mapped_memory import scratch_folder
 from plimsoll.device.speed import measured_speed, speed_of
 from plimsoll.errors import OutputError
@@ -38,13 +38,13 @@ from plimsoll.memory.predict import Counted
 from plimsoll.models.assemble import choose_device
 from plimsoll.models.workload import LossFunction, Reason, model_loss
 from plimsoll.planning.baseline import StartedBaseline
+from plimsoll.planning.cached_baseline import Baseline, cached_baseline
 from plimsoll.planning.constraints import decided_of, setting_of, with_pins_of
 from plimsoll.planning.dry_run.processes import Asked
 from plimsoll.planning.dry_run.ranks import threads_of_rank
 from plimsoll.planning.dry_run.step import dry_run_samples
 from plimsoll.planning.inputs import JobInput, PlanningInput, StepInput, allowed
 from plimsoll.planning.job_checks import require_sound
-from plimsoll.planning.kept_baseline import Baseline, kept_baseline
 from plimsoll.planning.search.choices import Problem
 from plimsoll.planning.search.evaluation import Evaluation, Found, phase_peaks
 from plimsoll.planning.search.prefetch import Likely
@@ -150,7 +150,7 @@ def planner_of(  # noqa: PLR0917 -- called twice
     with ExitStack() as stack:
         stack.enter_context(threads_of_rank(job.ranks))
         if name == "cpu" and started is None:
-            started = stack.enter_context(kept_baseline(job, lambda: StartedBaseline(job)))  # it takes seconds
+            started = stack.enter_context(cached_baseline(job, lambda: StartedBaseline(job)))  # it takes seconds
         planning_input = JobInput(job, started, texts)
         stack.enter_context(planning_input.traced_apart())
         yield Planner(planning_input, name, budget, pins, forbids, calibration, progress or (lambda text: None))

@@ -28,7 +28,7 @@ from plimsoll.errors import InputError
 from plimsoll.inference.dry_run import Applied
 from plimsoll.memory.predict import Counted
 from plimsoll.planning.baseline import StartedBaseline
-from plimsoll.planning.kept_baseline import Baseline
+from plimsoll.planning.cached_baseline import Baseline
 from plimsoll.planning.search.placement import Evaluation, Guess, Placer, Reading, rejected_of
 from plimsoll.planning.search.time_model import step_duration
 from plimsoll.planning.targets import CUDA_HOST_BYTES, Target, device_here, find_target

@@ -25,12 +25,12 @@ from plimsoll.memory.predict import Counted
 from plimsoll.models.assemble import choose_device, require_vectors
 from plimsoll.models.build import build_model
 from plimsoll.planning.baseline import job_baseline, load_model_code
+from plimsoll.planning.cached_baseline import Baseline
+from plimsoll.planning.cached_traces import trace_of
 from plimsoll.planning.constraints import pinned_choices
 from plimsoll.planning.dry_run.processes import Asked, Tracers
 from plimsoll.planning.dry_run.ranks import threads_of_rank
 from plimsoll.planning.job_checks import require_sound
-from plimsoll.planning.kept_baseline import Baseline
-from plimsoll.planning.kept_traces import trace_of
 from plimsoll.planning.targets import Target, find_target, gpu_target
 from plimsoll.planning.teacher_loss import require_teacher
 from plimsoll.records.comparison import Calibration

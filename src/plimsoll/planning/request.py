@@ -148,7 +148,7 @@ def _plan_training(
 
     calibration = request.known()
     leave_out_unused(job)
-    from plimsoll.planning.kept_answers import KEPT_SENTENCE, plan_of
+    from plimsoll.planning.cached_answers import KEPT_SENTENCE, plan_of
 
     found, is_kept = plan_of(
         job,

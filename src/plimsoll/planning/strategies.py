@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from plimsoll.errors import InputError, PlimsollError
 from plimsoll.planning.baseline import StartedBaseline
-from plimsoll.planning.kept_baseline import Baseline, kept_baseline
+from plimsoll.planning.cached_baseline import Baseline, cached_baseline
 from plimsoll.planning.plan import device_of_job, plan_job
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.job import Job
@@ -79,7 +79,7 @@ def compare_strategies(
     with ExitStack() as stack:
         # A training process without a model is the same for all; how fast the device is, is kept in a file anyway.
         if kind == "cpu" and started is None:
-            started = stack.enter_context(kept_baseline(job, lambda: StartedBaseline(job)))
+            started = stack.enter_context(cached_baseline(job, lambda: StartedBaseline(job)))
         for wanted in _wanted(kind):
             try:
                 plan = plan_job(

@@ -6,7 +6,7 @@ refreshed, or a codebook be written, every so many passes. So whatever is reache
 which has copies of its own (`plimsoll.step.update.undo`). What places hold is the undo's
 (`plimsoll.step.undo.step_state`).
 
-Does NOT see what nothing reaches (`plimsoll.step.undo.reachable`): of that the undo sees what the first pass writes.
+Does NOT see what nothing reaches (`plimsoll.step.undo.find_state`): of that the undo sees what the first pass writes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.device.off_device import Copier, is_marked
 from plimsoll.records.units import format_bytes
 from plimsoll.step.retry import said_of_iterators
-from plimsoll.step.undo.reachable import SMALL_BYTES
-from plimsoll.step.undo.reached import Before
+from plimsoll.step.undo.find_state import SMALL_BYTES
 from plimsoll.step.undo.saved import SavedPlace, SavedTensor
+from plimsoll.step.undo.state_before_step import Before
 from plimsoll.step.undo.written import bytes_in, has_storage, key_of
 
 

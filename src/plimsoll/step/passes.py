@@ -12,12 +12,12 @@ from plimsoll.data.batch import move_batch
 from plimsoll.device.base import Backend
 from plimsoll.models.workload import Workload
 from plimsoll.step.checks import refuse_non_finite
+from plimsoll.step.cuda_graphs.capture import Scaler
+from plimsoll.step.cuda_graphs.replays import Replays
 from plimsoll.step.failpoints import failpoint
 from plimsoll.step.folding.passes import Folded
 from plimsoll.step.micro_batches import mean_loss
 from plimsoll.step.oom_boundary import Position
-from plimsoll.step.replay.capture import Scaler
-from plimsoll.step.replay.replays import Replays
 from plimsoll.step.result import at_least_fp32
 from plimsoll.step.retained.graphs import GraphWatch
 from plimsoll.step.retry import Retry

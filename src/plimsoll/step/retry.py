@@ -29,9 +29,9 @@ from plimsoll.device.base import Backend
 from plimsoll.distributed.ranks import Ranks
 from plimsoll.errors import InputError, OutOfMemoryError, PlimsollWarning, TornStepError
 from plimsoll.records.run import OomEvent
+from plimsoll.step.cuda_graphs.fingerprints import PassPrint, Print, print_of
 from plimsoll.step.missing_gradients import is_compiled
 from plimsoll.step.oom_boundary import Position, attempt, attempt_twice, without_fail
-from plimsoll.step.replay.fingerprints import PassPrint, Print, print_of
 from plimsoll.step.undo.saved import Stateful, is_same_state
 from plimsoll.step.undo.step_state import Undo
 

@@ -88,7 +88,7 @@ class TrainStep:
         recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts;
             ``never_cut`` keeps every batch whole.
         extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state passes change where Plimsoll does
-            not look (`plimsoll.step.undo.reachable`); it is put back with the step, and saved by `state_dict`.
+            not look (`plimsoll.step.undo.find_state`); it is put back with the step, and saved by `state_dict`.
         allow_hidden_state: retry after an out-of-memory error although state was found that is not put back.
         grow_after: clean steps after which the next larger micro-batch is tried; where the measured peaks leave enough
             memory for it, three.

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from plimsoll.device.cuda import segments
+from plimsoll.device.cuda import allocator_settings
 from plimsoll.errors import InputError
 from plimsoll.memory.allocator.options import rules_from_text
 from plimsoll.models.workload import Workload
@@ -55,7 +55,7 @@ class Allocator(Technique):
         """Segments that grow, where nothing is against it."""
         if setting.device != "cuda":
             return "it is for CUDA; on a CPU `heap` sets up the C library's heap"
-        return segments.clash() or (Choice(technique=self.name, options={segments.GROWING: True}),)
+        return allocator_settings.clash() or (Choice(technique=self.name, options={allocator_settings.GROWING: True}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """A CPU, settings that are none, that clash with each other, or that the user has in the environment."""
@@ -64,15 +64,15 @@ class Allocator(Technique):
         if not choice.options.keys() <= _BY_DEFAULT.keys() or not choice.options:
             given = ", ".join(choice.options) or "no setting"
             return f"it is given {given}: give one of {', '.join(_BY_DEFAULT)}"
-        if choice.options.get(segments.GROWING) and "max_split_size_mb" in choice.options:
+        if choice.options.get(allocator_settings.GROWING) and "max_split_size_mb" in choice.options:
             return "expandable_segments and max_split_size_mb leak together (pytorch#193400): leave one of them out"
         try:
             rules_from_text(_text(choice))
         except InputError as error:
             return str(error)
-        if choice.options.get(segments.GROWING):
-            return segments.clash()
-        own = segments.text_of(os.environ)
+        if choice.options.get(allocator_settings.GROWING):
+            return allocator_settings.clash()
+        own = allocator_settings.text_of(os.environ)
         return f"the environment sets {own} already" if own else None
 
     @contextmanager
@@ -80,12 +80,12 @@ class Allocator(Technique):
         """Set up the allocator of this process; the exit gives the settings their defaults. Without CUDA, nothing."""
         is_real = workload.device.type == "cuda"
         if is_real:
-            segments.set_up(_text(choice))
+            allocator_settings.set_up(_text(choice))
         try:
             yield
         finally:
             if is_real:
-                segments.set_up(",".join(f"{key}:{_BY_DEFAULT[key]}" for key in choice.options))
+                allocator_settings.set_up(",".join(f"{key}:{_BY_DEFAULT[key]}" for key in choice.options))
 
     def allocator_settings(self, choice: Choice) -> str:
         """All of its options."""

@@ -2,7 +2,7 @@
 
 A small micro-batch takes the time of its launches: thousands of kernels, each called by Python and autograd for some
 ten microseconds (https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). The step captures and replays
-(`plimsoll.step.replay.replays`). The graph has memory of its own: the activations of a micro-batch stay reserved
+(`plimsoll.step.cuda_graphs.replays`). The graph has memory of its own: the activations of a micro-batch stay reserved
 between passes, and gradients between steps.
 
 Numerics: bitwise. Does NOT cover CPUs, micro-batches of changing shapes (those of another shape run eagerly), several

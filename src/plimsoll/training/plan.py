@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plimsoll.data.quick_facts import texts_of
+from plimsoll.planning.cached_answers import plan_of
 from plimsoll.planning.calibration import known_calibration
-from plimsoll.planning.kept_answers import plan_of
 from plimsoll.planning.lean_imports import leave_out_unused
 from plimsoll.processes.children import begin_worker
 from plimsoll.records.job import Job

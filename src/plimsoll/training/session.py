@@ -21,7 +21,7 @@ from plimsoll.data.prepare import reach_of
 from plimsoll.data.samples.stream_slots import truncated_reach
 from plimsoll.data.tokens.tokenizer import export_tokenizer
 from plimsoll.device.base import Backend, backend_for
-from plimsoll.device.busy import OtherPrograms
+from plimsoll.device.busy_cores import OtherPrograms
 from plimsoll.device.cpu.cgroup import oom_kill_count
 from plimsoll.device.probe import versions
 from plimsoll.distributed.ranks import Ranks
@@ -31,8 +31,8 @@ from plimsoll.models.assemble import Assembled, assemble, choose_device, fingerp
 from plimsoll.models.build import build_model
 from plimsoll.planning.baseline import load_libraries
 from plimsoll.planning.calibration import learn
+from plimsoll.planning.measured_choice import try_before_training
 from plimsoll.planning.teacher_loss import loss_for, sketched_loss, teacher_of
-from plimsoll.planning.trial import try_before_training
 from plimsoll.processes.children import begin_worker, parent_that_watches
 from plimsoll.processes.timings import timed
 from plimsoll.records.job import Job
@@ -67,7 +67,8 @@ class Session:
         too_large_fallback: with ``fallback``, one that is known to kill and not to be taken again.
         restarts: how often the training process was killed before.
         quiet: show nothing on standard error.
-        trial: run the plan's candidates for a few passes first, where that is worth it (`plimsoll.planning.trial`).
+        trial: run the plan's candidates for a few passes first, where that is worth it
+            (`plimsoll.planning.measured_choice`).
         ranks: who trains it; by default this process alone.
     """
 

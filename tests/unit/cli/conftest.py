@@ -27,7 +27,7 @@ class Called(NamedTuple):
 @pytest.fixture(autouse=True)
 def _nothing_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command forks itself to read its baseline, which is this process here."""
-    for module in ("baseline", "kept_answers"):
+    for module in ("baseline", "cached_answers"):
         monkeypatch.setattr(f"plimsoll.planning.{module}.baseline_for", lambda *_: nullcontext())
 
 

@@ -2,16 +2,16 @@
 
 import pytest
 
-from plimsoll.planning import trial
+from plimsoll.planning import measured_choice
 
 
 @pytest.fixture
 def as_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces and answers are kept in files, which only commands do."""
-    monkeypatch.setattr("plimsoll.planning.kept_traces.is_a_command", lambda: True)
+    monkeypatch.setattr("plimsoll.planning.cached_traces.is_a_command", lambda: True)
 
 
 @pytest.fixture
 def all_candidates_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial runs every candidate, however busy the machine is."""
-    monkeypatch.setattr(trial, "_MOST_SECONDS", {"cpu": 1e4, "cuda": 1e4})
+    monkeypatch.setattr(measured_choice, "_MOST_SECONDS", {"cpu": 1e4, "cuda": 1e4})

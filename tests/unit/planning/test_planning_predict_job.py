@@ -7,8 +7,8 @@ import pytest
 from plimsoll.data.quick_facts import TextSketch
 from plimsoll.device.cuda.gpus import all_gpus, find_gpu
 from plimsoll.errors import DeviceError, InputError, JobError
+from plimsoll.planning.cached_traces import trace_of
 from plimsoll.planning.dry_run.processes import Tracers
-from plimsoll.planning.kept_traces import trace_of
 from plimsoll.planning.predict_job import batch_lengths, predict_job
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.comparison import Target as LearnedTarget

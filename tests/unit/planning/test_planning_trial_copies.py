@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from plans_to_try import configuration, plan_of
-from plimsoll.planning import trial
-from plimsoll.planning.trial import try_plan
+from plimsoll.planning import measured_choice
+from plimsoll.planning.measured_choice import try_plan
 from plimsoll.step.train_step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("all_candidates_run")
@@ -117,7 +117,7 @@ def test_what_could_not_be_put_back_is_not_tried(kind, num_samples):
 
 
 def test_more_than_can_be_copied_in_a_moment_is_not_tried(monkeypatch):
-    monkeypatch.setattr(trial, "_MOST_COPIED_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(measured_choice, "_MOST_COPIED_BYTES", {"cpu": 1 << 20})
     step = step_of("attribute", 8, (configuration(8),))
     plan = try_plan(step, plan_of(configuration(8), configuration(4)), BATCH)
     assert "MiB of tensors and put them back would take longer" in plan.trial.left_out

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.device.cuda import segments
+from plimsoll.device.cuda import allocator_settings
 from plimsoll.memory.allocator.caching import CachingAllocator, replay
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.records.allocator import MIB
@@ -25,7 +25,7 @@ GROWS = choice(expandable_segments=True)
 
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_user(monkeypatch):
-    for name in (*segments.VARIABLES, "PYTORCH_NO_CUDA_MEMORY_CACHING"):
+    for name in (*allocator_settings.VARIABLES, "PYTORCH_NO_CUDA_MEMORY_CACHING"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_is_refused(asked, setting, reason):
 
 
 def test_what_is_simulated_with_them_reserves_less():
-    """Of 20 MiB two blocks of 7 fill 14: twelve take six segments, or 84 MiB of pages of 20."""
+    """Of 20 MiB two blocks of 7 fill 14: twelve take six allocator_settings, or 84 MiB of pages of 20."""
     deltas = [(number, 7 * MIB) for number in range(12)]
     plain, grown = (replay(deltas, CachingAllocator(allocator_rules(one))) for one in ((), (GROWS,)))
     assert (plain.peak_reserved_bytes, grown.peak_reserved_bytes) == (120 * MIB, 100 * MIB)
@@ -78,7 +78,7 @@ def test_what_is_simulated_with_them_reserves_less():
 
 def test_it_is_set_and_unset_where_the_training_is_on_cuda_only(monkeypatch):
     given = []
-    monkeypatch.setattr(segments, "set_up", given.append)
+    monkeypatch.setattr(allocator_settings, "set_up", given.append)
     with installed(workload(), [GROWS]):
         assert given == []
     with installed(workload("cuda"), [choice(expandable_segments=True, roundup_power2_divisions=8)]):

@@ -71,7 +71,7 @@ def test_a_training_process_loads_no_planner_and_no_solver():
     """What it loads is taken of the budget: scipy's solver alone takes 20 MiB."""
     program = "import sys, plimsoll.training.session; print(*sys.modules)"
     loaded = set(run_program(program).stdout.split())
-    assert "plimsoll.planning.trial" in loaded
+    assert "plimsoll.planning.measured_choice" in loaded
     assert not loaded & {
         "scipy",
         "sympy",

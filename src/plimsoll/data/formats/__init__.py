@@ -5,8 +5,9 @@ text begins in any byte range of a file, so that ranges are scanned in parallel,
 text. Texts that cannot (parquet, Arrow, compressed files, data sets of Hugging Face) are converted once into a store of
 the format `packed`, see `plimsoll.data.text.convert`.
 
-To add a format, add a module here, name it in `plimsoll.data.text.scan`, and give its suffix to
-`plimsoll.data.text.convert.format_of`. The contract tests run over every module of this folder.
+To add a format that is only indexed, add a module here, name it in `plimsoll.data.text.scan`, and give its suffix to
+`plimsoll.data.text.convert.format_of`. The contract tests run over every module of this folder. To add one that is
+converted, add a function to `plimsoll.data.text.tables.OPENERS` and its suffix to `plimsoll.data.text.convert`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The ways to make samples of texts, what of a batch is padding with each, and which of them is that of a job.
 
 Texts are known by their lengths alone. Samples and batches are counted by the functions that cut, pack and batch those
-of a training (`plimsoll.data.samples.spans`, `plimsoll.data.samples.packing`, `plimsoll.data.batches.batching`),
+of a training (`plimsoll.data.samples.text_windows`, `plimsoll.data.samples.packing`, `plimsoll.data.batches.batching`),
 so that the row of the job says what `plimsoll train` will say. All texts are counted, those that are held out for
 validation too. NOT covered: what augmentation does to lengths.
 """
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from plimsoll.data.batches.batching import Batches, Buckets, Cursor, batches_of
 from plimsoll.data.batches.order import BlockShuffle
 from plimsoll.data.samples import ragged
-from plimsoll.data.samples.spans import checked_stride, num_windows, windows_of
 from plimsoll.data.samples.stream_slots import StreamSlots
+from plimsoll.data.samples.text_windows import checked_stride, num_windows, windows_of
 from plimsoll.data.tokens.template import Template
 from plimsoll.records.corpus import Filling
 from plimsoll.records.job import Job

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from plimsoll.data.samples import ragged
 from plimsoll.data.samples.masks import block_diagonal_mask
-from plimsoll.data.samples.spans import Spans
+from plimsoll.data.samples.text_windows import Spans
 from plimsoll.data.samples.windows import IGNORED_LABEL, Samples
 from plimsoll.errors import DataError
 from plimsoll.files.checksums import require_whole

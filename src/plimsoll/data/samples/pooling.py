@@ -28,8 +28,8 @@ class WindowPool:
     Args:
         pooling: ``"mean"`` of the logits; ``"probability"``: mean of the probabilities; ``"max"`` of the logits;
             ``"vote"``: the share of windows whose largest logit is the class, ties by the mean of the probabilities.
-        num_of_parents: how many windows each of some texts has, as `plimsoll.data.samples.spans.Spans.num_of_parents`
-            says.
+        num_of_parents: how many windows each of some texts has, see
+            `plimsoll.data.samples.text_windows.Spans.num_of_parents`.
     """
 
     def __init__(self, pooling: Pooling, num_of_parents: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from plimsoll.data.batches.augment import TokenAugmentation
 from plimsoll.data.samples import ragged
-from plimsoll.data.samples.spans import Spans, select_spans
 from plimsoll.data.samples.tags import INSIDE_WORD
+from plimsoll.data.samples.text_windows import Spans, select_spans
 from plimsoll.data.samples.windows import IGNORED_LABEL, Samples
 from plimsoll.data.text.held_out import sides
 from plimsoll.data.tokens.store import TokenStore

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from plimsoll.data.batches.order import BlockShuffle, Order, Unshuffled
-from plimsoll.data.samples.spans import checked_stride, num_windows, refuse_no_window
+from plimsoll.data.samples.text_windows import checked_stride, num_windows, refuse_no_window
 from plimsoll.data.text.held_out import num_held_out
 from plimsoll.data.tokens.store import Tokens
 from plimsoll.files.checksums import require_runs

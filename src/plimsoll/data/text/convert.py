@@ -45,7 +45,7 @@ _SUFFIXES = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-_TABLES = ("parquet", "arrow")
+_TABLES = ("parquet", "arrow")  # as `plimsoll.data.text.tables.OPENERS`, which takes pyarrow to import
 _LINES_FILE = "data.jsonl"
 
 
@@ -322,9 +322,9 @@ def _unpacking(called: str) -> Iterator[None]:
 @contextmanager
 def _table(path: str, name: str, form: str, told: Told) -> Iterator[Table]:
     """Open a table, which may be a copy: it stays while it is read."""
-    from plimsoll.data.text.tables import open_arrow, open_parquet
+    from plimsoll.data.text.tables import OPENERS
 
-    with held(path, told), (open_parquet if form == "parquet" else open_arrow)(path, name) as table:
+    with held(path, told), OPENERS[form](path, name) as table:
         yield table
 
 

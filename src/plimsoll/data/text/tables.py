@@ -83,6 +83,9 @@ def open_arrow(path: str, name: str) -> Iterator[Table]:
         yield Table(name, reader.schema, num_bytes, batches, {})
 
 
+OPENERS = {"parquet": open_parquet, "arrow": open_arrow}  # by format
+
+
 @contextmanager
 def _said(name: str) -> Iterator[None]:
     """Say what Arrow finds in our words."""

@@ -149,7 +149,7 @@ class TextDataset(Samples):
         is_text = self._labels is None and not template.suffix  # else the end is not learnt, or the template has one
         if is_text or not (
             tokens or template.num_tokens
-        ):  # as `plimsoll.data.samples.spans` has it: no sample is empty
+        ):  # as `plimsoll.data.samples.text_windows` has it: no sample is empty
             tokens.append(tokenizer.end_id)
         num_tokens, room = len(tokens) + template.num_tokens, template.room(self.sequence_length)
         if num_tokens > self.sequence_length:

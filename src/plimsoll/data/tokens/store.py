@@ -5,9 +5,9 @@ cores, so the memory needed does not depend on the corpus; long texts are cut in
 see `Corpus.pieces`. Every 16 MiB of text what is done so far is synced and noted in a journal: after Ctrl-C, a kill or
 a full disk the next call goes on from there, to the same bytes. Tokens are stored in the smallest unsigned type that
 holds the vocabulary. What a tokenizer puts around a text (``[CLS]``, ``<s>``) is stored only where texts are laid end
-to end (``is_stream``), once a text; else each window gets it as it is read (`plimsoll.data.samples.spans`). Of words
-with tags each token has a label beside it, made in the same pass (`plimsoll.data.samples.tags`). Where windows are to
-end at borders, each token has a mark of what begins with it (`plimsoll.data.samples.borders`).
+to end (``is_stream``), once a text; else each window gets it as it is read (`plimsoll.data.samples.text_windows`). Of
+words with tags each token has a label beside it, made in the same pass (`plimsoll.data.samples.tags`). Where windows
+are to end at borders, each token has a mark of what begins with it (`plimsoll.data.samples.borders`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any, final
 from plimsoll.device import oom_errors
 from plimsoll.device.cpu import heap
 from plimsoll.device.cpu.random import copy_host_state, restore_host_state
-from plimsoll.device.cuda import nvml, segments
+from plimsoll.device.cuda import allocator_settings, nvml
 from plimsoll.errors import BudgetError, DeviceError
 from plimsoll.records.device import Device, Limit, MemoryUse
 from plimsoll.records.units import format_bytes
@@ -146,8 +146,8 @@ class CudaBackend:
         gc.collect()
         torch.cuda.empty_cache()
         heap.trim()  # memory of the host may be what ran out
-        if last_resort and segments.clash() is None:
-            segments.set_up(f"{segments.GROWING}:True")
+        if last_resort and allocator_settings.clash() is None:
+            allocator_settings.set_up(f"{allocator_settings.GROWING}:True")
 
     def oom_family(self, error: BaseException) -> str | None:
         """Name the kind of out-of-memory error this is (see `oom_errors`), or return ``None``.

@@ -1,4 +1,4 @@
-"""The text of ``PYTORCH_CUDA_ALLOC_CONF`` (`plimsoll.device.cuda.segments.text_of`) as the rules of an allocator.
+"""Read ``PYTORCH_CUDA_ALLOC_CONF`` (`plimsoll.device.cuda.allocator_settings.text_of`) as the rules of an allocator.
 
 After ``AcceleratorAllocatorConfig::parseArgs`` and ``CUDAAllocatorConfig::getKeys`` of torch 2.13: the same keys and
 the same bounds on their values. NOT covered: ``backend:cudaMallocAsync``, which is another allocator.

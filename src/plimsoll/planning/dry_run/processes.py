@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from plimsoll.data.quick_facts import TextSketch
 from plimsoll.memory.lowering.base import Lowering
-from plimsoll.planning.kept_traces import trace_of
+from plimsoll.planning.cached_traces import trace_of
 from plimsoll.planning.lean_imports import is_a_command
 from plimsoll.processes.children import end_with, uninterrupted
 from plimsoll.processes.fork_server import can_fork
@@ -45,7 +45,7 @@ _Key = tuple[str, Choices, bool]
 
 
 class Asked(NamedTuple):
-    """What is traced: arguments of `plimsoll.planning.kept_traces.trace_of`."""
+    """What is traced: arguments of `plimsoll.planning.cached_traces.trace_of`."""
 
     lowering: Lowering
     choices: Choices

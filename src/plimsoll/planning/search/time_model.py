@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from plimsoll.device.launches import VIEW_SHARE
+from plimsoll.device.launch_overhead import VIEW_SHARE
 from plimsoll.memory.annotations import captured_rows
 from plimsoll.memory.compare import with_run
 from plimsoll.memory.predict import Counted

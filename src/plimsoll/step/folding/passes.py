@@ -30,7 +30,7 @@ from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.repeated import Stretch, name_gradients, place_of
 from plimsoll.models.workload import Workload, model_loss
 from plimsoll.step.folding.blocks import FoldedBlocks
-from plimsoll.step.undo.reachable import is_same
+from plimsoll.step.undo.find_state import is_same
 from plimsoll.techniques import Choices, technique_of
 
 _KNOWN_CODE = {"torch", "transformers", "plimsoll", "peft"}

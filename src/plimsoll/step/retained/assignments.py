@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from plimsoll.step.undo.reachable import FOLDERS_OF_LIBRARIES
+from plimsoll.step.undo.find_state import FOLDERS_OF_LIBRARIES
 
 _ADDS = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)

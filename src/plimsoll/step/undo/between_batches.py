@@ -5,7 +5,7 @@ loop that fetched them does not run again, but what it set between two batches (
 random numbers drawn for the next batch) is a part of what the next batch was computed from. So a `Moment` is taken
 after the passes of a batch, `Between` compares with it when the loop comes back, and does the same again later.
 
-Values are set to what they were, whoever computed them. Does NOT see what `plimsoll.step.undo.reachable` does not
+Values are set to what they were, whoever computed them. Does NOT see what `plimsoll.step.undo.find_state` does not
 reach.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from plimsoll.device.base import Backend
+from plimsoll.step.undo.find_state import SMALL_BYTES, Place, is_same, name_of_item
 from plimsoll.step.undo.hooks import SavedHooks
-from plimsoll.step.undo.reachable import SMALL_BYTES, Place, is_same, name_of_item
-from plimsoll.step.undo.reached import Before
 from plimsoll.step.undo.saved import SavedArray, SavedGenerator, SavedPlace, SavedTensor, is_same_state
+from plimsoll.step.undo.state_before_step import Before
 
 
 class Moment:

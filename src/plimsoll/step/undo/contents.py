@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
-from plimsoll.step.undo.reachable import Place, Reached, is_of_pass, is_same
+from plimsoll.step.undo.find_state import Place, Reached, is_of_pass, is_same
 
 
 class Places:

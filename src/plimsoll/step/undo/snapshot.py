@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from plimsoll.step.undo.reachable import Place, is_same
+from plimsoll.step.undo.find_state import Place, is_same
 from plimsoll.step.undo.saved import SavedArray, SavedGenerator, SavedIterator
 from plimsoll.step.undo.user_state import Kept, Known
 from plimsoll.step.undo.written import Writes, bytes_in

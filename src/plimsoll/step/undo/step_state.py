@@ -3,7 +3,7 @@
 What is written is observed, not guessed: in the first step, and again when modules switch between training and
 evaluation or a batch has other fields (`plimsoll.step.undo.written`). From then on the same tensors are copied before
 each step. What Python keeps is copied one level deep wherever training code can keep something
-(`plimsoll.step.undo.reachable`).
+(`plimsoll.step.undo.find_state`).
 
 A tensor that is first written in a later step is noticed by its version counter: if the step went through it is copied
 from then on; if the step is undone it cannot be put back, and is named in ``lost``. Does NOT see a first write in a
@@ -34,10 +34,10 @@ from plimsoll.step.oom_boundary import fitting
 from plimsoll.step.sampled_steps import SampledSteps
 from plimsoll.step.undo.between_batches import Between, Moment
 from plimsoll.step.undo.contents import Places, contents_of
+from plimsoll.step.undo.find_state import SMALL_BYTES, Place, Reached, may_hold_state, name_of_item, reached_from
 from plimsoll.step.undo.hooks import SavedHooks, containers_of
-from plimsoll.step.undo.reachable import SMALL_BYTES, Place, Reached, may_hold_state, name_of_item, reached_from
-from plimsoll.step.undo.reached import Before, Watched
 from plimsoll.step.undo.saved import SavedArray, SavedGenerator, SavedIterator, SavedPlace, SavedTensor, Stateful
+from plimsoll.step.undo.state_before_step import Before, Watched
 from plimsoll.step.undo.written import Writes, bytes_in, has_storage, key_of
 
 _MOST_ARRAY_BYTES = 64 << 20

@@ -1,4 +1,4 @@
-"""What code outside of this package keeps (`plimsoll.step.undo.reachable`), from one of its works to the next.
+"""What code outside of this package keeps (`plimsoll.step.undo.find_state`), from one of its works to the next.
 
 A work is an update, or what follows one. What its owner keeps is looked for once, and again where something new has
 come into a place. In the first works, in ever fewer later ones (`plimsoll.step.sampled_steps`) and where a work is
@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 
 from plimsoll.step.sampled_steps import SampledSteps
-from plimsoll.step.undo.reachable import (
+from plimsoll.step.undo.find_state import (
     SMALL_BYTES,
     Place,
     Reached,

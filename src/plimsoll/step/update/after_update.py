@@ -1,7 +1,7 @@
 """What follows an update, each part once: the gradient scaler, the learning-rate schedule, and what tidies up.
 
 The update has happened by then, so an error in one of these must not make anybody do the step again. Where memory runs
-out in a part, what is reached from it (`plimsoll.step.undo.reachable`) is put back as it was before, and the part is
+out in a part, what is reached from it (`plimsoll.step.undo.find_state`) is put back as it was before, and the part is
 done again; the other parts are done whatever becomes of it. If it fails again, `AfterUpdateError` says that the update
 is done. Other errors pass when all parts have been tried.
 

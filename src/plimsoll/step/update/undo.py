@@ -1,7 +1,7 @@
 """What an update changes, copied just before it, so that it can be undone bit for bit.
 
 `ChunkCopy` is of some parameters of an optimizer that treats each alone (`plimsoll.models.optimizers.is_separable`),
-and `WholeCopy` of any other optimizer, with all that is reached from it (`plimsoll.step.undo.reachable`).
+and `WholeCopy` of any other optimizer, with all that is reached from it (`plimsoll.step.undo.find_state`).
 
 Does NOT see what a hook or a gradient's owner writes for the first time in an update that is not observed and fails;
 `WholeCopy` names it, where tensors count their versions.
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from plimsoll.device.base import Backend
 from plimsoll.device.off_device import Copier, Lender
 from plimsoll.models.optimizers import settings_of
-from plimsoll.step.undo.reachable import SMALL_BYTES
+from plimsoll.step.undo.find_state import SMALL_BYTES
 from plimsoll.step.undo.saved import SavedPlace, SavedTensor
 from plimsoll.step.undo.snapshot import Change, Snapshot
 from plimsoll.step.undo.user_state import Kept

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from plimsoll.device.cpu import data_limit, heap
-from plimsoll.device.cuda import segments
+from plimsoll.device.cuda import allocator_settings
 from plimsoll.memory.allocator.options import rules_from_text
 from plimsoll.records.allocator import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, AllocatorRules, HeapRules
 from plimsoll.records.plan import Choice
@@ -23,7 +23,7 @@ def set_up_as_with(choices: Choices, device: str) -> None:
     """
     if device != "cpu":
         for settings in _allocator_settings(choices):
-            segments.set_up(settings)
+            allocator_settings.set_up(settings)
     elif is_built_apart(choices) and data_limit.budget_in_force_bytes() is not None:
         data_limit.set_up_heap(heap.TIGHT_BYTES)
     elif (rules := heap_rules(choices)) is not None:
@@ -77,7 +77,9 @@ def allocator_rules(choices: Iterable[Choice]) -> AllocatorRules:
     Raises:
         InputError: if the environment says what torch does not know.
     """
-    return rules_from_text(",".join(filter(None, [segments.text_of(os.environ), *_allocator_settings(choices)])))
+    return rules_from_text(
+        ",".join(filter(None, [allocator_settings.text_of(os.environ), *_allocator_settings(choices)]))
+    )
 
 
 def _allocator_settings(choices: Iterable[Choice]) -> list[str]:

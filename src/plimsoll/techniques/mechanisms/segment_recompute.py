@@ -22,10 +22,10 @@ from torch import Tensor
 
 from plimsoll.errors import InputError
 from plimsoll.models.recurrent.segments import Passed, State
-from plimsoll.techniques.mechanisms.off_device import next_operation, refuse_what_is_outside
+from plimsoll.techniques.mechanisms.outside_tensors import next_operation, refuse_what_is_outside
 from plimsoll.techniques.mechanisms.purity import run_purely
+from plimsoll.techniques.mechanisms.recompute_schedule import backward_states, kept_on_the_way
 from plimsoll.techniques.mechanisms.rng_replay import Autocast, RandomNumbers
-from plimsoll.techniques.mechanisms.schedule import backward_states, kept_on_the_way
 
 RunNumbered = Callable[[int, State, tuple[Tensor, ...]], Passed]
 """``run(segment, state, slices)``."""

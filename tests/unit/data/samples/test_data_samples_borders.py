@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from made_tokenizers import byte_level, sentence_piece, word_piece
 from plimsoll.data.samples import borders as module
 from plimsoll.data.samples.borders import MARKS, begins_in, marked_pieces
-from plimsoll.data.samples.spans import cut_texts
+from plimsoll.data.samples.text_windows import cut_texts
 from plimsoll.data.tokens.store import TextEncoder
 from plimsoll.errors import DataError
 from token_stores import store_of

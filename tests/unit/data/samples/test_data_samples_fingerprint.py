@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from plimsoll.data.formats import Reading
 from plimsoll.data.samples.fingerprint import mark_of
-from plimsoll.data.samples.spans import cut_texts
+from plimsoll.data.samples.text_windows import cut_texts
 from plimsoll.data.samples.texts import DocumentDataset
 from plimsoll.data.samples.windows import Subset, WindowDataset, split
 from plimsoll.data.text.index import open_corpus

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from plimsoll.data.samples import packing as module
 from plimsoll.data.samples.packing import PackedDataset, best_fit, open_packs, pack
-from plimsoll.data.samples.spans import cut_texts
+from plimsoll.data.samples.text_windows import cut_texts
 from plimsoll.data.samples.texts import DocumentDataset
 from plimsoll.data.samples.windows import IGNORED_LABEL
 from plimsoll.errors import DataError

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plimsoll.data.batches.loader import iterate_once
-from plimsoll.data.samples.spans import cut_texts
 from plimsoll.data.samples.tags import INSIDE_WORD, NO_LABEL, WordEncoder, are_of_entities, entity_note, tags_of
+from plimsoll.data.samples.text_windows import cut_texts
 from plimsoll.data.samples.texts import DocumentDataset, TokenLabels
 from plimsoll.data.samples.windows import IGNORED_LABEL
 from plimsoll.data.tokens.store import tokenize

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plimsoll.data.batches.augment import TokenAugmentation
-from plimsoll.data.samples.spans import cut_texts
+from plimsoll.data.samples.text_windows import cut_texts
 from plimsoll.data.samples.texts import DocumentDataset, split_by_text
 from plimsoll.data.samples.windows import IGNORED_LABEL, split
 from plimsoll.data.tokens.store import TokenStore

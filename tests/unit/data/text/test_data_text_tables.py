@@ -10,7 +10,7 @@ import pytest
 
 from corpora import check_all_ways, opened, written
 from plimsoll.data.formats import Reading
-from plimsoll.data.text import tables
+from plimsoll.data.text import convert, tables
 from plimsoll.data.text.corpus import Corpus
 from plimsoll.data.text.index import open_corpus
 from plimsoll.errors import DataError
@@ -177,3 +177,7 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(DataError, match=r"datasets is not installed: run pip install 'torch-plimsoll\[datasets\]'"):
         open_corpus(("hf:imdb",), Reading(), tmp_path / "cache")
+
+
+def test_every_format_that_is_converted_as_a_table_has_its_opener():
+    assert tuple(tables.OPENERS) == convert._TABLES

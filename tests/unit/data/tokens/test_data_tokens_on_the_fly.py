@@ -11,7 +11,7 @@ from plimsoll.data.batches.augment import TokenAugmentation
 from plimsoll.data.batches.augment_text import TextAugmentation
 from plimsoll.data.batches.loader import Loader
 from plimsoll.data.formats import Reading
-from plimsoll.data.samples.spans import cut_texts
+from plimsoll.data.samples.text_windows import cut_texts
 from plimsoll.data.samples.texts import DocumentDataset
 from plimsoll.data.text.corpus import Corpus
 from plimsoll.data.text.index import open_corpus

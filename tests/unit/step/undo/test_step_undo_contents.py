@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 import pytest
 
 from plimsoll.step.undo.contents import Places
-from plimsoll.step.undo.reachable import Attributes, Items, Numbers, is_same
+from plimsoll.step.undo.find_state import Attributes, Items, Numbers, is_same
 
 
 class Thing:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from plimsoll.device.cpu import heap
-from plimsoll.device.cuda import segments
+from plimsoll.device.cuda import allocator_settings
 from plimsoll.records.allocator import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, MIB, AllocatorRules
 from plimsoll.records.plan import Choice
 from plimsoll.techniques.mechanisms.allocators import allocator_rules, rules_in_force, set_up_as_with
@@ -56,7 +56,7 @@ def test_built_so_it_leaves_no_holes_and_the_steps_have_the_heap_as_before():
 
 
 def test_the_rules_are_those_of_the_environment_and_the_choice(monkeypatch):
-    for name in segments.VARIABLES:
+    for name in allocator_settings.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert allocator_rules(()) == AllocatorRules()
     assert allocator_rules((GROWS,)) == AllocatorRules(expandable_segments=True)
@@ -67,6 +67,6 @@ def test_the_rules_are_those_of_the_environment_and_the_choice(monkeypatch):
 
 def test_the_allocator_is_set_up_before_a_model_is_on_the_device(monkeypatch):
     given = []
-    monkeypatch.setattr(segments, "set_up", given.append)
+    monkeypatch.setattr(allocator_settings, "set_up", given.append)
     set_up_as_with((Choice(technique="cache", options={"line_bytes": 0}), GROWS), "cuda:0")
     assert given == ["expandable_segments:True"]

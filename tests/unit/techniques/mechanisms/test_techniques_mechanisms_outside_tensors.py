@@ -7,7 +7,7 @@ from torch.autograd import Function
 
 from plimsoll.errors import InputError
 from plimsoll.memory.autograd_graph import MOST_NODES
-from plimsoll.techniques.mechanisms.off_device import next_operation, refuse_what_is_outside
+from plimsoll.techniques.mechanisms.outside_tensors import next_operation, refuse_what_is_outside
 
 
 class Doubled(Function):

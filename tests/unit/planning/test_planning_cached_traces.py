@@ -8,8 +8,8 @@ import torch
 
 from plimsoll.data.quick_facts import TextSketch
 from plimsoll.memory.lowering.cuda import CudaLowering
+from plimsoll.planning.cached_traces import trace_of
 from plimsoll.planning.dry_run import step
-from plimsoll.planning.kept_traces import trace_of
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plimsoll.data.samples import spans as module
-from plimsoll.data.samples.spans import Spans, cut_texts, open_spans, select_spans
+from plimsoll.data.samples import text_windows as module
+from plimsoll.data.samples.text_windows import Spans, cut_texts, open_spans, select_spans
 from plimsoll.data.tokens.store import TokenStore
 from plimsoll.errors import DataError
 from plimsoll.files.store import stored
@@ -152,7 +152,7 @@ CUT_WITHIN_A_LIMIT = """
 import resource, sys
 from pathlib import Path
 from plimsoll.data.samples.packing import pack
-from plimsoll.data.samples.spans import cut_texts
+from plimsoll.data.samples.text_windows import cut_texts
 from plimsoll.data.tokens.store import open_tokens
 
 store = open_tokens(Path(sys.argv[1]))

@@ -9,10 +9,10 @@ from torch import nn
 from op_tapes import OpTape
 from plans_to_try import configuration, plan_of
 from plimsoll.errors import InputError, PlimsollWarning, TornStepError
-from plimsoll.planning.trial import try_plan
+from plimsoll.planning.measured_choice import try_plan
 from plimsoll.records.plan import Choice
+from plimsoll.step.cuda_graphs import capture
 from plimsoll.step.failpoints import armed
-from plimsoll.step.replay import capture
 from plimsoll.step.train_step import TrainStep
 from plimsoll.techniques import cuda_graph
 from steps_to_try import BATCH, Paced, paced

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from plimsoll.techniques.mechanisms.schedule import backward_states, first_kept, kept_on_the_way
+from plimsoll.techniques.mechanisms.recompute_schedule import backward_states, first_kept, kept_on_the_way
 
 
 @cache

@@ -14,9 +14,9 @@ import torch
 from plan_records import fitting_plan
 from plimsoll.data.quick_facts import TextSketch
 from plimsoll.device.surroundings import _sources_of_others
-from plimsoll.planning import kept_traces as module
+from plimsoll.planning import cached_traces as module
 from plimsoll.planning import plan, predict_job
-from plimsoll.planning.kept_answers import plan_of, prediction_of
+from plimsoll.planning.cached_answers import plan_of, prediction_of
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.job import Job
 from plimsoll.records.plan import parse_pin
@@ -46,8 +46,8 @@ def made(monkeypatch):
 
     monkeypatch.setattr(predict_job, "predict_job", standing_in(fitting()))
     monkeypatch.setattr(plan, "plan_job", standing_in(fitting_plan()))
-    monkeypatch.setattr("plimsoll.planning.kept_answers.baseline_for", lambda *_: nullcontext())
-    monkeypatch.setattr("plimsoll.planning.kept_answers.load_model_code", lambda job: None)
+    monkeypatch.setattr("plimsoll.planning.cached_answers.baseline_for", lambda *_: nullcontext())
+    monkeypatch.setattr("plimsoll.planning.cached_answers.load_model_code", lambda job: None)
     return asked
 
 
@@ -71,7 +71,7 @@ def test_a_kept_prediction_is_found_without_torch():
         import sys
         from plimsoll.cli.main import main
         from plimsoll.records.job import Job
-        from plimsoll.planning.kept_answers import prediction_of
+        from plimsoll.planning.cached_answers import prediction_of
         found, is_kept = prediction_of(Job.from_json({job().to_json()!r}), device="rtx3060")
         assert is_kept and not {{"torch", "transformers"}} & set(sys.modules), is_kept
         print(found.to_json())

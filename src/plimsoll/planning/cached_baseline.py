@@ -1,6 +1,6 @@
 """What a training process takes before it has a model, from an earlier command where that read it of such a process.
 
-    with kept_baseline(job, lambda: StartedBaseline(job)) as baseline:
+    with cached_baseline(job, lambda: StartedBaseline(job)) as baseline:
         baseline.wait()
 
 It depends on the surroundings and on what of the job decides what is imported; not on its data, sizes or budget.
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from plimsoll.data.quick_facts import TextSketch
 from plimsoll.files import cached_answers
-from plimsoll.planning.kept_traces import NOT_OF_A_TRACE, facts_of
+from plimsoll.planning.cached_traces import NOT_OF_A_TRACE, facts_of
 from plimsoll.records.job import DataSource, Job
 from plimsoll.records.prediction import Estimate
 
@@ -39,7 +39,7 @@ class Baseline(Protocol):
 
 
 @contextmanager
-def kept_baseline(job: Job, start: Callable[[], AbstractContextManager[Baseline]]) -> Iterator[Baseline]:
+def cached_baseline(job: Job, start: Callable[[], AbstractContextManager[Baseline]]) -> Iterator[Baseline]:
     """Yield what is known, or what is started for it, which is then kept."""
     # Of the data: what reads texts in training, and code of the user's, are imported.
     imported = {"on_the_fly": job.data.on_the_fly, "augment": job.data.augment}

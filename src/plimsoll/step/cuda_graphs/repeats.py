@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plimsoll.step.replay.fingerprints import Print, print_of
+from plimsoll.step.cuda_graphs.fingerprints import Print, print_of
 from plimsoll.step.undo.saved import is_same_state
 
 _MOST_ELEMENTS = 4096

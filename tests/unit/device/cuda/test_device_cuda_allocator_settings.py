@@ -2,7 +2,7 @@
 
 import pytest
 
-from plimsoll.device.cuda import segments
+from plimsoll.device.cuda import allocator_settings
 
 
 @pytest.mark.parametrize(
@@ -19,21 +19,21 @@ from plimsoll.device.cuda import segments
     ],
 )
 def test_what_clashes_is_said(environment, platform, reason):
-    found = segments.clash(environment, platform)
+    found = allocator_settings.clash(environment, platform)
     assert found == reason or reason in found
 
 
 def test_the_first_variable_counts_alone():
     both = {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:8", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
-    assert segments.text_of(both) == "roundup_power2_divisions:8"
-    assert segments.clash(both, "linux") is None
+    assert allocator_settings.text_of(both) == "roundup_power2_divisions:8"
+    assert allocator_settings.clash(both, "linux") is None
 
 
 def test_torch_takes_the_settings_and_says_what_is_wrong_with_others():
-    segments.set_up("expandable_segments:True")
-    segments.set_up("expandable_segments:False")
+    allocator_settings.set_up("expandable_segments:True")
+    allocator_settings.set_up("expandable_segments:False")
     with pytest.raises(ValueError, match="power of 2"):
-        segments.set_up("roundup_power2_divisions:3")
+        allocator_settings.set_up("roundup_power2_divisions:3")
 
 
 @pytest.mark.gpu
@@ -42,7 +42,7 @@ def test_segments_that_grow_fill_the_holes_between_blocks():
 
     def reserved_bytes(grows):
         torch.cuda.empty_cache()
-        segments.set_up(f"expandable_segments:{grows}")
+        allocator_settings.set_up(f"expandable_segments:{grows}")
         blocks = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(32)]
         del blocks[::2]
         torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
@@ -52,4 +52,4 @@ def test_segments_that_grow_fill_the_holes_between_blocks():
         return reserved
 
     assert reserved_bytes(True) < reserved_bytes(False)
-    segments.set_up("expandable_segments:False")
+    allocator_settings.set_up("expandable_segments:False")

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 
 from plimsoll.files import cached_answers
-from plimsoll.planning.kept_baseline import kept_baseline
+from plimsoll.planning.cached_baseline import cached_baseline
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 from prediction_records import estimate
@@ -24,7 +24,7 @@ def job(**changes):
 
 def is_started(of):
     started = []
-    with kept_baseline(of, lambda: started.append(1) or nullcontext(Started())) as baseline:
+    with cached_baseline(of, lambda: started.append(1) or nullcontext(Started())) as baseline:
         assert [baseline.wait() for _ in range(2)] == [Started().wait()] * 2
     return bool(started)
 

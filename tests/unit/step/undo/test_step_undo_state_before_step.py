@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from plimsoll.step.undo.contents import Places
-from plimsoll.step.undo.reachable import reached_from
-from plimsoll.step.undo.reached import Before, Watched
+from plimsoll.step.undo.find_state import reached_from
+from plimsoll.step.undo.state_before_step import Before, Watched
 
 
 class Kept(nn.Module):

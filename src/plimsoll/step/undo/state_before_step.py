@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from plimsoll.step.undo.contents import Contents, Places
+from plimsoll.step.undo.find_state import Place, Reached
 from plimsoll.step.undo.hooks import SavedHooks
-from plimsoll.step.undo.reachable import Place, Reached
 from plimsoll.step.undo.saved import SavedArray, SavedGenerator, SavedIterator, SavedPlace, SavedTensor
 
 

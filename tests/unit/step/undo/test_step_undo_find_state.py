@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from plimsoll.step.undo.reachable import SMALL_BYTES, Attributes, Numbers, _is_of_program, reached_from
+from plimsoll.step.undo.find_state import SMALL_BYTES, Attributes, Numbers, _is_of_program, reached_from
 
 COUNT = [0]
 NUMBER = 0

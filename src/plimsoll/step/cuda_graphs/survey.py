@@ -6,7 +6,7 @@ program's own is used, a replay would go on with the values of the capture. CUDA
 names nothing, and takes the rest silently.
 
 Does NOT see what passes torch's dispatcher by: what Python, numpy and ``.tolist()`` read, of which what can be reached
-is compared before each step (`plimsoll.step.replay.surroundings`), and kernels that are launched by hand.
+is compared before each step (`plimsoll.step.cuda_graphs.surroundings`), and kernels that are launched by hand.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plimsoll.step.replay.repeats import Seen, are_alike, is_again
+from plimsoll.step.cuda_graphs.repeats import Seen, are_alike, is_again
 
 LOSS, EXACT, NOISY = torch.tensor(2.5), torch.linspace(-1, 1, 9000), torch.linspace(-3, 3, 20_000)
 

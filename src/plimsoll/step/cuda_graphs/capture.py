@@ -6,9 +6,9 @@ The graph reads a static copy of its inputs and adds to static gradients. Equal 
 the bits of eager passes from the same state (loss, gradients, what they wrote and random numbers), or be as near to
 them as they are to each other. Who calls puts the state back.
 
-Does NOT see what Python does beyond what `plimsoll.step.undo.reachable` reaches and `plimsoll.step.replay.surroundings`
-compares: what a loss prints, or writes to a file, it prints and writes in eager passes only, and what it reads there
-stays as it was.
+Does NOT see what Python does beyond what `plimsoll.step.undo.find_state` reaches and
+`plimsoll.step.cuda_graphs.surroundings` compares: what a loss prints, or writes to a file, it prints and writes in
+eager passes only, and what it reads there stays as it was.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from plimsoll.data.batch import leaves_of, map_leaves
 from plimsoll.device.base import Backend
 from plimsoll.device.cuda.graphs import CudaGraph
 from plimsoll.models.workload import Workload
+from plimsoll.step.cuda_graphs.repeats import Seen, are_alike, is_again
+from plimsoll.step.cuda_graphs.surroundings import Around, flat, is_of_the_update
+from plimsoll.step.cuda_graphs.survey import ReadAgain, Survey
 from plimsoll.step.micro_batches import mean_loss
 from plimsoll.step.missing_gradients import is_compiled
-from plimsoll.step.replay.repeats import Seen, are_alike, is_again
-from plimsoll.step.replay.surroundings import Around, flat, is_of_the_update
-from plimsoll.step.replay.survey import ReadAgain, Survey
 from plimsoll.step.result import at_least_fp32
 from plimsoll.step.retry import Retry
 from plimsoll.step.undo.contents import Contents
-from plimsoll.step.undo.reachable import Reached
-from plimsoll.step.undo.reached import Before
+from plimsoll.step.undo.find_state import Reached
 from plimsoll.step.undo.saved import SavedArray, is_same_state
 from plimsoll.step.undo.snapshot import are_equal
+from plimsoll.step.undo.state_before_step import Before
 
 T = TypeVar("T")
 Scaler = torch.amp.GradScaler | None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from plimsoll.device.busy import OtherPrograms
+from plimsoll.device.busy_cores import OtherPrograms
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     plan, is_kept = plan_of(job, limit_bytes=1 << 30)
 
-They depend on the facts of `plimsoll.planning.kept_traces`, on measured speeds and on what was learned from runs.
+They depend on the facts of `plimsoll.planning.cached_traces`, on measured speeds and on what was learned from runs.
 Reading an answer imports torch only if this machine may have a GPU.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from plimsoll.data.quick_facts import TextSketch, sketch_texts
 from plimsoll.errors import PlimsollError
 from plimsoll.planning.baseline import LoadTraining, baseline_for, load_model_code
-from plimsoll.planning.kept_traces import facts_of, kept_or_made
+from plimsoll.planning.cached_traces import facts_of, kept_or_made
 from plimsoll.planning.lean_imports import uncollected
 from plimsoll.records.base import cache_folder
 from plimsoll.records.job import Job

@@ -26,10 +26,10 @@ from plimsoll.memory.annotations import as_captured
 from plimsoll.models.hooks import CapturedPass
 from plimsoll.models.workload import Workload
 from plimsoll.records.run import OomEvent
+from plimsoll.step.cuda_graphs.capture import GRAPHS, Capture, Captured, Eager, Scaler
+from plimsoll.step.cuda_graphs.survey import Survey
 from plimsoll.step.failpoints import failpoint
 from plimsoll.step.oom_boundary import Position, attempt, without_fail
-from plimsoll.step.replay.capture import GRAPHS, Capture, Captured, Eager, Scaler
-from plimsoll.step.replay.survey import Survey
 from plimsoll.step.retry import Retry, warn_at_the_loop
 
 _MOST_CHANGES = 3  # of what is around the passes; where it changes in every step, no capture pays

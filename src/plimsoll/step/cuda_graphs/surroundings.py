@@ -7,7 +7,7 @@
 Compared are bytes of numpy's arrays and of the host's tensors, environment variables, where tensors are, and whether
 they are trained, hooks, torch's settings, code, and what has come into places since they were found.
 
-Does NOT see what is read from files, clocks, and objects of libraries that `plimsoll.step.undo.reachable` does not
+Does NOT see what is read from files, clocks, and objects of libraries that `plimsoll.step.undo.find_state` does not
 follow.
 """
 
@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from plimsoll.records.units import format_bytes
 from plimsoll.step.undo.contents import Places
+from plimsoll.step.undo.find_state import SMALL_BYTES, Reached, is_of_library, name_of_item, reached_from
 from plimsoll.step.undo.hooks import SavedHooks, containers_of
-from plimsoll.step.undo.reachable import SMALL_BYTES, Reached, is_of_library, name_of_item, reached_from
-from plimsoll.step.undo.reached import Before
 from plimsoll.step.undo.saved import SavedArray, SavedTensor
 from plimsoll.step.undo.snapshot import are_equal
+from plimsoll.step.undo.state_before_step import Before
 from plimsoll.step.undo.written import has_storage
 
 _MOST_ITEMS = 10_000  # of a container, to look for what has come into it

@@ -15,9 +15,9 @@ import torch
 
 from op_tapes import OpTape
 from plimsoll.errors import PlimsollWarning
+from plimsoll.step.cuda_graphs import capture as captured
+from plimsoll.step.cuda_graphs.replays import shape_of
 from plimsoll.step.failpoints import armed
-from plimsoll.step.replay import capture as captured
-from plimsoll.step.replay.replays import shape_of
 from plimsoll.techniques import cuda_graph
 from replayed import (
     CHECKPOINTING,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plimsoll.step.replay.fingerprints import PassPrint, print_of
+from plimsoll.step.cuda_graphs.fingerprints import PassPrint, print_of
 
 
 def numbers(dtype=torch.float32):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.step.replay.capture import _part_of, _seed_of
+from plimsoll.step.cuda_graphs.capture import _part_of, _seed_of
 
 
 @pytest.mark.parametrize("share", [1, 3 / 8, 1 / 3])

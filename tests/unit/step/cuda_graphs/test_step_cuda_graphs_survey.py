@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plimsoll.step.replay.survey import ReadAgain, Survey
+from plimsoll.step.cuda_graphs.survey import ReadAgain, Survey
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 HELD = torch.full((), 2.0)
@@ -50,10 +50,10 @@ def test_what_the_host_has_a_part_in_is_named(work, why):
 @pytest.mark.parametrize(
     ("work", "why"),
     [
-        (lambda x: x.sum().item(), "`_local_scalar_dense` at test_step_replay_survey.py:"),
+        (lambda x: x.sum().item(), "`_local_scalar_dense` at test_step_cuda_graphs_survey.py:"),
         (lambda x: bool((x > 0).all()), "hands Python a value that depends on the data"),
         (lambda x: x[x > 0], "returns what depends on the data in size"),
-        (lambda x: x.nonzero(), "`nonzero` at test_step_replay_survey.py:"),
+        (lambda x: x.nonzero(), "`nonzero` at test_step_cuda_graphs_survey.py:"),
         (lambda x: torch.rand(1).item(), "hands Python a value that depends on the data"),
         (lambda x: torch.equal(x, x * 1), "depends on the data"),
     ],

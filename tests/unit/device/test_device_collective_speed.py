@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
+from plimsoll.device.collective_speed import exchange_of, measure_exchange, measured_exchange
 from plimsoll.device.cuda.gpus import find_gpu
-from plimsoll.device.exchange import exchange_of, measure_exchange, measured_exchange
 from plimsoll.records.base import cache_folder
 from plimsoll.records.device import DeviceSpec
 

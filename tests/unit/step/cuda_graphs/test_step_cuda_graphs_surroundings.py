@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from op_tapes import OpTape
-from plimsoll.step.replay import capture, surroundings
+from plimsoll.step.cuda_graphs import capture, surroundings
 from plimsoll.techniques import cuda_graph
 from replayed import GRAPH, Net, batches, loss_of, refused, require_the_same_bits, trained
 

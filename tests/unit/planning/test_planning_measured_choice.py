@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from plans_to_try import MIB, configuration, plan_of
-from plimsoll.planning import calibration, trial
+from plimsoll.planning import calibration, measured_choice
 from plimsoll.planning.calibration import known_calibration
+from plimsoll.planning.measured_choice import try_plan
 from plimsoll.planning.search.reasons import told_of
-from plimsoll.planning.trial import try_plan
 from plimsoll.records.plan import Candidate, Choice, Configuration, OffDevice, Plan, Rejected, Trial
 from plimsoll.records.run import RunRecord
 from plimsoll.step.failpoints import armed
@@ -228,8 +228,8 @@ def test_a_model_whose_state_cannot_be_put_back_is_not_tried():
 
 
 def test_nothing_more_is_begun_when_the_time_is_over(monkeypatch):
-    monkeypatch.setattr(trial, "_MOST_SECONDS", {"cpu": 1e-9})
-    monkeypatch.setattr(trial, "_MOST_STEPS", 0)
+    monkeypatch.setattr(measured_choice, "_MOST_SECONDS", {"cpu": 1e-9})
+    monkeypatch.setattr(measured_choice, "_MOST_STEPS", 0)
     said = []
     plan = try_plan(
         paced(fallbacks=(configuration(8),)),
@@ -247,7 +247,7 @@ import json, sys, torch, plimsoll
 from torch import nn
 from plimsoll.device.base import backend_for
 from plimsoll.step.train_step import TrainStep
-from plimsoll.planning.trial import try_plan
+from plimsoll.planning.measured_choice import try_plan
 from plimsoll.techniques import cuda_graph
 sys.path[:0] = sys.argv[1:2]
 from plans_to_try import plan_of, configuration
@@ -299,10 +299,10 @@ def test_what_runs_out_of_memory_is_struck_before_the_training_with_what_would_n
     }  # fmt: skip
 
 
-def made_up(*found: tuple[float | None, float, str]) -> list[trial._Found]:
+def made_up(*found: tuple[float | None, float, str]) -> list[measured_choice._Found]:
     """Seconds, noise and outcome of candidates."""
     return [
-        trial._Found(Candidate(configuration=configuration(number + 1)), outcome, seconds, noise)
+        measured_choice._Found(Candidate(configuration=configuration(number + 1)), outcome, seconds, noise)
         for number, (seconds, noise, outcome) in enumerate(found)
     ]
 
@@ -320,14 +320,14 @@ def made_up(*found: tuple[float | None, float, str]) -> list[trial._Found]:
 )
 def test_the_plan_stays_unless_another_is_faster_by_more_than_noise(found, fastest):
     candidates = made_up(*found)
-    best = trial._fastest(candidates)
+    best = measured_choice._fastest(candidates)
     assert best is (None if fastest is None else candidates[fastest])
 
 
 @pytest.mark.parametrize(("seconds", "one", "expected"), [(5.0, 3.0, 17.0), (5.0, 5.5, 20.0), (5.0, 5.0, 20.0)])
 def test_one_pass_that_was_held_up_makes_no_step_shorter(seconds, one, expected):
     """Two of 8 passes of 2 s with an update of 1 s. Where one took longer than both, nothing is known of either."""
-    assert trial._of_all_chunks(8, 2, seconds, one) == pytest.approx(expected)
+    assert measured_choice._of_all_chunks(8, 2, seconds, one) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("held_up", [0, 1, 2, 3, 4])
@@ -339,10 +339,12 @@ def test_a_pass_that_is_held_up_hardly_changes_the_time_of_a_step(monkeypatch, h
         done.append(num_micro_batches)
         return 1.0 + 2.0 * num_micro_batches + 10.0 * (len(done) - 2 == held_up)  # the first one warms up
 
-    monkeypatch.setattr(trial._Tries, "_seconds_of", seconds_of)
-    monkeypatch.setattr(trial._Tries, "_undone", lambda _tries: nullcontext())
-    monkeypatch.setattr(trial.time, "perf_counter", lambda: 0.0)
-    tries = trial._Tries(paced(fallbacks=(configuration(1),)), plan_of(configuration(1)), BATCH, lambda text: None)
+    monkeypatch.setattr(measured_choice._Tries, "_seconds_of", seconds_of)
+    monkeypatch.setattr(measured_choice._Tries, "_undone", lambda _tries: nullcontext())
+    monkeypatch.setattr(measured_choice.time, "perf_counter", lambda: 0.0)
+    tries = measured_choice._Tries(
+        paced(fallbacks=(configuration(1),)), plan_of(configuration(1)), BATCH, lambda text: None
+    )
     tries._ends = 60.0
     assert tries._timed(configuration(1), num_left=1)[0] == pytest.approx(17.0)
 
@@ -356,11 +358,13 @@ def test_the_time_of_a_whole_step_follows_from_that_of_a_part(monkeypatch, left_
         done.append(num_micro_batches)
         return 1.0 + 2.0 * num_micro_batches
 
-    monkeypatch.setattr(trial._Tries, "_seconds_of", seconds_of)
-    monkeypatch.setattr(trial._Tries, "_undone", lambda _tries: nullcontext())
-    monkeypatch.setattr(trial.time, "perf_counter", lambda: 0.0)
-    tries = trial._Tries(paced(fallbacks=(configuration(1),)), plan_of(configuration(1)), BATCH, lambda text: None)
-    monkeypatch.setattr(trial, "_MOST_CHUNKS", 4)
+    monkeypatch.setattr(measured_choice._Tries, "_seconds_of", seconds_of)
+    monkeypatch.setattr(measured_choice._Tries, "_undone", lambda _tries: nullcontext())
+    monkeypatch.setattr(measured_choice.time, "perf_counter", lambda: 0.0)
+    tries = measured_choice._Tries(
+        paced(fallbacks=(configuration(1),)), plan_of(configuration(1)), BATCH, lambda text: None
+    )
+    monkeypatch.setattr(measured_choice, "_MOST_CHUNKS", 4)
     tries._ends = left_seconds or 1e-9
     seconds, noise_seconds = tries._timed(configuration(1), num_left=1)
     assert seconds == pytest.approx(17.0)
@@ -406,7 +410,7 @@ def run_of(new_run, *candidates: Configuration, **changes: object):
 
 def test_a_run_tries_its_plan_before_the_first_step_and_keeps_what_it_found(new_run, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PLIMSOLL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(trial, "_LEAST_GAIN", 1e9)  # so that 3 steps are worth it
+    monkeypatch.setattr(measured_choice, "_LEAST_GAIN", 1e9)  # so that 3 steps are worth it
     monkeypatch.setattr(
         calibration, "_MOST_RATIO", 1e9
     )  # and a step of a millisecond is learned where 1 s was predicted

@@ -3,8 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plimsoll.device import launches
-from plimsoll.device.launches import measure_launches
+from plimsoll.device import launch_overhead
+from plimsoll.device.launch_overhead import measure_launches
 
 
 def test_a_call_from_python_costs_no_less_than_one_by_autograd():
@@ -31,12 +31,12 @@ class _Names(TorchDispatchMode):
 
 
 def test_casts_are_counted_apart_and_views_in_part():
-    model = launches._tiny_model("cpu")
+    model = launch_overhead._tiny_model("cpu")
     with _Names() as seen:
-        launches._forward(model)
+        launch_overhead._forward(model)
     num_casts = seen.names.count(torch.ops.aten._to_copy.default)
     num_views = sum(name.is_view for name in seen.names)
-    called, cast, by_autograd = launches._count_ops(model)
+    called, cast, by_autograd = launch_overhead._count_ops(model)
     assert cast == num_casts > 0
-    assert abs(called - (len(seen.names) - num_casts - num_views + launches.VIEW_SHARE * num_views)) < 1e-6
+    assert abs(called - (len(seen.names) - num_casts - num_views + launch_overhead.VIEW_SHARE * num_views)) < 1e-6
     assert by_autograd > called  # two gradients for each product
