@@ -1,9 +1,9 @@
 """Which plans are about as fast as the chosen one, and what can follow which when memory runs out.
 
-The model of time has a spread. Plans within it of the fastest are its candidates: where the device is here they are
-run (`plimsoll.planning.measured_choice`), and the fastest is taken. A few that are unlike each other in what decides
-the time (micro-batch, checkpointing, heap) are worth more than many that are nearly alike. The range of a predicted peak is wide
-where a heap keeps what is freed: what probably fits is a candidate, too, and taken only if it was measured to.
+The model of time has a spread. Plans within it of the fastest are its candidates: where the device is here they are run
+(`plimsoll.planning.measured_choice`), and the fastest is taken. A few that are unlike each other in what decides the
+time (micro-batch, checkpointing, heap) are worth more than many that are nearly alike. The range of a predicted peak is
+wide where a heap keeps what is freed: what probably fits is a candidate, too, and taken only if it was measured to.
 """
 
 from __future__ import annotations
