@@ -22,7 +22,7 @@ def rows(verdicts: dict[str, Verdict], seconds: float) -> str:
 
 
 def summary(verdicts: dict[str, Verdict], seconds: float, arguments: argparse.Namespace) -> str:
-    """What README.md shows of it."""
+    """What pages show of it."""
     figures = {name: verdict.figures for name, verdict in verdicts.items()}
     done, seen, far = (figures[name] for name in ("done", "memory", "weights"))
     grown = _signed(seen["growth"]["median_bytes"]["over_the_run"])

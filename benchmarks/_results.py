@@ -1,6 +1,6 @@
 """How a benchmark files what it found: `results/<what>-<device>-<date>.md`, whose last line says what made it.
 
-What README.md shows of a result stands in it between `<!-- readme -->` and `<!-- /readme -->`, written by the same
+What pages show of a result stands in it between `<!-- readme -->` and `<!-- /readme -->`, written by the same
 script; `readme.py` copies it. (Of results that are older than this form it was put together by hand, and their last
 line says so: the next run replaces it.) The last line names the command, the date, the processor, how many cores and
 threads, how busy the machine was, and versions. Of a command's arguments that are paths only the last part is written
@@ -40,7 +40,7 @@ _MADE = re.compile(
 
 @dataclass(frozen=True)
 class Result:
-    """One file of `results/`; ``part`` is what README.md shows of it, ``made`` the fields of its last line."""
+    """One file of `results/`; ``part`` is what pages show of it, ``made`` the fields of its last line."""
 
     path: Path
     what: str

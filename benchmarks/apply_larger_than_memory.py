@@ -183,7 +183,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def part_of(found: dict[str, Any]) -> str:
-    """What README.md shows."""
+    """What pages show."""
     runs = found["runs"]
     difference = max(run["max_relative_difference"] for run in runs.values())
     name = (

@@ -1,4 +1,4 @@
-"""Runs the benchmarks, files their results, and rewrites what README.md shows of them.
+"""Runs the benchmarks, files their results, and rewrites what pages show of them.
 
     python benchmarks/bench.py                 # what fits into 30 minutes on 2 cores
     python benchmarks/bench.py --all           # everything, hours
@@ -6,7 +6,7 @@
     python benchmarks/bench.py --news agnews-test.csv --text wikitext2-valid.txt --text wikitext2-test.txt
 
 Each runs in a process of its own, one after the other, and its result goes to `benchmarks/results`: written by the
-script itself where README.md shows a part of it, else what it prints. One that fails is said at the end, which is then
+script itself where a page shows a part of it, else what it prints. One that fails is said at the end, which is then
 1; the others run all the same. Some need real text that is not in the repository: AG News as a csv file (`--news`), and
 WikiText-2 as text (`--text`); without it they are left out, and that is said. Other tools are compared with where
 `make rivals` has installed them. What is written beside the results goes to a temporary folder, or to `--folder`.
@@ -55,7 +55,7 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    # What README.md shows.
+    # What pages show.
     Benchmark("headline", None, ("--folder=FOLDER",)),
     Benchmark("endurance", 110, ("--folder=FOLDER",)),
     Benchmark("rivals-prediction", 12, ("--records=RECORDS?",)),
@@ -151,7 +151,7 @@ def main() -> None:
         }
         said = [run(known[name], f"[{number}/{len(names)}]", given) for number, name in enumerate(names, start=1)]
     if subprocess.run([sys.executable, HERE / "readme.py"], check=False).returncode:
-        said.append("failed: README.md is as it was")
+        said.append("failed: the pages are as they were")
     for kind in ("left out", "failed"):
         if found := [one for one in said if one.startswith(kind)]:
             print("\n".join(found))

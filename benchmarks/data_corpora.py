@@ -340,7 +340,7 @@ def tables(figures: dict[str, dict[str, Figures]], num_bytes: int, num_lines: in
 
 
 def part_of(figures: dict[str, dict[str, Figures]], num_bytes: int, num_lines: int) -> str:
-    """What README.md shows."""
+    """What pages show."""
     build, read, cold = figures["build"], figures["read"], figures["cold"]
     ways = [way for way in ("Plimsoll", "Hugging Face datasets", "list of str") if way in read]
     again = [f"{build['Plimsoll, opened again']['seconds'] * 1e3:.0f} ms"]

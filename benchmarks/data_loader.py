@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def part_of(results: dict[str, Any]) -> str:
-    """What README.md shows, of what was measured."""
+    """What pages show, of what was measured."""
     parts = []
     if "memory" in results:
         names = {"list of str": "list of str", "HF datasets": "Hugging Face datasets", "plimsoll": "Plimsoll"}

@@ -401,7 +401,7 @@ def read_line(process: subprocess.Popen[str]) -> str:
 
 
 def part_of(figures: Figures, args: argparse.Namespace) -> str:
-    """What README.md shows."""
+    """What pages show."""
     arms, of_rows = figures["arms"], mib(figures["table_bytes"])
     names = {
         "Plimsoll": f"Plimsoll, the first time (and {of_rows} of a mapped file)",

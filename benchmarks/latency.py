@@ -4,8 +4,8 @@
 
 One R is what `import torch, transformers; from transformers import GPT2LMHeadModel` takes in a process of its own, the
 mean of one before and one after the rows of a round. A row is measured with an empty cache folder, which rows "again"
-then find filled. Each row has a budget in R; the exit code is 1 if the median of the rounds is over one. Jobs are those
-of README.md, and GPT-2 124M with 64 x 512 tokens in bfloat16; the text is that of this Python's own standard library.
+then find filled. Each row has a budget in R; the exit code is 1 if the median of the rounds is over one. The jobs are
+that of docs/benchmarks.md, and GPT-2 124M with 64 x 512 tokens in bfloat16, on the sources of Python's library.
 Prints a table, and as its last line one JSON object.
 """
 
@@ -34,7 +34,7 @@ from _results import add_out, file_result, table
 
 IMPORTS = "import torch, transformers; from transformers import GPT2LMHeadModel"
 TEXT_BYTES = 2_000_000
-README_JOB = {
+BENCHMARK_JOB = {
     "model": {"architecture": "gpt2", "n_layer": 6, "n_embd": 256, "n_head": 4},
     "task": "language-modeling",
     "data": {"train": "corpus/*.txt", "validation": 0.02},
@@ -46,14 +46,14 @@ README_JOB = {
     "precision": "fp32",
     "checkpoint": {"every": 50, "keep": 2},
 }
-GPT2_JOB = README_JOB | {
+GPT2_JOB = BENCHMARK_JOB | {
     "model": {"architecture": "gpt2"},
     "tokenizer": {"train": "bpe", "vocab_size": 50257},
     "sequence_length": 512,
     "precision": "bf16",
 }
 # Its steps are short, so that what is before the first of them is what is measured.
-SHORT_STEPS_JOB = README_JOB | {"batch_size": 2, "steps": 3}
+SHORT_STEPS_JOB = BENCHMARK_JOB | {"batch_size": 2, "steps": 3}
 FAULTS = ("model.architecture=gtp2", "optimizer.l=3", "data.train=nowhere/*.txt")
 
 
@@ -71,15 +71,15 @@ class Row:
 
 ROWS = (
     Row("`--help`", 0.06, ("--help",)),
-    Row("`predict`, README's job, RTX 3060", 1.0, ("predict", "readme.yaml", "--device", "rtx3060"), (0, 1), 0.6),
-    Row("`predict`, README's job, CPU", 1.1, ("predict", "readme.yaml"), (0, 1), 0.6),
+    Row("`predict`, GPT-2 6 x 256, RTX 3060", 1.0, ("predict", "benchmark.yaml", "--device", "rtx3060"), (0, 1), 0.6),
+    Row("`predict`, GPT-2 6 x 256, CPU", 1.1, ("predict", "benchmark.yaml"), (0, 1), 0.6),
     Row("`predict`, GPT-2 124M, RTX 3060", 1.5, ("predict", "gpt2.yaml", "--device", "rtx3060"), (0, 1)),
-    Row("`plan`, README's job, 1 GiB", 2.0, ("plan", "readme.yaml", "--budget", "1GiB"), (0,), 1.0),
-    Row("`plan`, README's job, 500 MiB", 3.0, ("plan", "readme.yaml", "--budget", "500MiB"), (0,)),
+    Row("`plan`, GPT-2 6 x 256, 1 GiB", 2.0, ("plan", "benchmark.yaml", "--budget", "1GiB"), (0,), 1.0),
+    Row("`plan`, GPT-2 6 x 256, 500 MiB", 3.0, ("plan", "benchmark.yaml", "--budget", "500MiB"), (0,)),
     Row("`plan`, GPT-2 124M, H100, 4 GiB", 5.0, ("plan", "gpt2.yaml", "--device", "h100", "--budget", "4GiB"), (0,)),
-    Row("`predict`, 100 MiB, refused", 1.0, ("predict", "readme.yaml", "--budget", "100MiB"), (1, 2)),
-    Row("`plan`, 100 MiB, refused", 1.0, ("plan", "readme.yaml", "--budget", "100MiB"), (1, 2)),
-    *(Row(f"`predict --set {fault}`", 0.3, ("predict", "readme.yaml", "--set", fault), (2,)) for fault in FAULTS),
+    Row("`predict`, 100 MiB, refused", 1.0, ("predict", "benchmark.yaml", "--budget", "100MiB"), (1, 2)),
+    Row("`plan`, 100 MiB, refused", 1.0, ("plan", "benchmark.yaml", "--budget", "100MiB"), (1, 2)),
+    *(Row(f"`predict --set {fault}`", 0.3, ("predict", "benchmark.yaml", "--set", fault), (2,)) for fault in FAULTS),
     Row(
         "`train --plan`, to its first step", 2.0,
         ("train", "short.yaml", "--plan", "short.json", "--cache", "tokens", "--out", "run", "--force"),
@@ -98,7 +98,7 @@ class Place:
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has been compiled, once
         (folder / "corpus").mkdir()
         self._write_text(folder / "corpus" / "library.txt")
-        for name, job in (("readme", README_JOB), ("gpt2", GPT2_JOB), ("short", SHORT_STEPS_JOB)):
+        for name, job in (("benchmark", BENCHMARK_JOB), ("gpt2", GPT2_JOB), ("short", SHORT_STEPS_JOB)):
             (folder / f"{name}.yaml").write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The picture of a report that README.md shows: a real run, its page in headless Chromium, the upper part as a PNG.
+"""The picture of a report that README.md has: a real run, its page in headless Chromium, the upper part as a PNG.
 
     python benchmarks/picture.py [--run RUN] [--out docs/pictures/report.png]
 

@@ -133,7 +133,7 @@ def report(rows: list[Row]) -> str:
 
 
 def part_of(rows: list[Row]) -> str:
-    """What README.md shows."""
+    """What pages show."""
     figures, by_model = figures_of(rows), Counter(row.model for row in rows)
     return (
         f"- A planned run does not run out of memory: {figures['under_budget']} of {figures['cells']} trainings stayed "

@@ -323,7 +323,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def part_of(found: dict[str, Any]) -> str:
-    """What README.md shows."""
+    """What pages show."""
     least = {
         name: _gib(found[name]["smallest_bytes"])
         for name in ("plimsoll", "trainer")

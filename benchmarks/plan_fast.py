@@ -286,7 +286,7 @@ def report(rows: list[Row]) -> str:
 
 
 def part_of(rows: list[Row]) -> str:
-    """What README.md shows."""
+    """What pages show."""
     figures = figures_of(rows)
     faster = sorted(-row.over_trivial for row in rows if row.over_trivial is not None)
     return (

@@ -423,7 +423,7 @@ def report(arguments: argparse.Namespace) -> None:
 
 
 def part_of(found: dict[str, Any], runs: list[Run], answers: list[Answer]) -> str:
-    """What README.md shows."""
+    """What pages show."""
     pairs = [(run, answer) for run, answer in zip(runs, answers, strict=True) if not run.is_oom]
     errors = [answer.predicted_bytes / run.measured_bytes - 1 for run, answer in pairs]
     ours = errors_table(("memory of real GPU runs, GPT, OPT, T5, Qwen (xMem's published runs)", errors))

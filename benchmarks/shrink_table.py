@@ -170,7 +170,7 @@ def table_of(found: dict[str, list[Figures]], title: str, measure: str) -> Table
 
 
 def part_of(best: list[Figures], methods: dict[str, list[Figures]], args: argparse.Namespace) -> str:
-    """What README.md shows: the best chain of each seed, and bfloat16."""
+    """What pages show: the best chain of each seed, and bfloat16."""
     unit = "of the loss" if args.text else "points of accuracy"
     title = "a GPT-2 of 4 x 192" if args.text else "a BERT of 4 x 192 on AG News" if args.data else "a BERT of 4 x 192"
     rows = [

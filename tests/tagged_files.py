@@ -1,4 +1,4 @@
-"""Words with tags for tests: files of a rule that can be learnt, and the jobs that read them."""
+"""Words with tags for tests: files of a rule that can be learned, and the jobs that read them."""
 
 from __future__ import annotations
 

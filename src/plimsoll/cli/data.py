@@ -31,7 +31,7 @@ _Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write a pa
 
 
 def _command(what: str) -> Callable[[Work], Work]:
-    """Make a command of the function that does its work, whose docstring is the help; ``what`` Ctrl-C ends."""
+    """Make a command of a function, whose docstring is the help; Ctrl-C says that it stopped ``what``."""
 
     def made(work: Work) -> Work:
         @app.command(work.__name__, help=work.__doc__)

@@ -197,7 +197,7 @@ def _spans(on: Pipeline, tokens: TokenStore, tokenizer: Tokenizer) -> Store[Span
         long_texts=data.long_texts,
         stride=data.stride,
         borders=data.borders,
-        with_end=not (job.is_labelled or template.suffix),  # what is behind a text is learnt as its end
+        with_end=not (job.is_labelled or template.suffix),  # what is behind a text is learned as its end
         template=template,
         keeps_end=tokenizer.keeps_end and data.long_texts == "truncate",
         progress=on.progress,

@@ -8,7 +8,7 @@ built with them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -154,17 +154,22 @@ def techniques_of_others() -> tuple[EntryPoint, ...]:
 def remedies_for(cause: str) -> dict[str, str]:
     """Return what Plimsoll's own techniques advise against a cause, by technique, the best first.
 
-    The advice is what to do by hand in a script, or else the technique's summary.
+    It is what to do by hand in a script, or else the technique's summary, and says so if that changes the training.
 
     Args:
         cause: a name of `plimsoll.diagnose.causes`.
     """
     said = {name: _said_by(name) for name in own_techniques()}
     places = {name: one["remedies"][cause] for name, one in said.items() if cause in one.get("remedies", {})}
-    return {name: said[name].get("by_hand") or said[name]["summary"] for name in sorted(places, key=places.__getitem__)}
+    return {name: _advice(said[name]) for name in sorted(places, key=places.__getitem__)}
 
 
-_ADVICE = {"summary", "by_hand", "remedies"}
+def _advice(said: Mapping[str, Any]) -> str:
+    warning = ", which changes the training" if said["numerics"] == "lossy" else ""
+    return f"{said.get('by_hand') or said['summary']}{warning}"
+
+
+_ADVICE = {"numerics", "summary", "by_hand", "remedies"}  # each is a literal in the class of a technique
 
 
 def _said_by(technique: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """How a predicted trace and a measured one differ: in the peak, at the first op that does, and in what is alive then.
 
-``Calibration`` is what was learnt from a target's measured runs, kept in a file between runs.
+``Calibration`` is what was learned from a target's measured runs, kept in a file between runs.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Learned(Frozen):
 
 
 class Target(Frozen):
-    """What was learnt from the measured runs on one kind of target.
+    """What was learned from the measured runs on one kind of target.
 
     ``None`` is not known yet. ``live_ratio`` is measured over predicted peak of live bytes. The other two need
     counters: ``baseline_bytes`` is what was in use before the training, ``beyond_ratio`` what the process took on top
@@ -147,7 +147,7 @@ class Target(Frozen):
 
 
 class Calibration(Record):
-    """What was learnt from runs about predictions, by the kind of target they were lowered to."""
+    """What was learned from runs about predictions, by the kind of target they were lowered to."""
 
     record_kind: ClassVar[str] = "calibration"
 

@@ -264,7 +264,7 @@ class Job(Record):
 
     @property
     def is_labelled(self) -> bool:
-        """Whether texts, or their words, come with labels: they are samples one by one, and nothing else is learnt."""
+        """Whether texts, or their words, come with labels: they are samples one by one, and nothing else is learned."""
         return self.task != "language-modeling"
 
     @property

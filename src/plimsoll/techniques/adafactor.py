@@ -38,6 +38,7 @@ class Adafactor(ReplacedOptimizer):
     """`Technique`: Adafactor in place of Adam and AdamW."""
 
     name = "adafactor"
+    numerics = "lossy"
     summary = "Adafactor in place of Adam: nearly no optimizer states"
     kernels = ("foreach", "loop")
     exports: ClassVar = {"transformers": lambda _choice, _: Exported({"optim": "adafactor"})}

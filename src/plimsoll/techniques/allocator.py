@@ -46,7 +46,7 @@ class Allocator(Technique):
     unoffered: ClassVar = {"max_split_size_mb": 0, "roundup_power2_divisions": 0}
     is_traced = False
     keeps_state_between_passes = False
-    by_hand = "set PYTORCH_CUDA_ALLOC_CONF (expandable_segments:True) before the start"
+    by_hand = "on CUDA, set PYTORCH_ALLOC_CONF (before torch 2.9 PYTORCH_CUDA_ALLOC_CONF) before the start"
     remedies: ClassVar = {"fragmentation": 1}
     stage = "memory"
     turn = 1
@@ -88,7 +88,7 @@ class Allocator(Technique):
                 allocator_settings.set_up(",".join(f"{key}:{_BY_DEFAULT[key]}" for key in choice.options))
 
     def allocator_settings(self, choice: Choice) -> str:
-        """All of its options."""
+        """Return all of its options."""
         return _text(choice)
 
 

@@ -82,7 +82,7 @@ class Autocast(Technique):
             workload.precision = before
 
     def precision_of(self, choice: Choice) -> Precision | None:
-        """Its dtype."""
+        """Return the dtype of the choice."""
         return _dtype(choice)
 
 

@@ -150,7 +150,7 @@ class FullyShard(Technique):
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """One whose shards are in files: each rank builds all of it, and keeps its rows."""
+        """Return whether shards are in files: each rank then builds the whole model there and keeps its rows."""
         return device == "cpu" and choice.options.get("offload") == "disk"
 
 

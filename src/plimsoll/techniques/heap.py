@@ -45,7 +45,7 @@ class Heap(Technique):
     decides_time = True
     is_traced = False
     keeps_state_between_passes = False
-    by_hand = "set MALLOC_TRIM_THRESHOLD_ before the start"
+    by_hand = "on the CPU, set glibc's MALLOC_TRIM_THRESHOLD_ before the start"
     remedies: ClassVar = {"fragmentation": 0}
     stage = "memory"
 
@@ -76,7 +76,7 @@ class Heap(Technique):
             yield
 
     def heap_rules(self, choice: Choice) -> HeapRules | None:
-        """Those of the threshold."""
+        """Return the rules of the threshold."""
         threshold_bytes = _threshold_bytes(choice)
         if threshold_bytes is None:
             return KEPT_HEAP

@@ -86,11 +86,11 @@ class LayerStreaming(Technique):
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """On the host."""
+        """Return whether blocks are streamed, and so built on the host: on CUDA."""
         return device == "cuda"
 
     def kept_on_host(self, choice: Choice, model: nn.Module) -> Set[nn.Parameter]:
-        """What is streamed."""
+        """Return the parameters that are streamed."""
         return streamable_parameters(model, _names(model, choice))
 
 

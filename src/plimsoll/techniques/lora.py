@@ -80,7 +80,7 @@ class Lora(Technique):
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """A frozen model in codes: they are made of the files, tensor by tensor, and the rest of it stays there."""
+        """Return whether the frozen model is in codes: they are made from its files, where the rest of it stays."""
         return device == "cpu" and choice.options.get("base") in CODECS
 
 

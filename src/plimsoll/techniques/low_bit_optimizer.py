@@ -33,6 +33,7 @@ class LowBitOptimizer(ReplacedOptimizer):
     """`Technique`: Adam or AdamW with moments of few bits."""
 
     name = "low_bit_optimizer"
+    numerics = "lossy"
     summary = "Adam's moments in 8 or 4 bits"
     exports: ClassVar = {
         "transformers": lambda choice, _: Exported({"optim": "adamw_8bit"}) if choice.options.get("bits") == 8 else None

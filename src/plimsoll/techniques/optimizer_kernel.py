@@ -48,7 +48,7 @@ class OptimizerKernel(Technique):
     works_on_shards = True
     may_be_faster = True
     keeps_state_between_passes = False
-    by_hand = "give the optimizer foreach=False or fused=True"
+    by_hand = "choose the kernel by the optimizer's arguments: foreach=False and fused=True need the fewest temporaries"
     remedies: ClassVar = {"optimizer_temporaries": 0}
     stage = "places"
 

@@ -72,6 +72,7 @@ class OptimizerOffload(Technique):
     works_on_shards = True
     keeps_state_between_passes = False
     exports: ClassVar = {"deepspeed": _zero, "accelerate": by_deepspeed}
+    by_hand = "keep optimizer states in host memory, as DeepSpeed's offload_optimizer does"
     remedies: ClassVar = {"optimizer_states": 0, "optimizer_temporaries": 2}
     stage = "places"
 

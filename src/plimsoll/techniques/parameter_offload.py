@@ -84,7 +84,7 @@ class ParameterOffload(Technique):
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """In files."""
+        """Return whether parameters are built in files: on the CPU."""
         return device == "cpu"
 
 

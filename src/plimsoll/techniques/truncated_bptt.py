@@ -86,7 +86,7 @@ class TruncatedBptt(Technique):
             yield
 
     def gradient_steps(self, choice: Choice, num_steps: int) -> int | None:
-        """To the beginning of the segment."""
+        """Return the steps back to the beginning of a segment."""
         _, segment_steps = Cut(int(choice.options["steps"])).spans(num_steps)[0]
         return segment_steps
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from plimsoll.records.run import StepLine
 from plimsoll.training.run_directory import RunDirectory
 
 _SECONDS = (1.0, 4.0, 16.0, 64.0)
@@ -27,8 +26,7 @@ class Pauses:
         """Return how long the next pause of a step with this fallback is; ``None``: it is of no use."""
         if self.num_taken == len(_SECONDS):
             return None
-        has_fit = any(isinstance(line, StepLine) and line.fallback <= fallback for line in directory.each_line())
-        return _SECONDS[self.num_taken] if has_fit else None
+        return _SECONDS[self.num_taken] if directory.has_fit(fallback) else None
 
     def take(self, seconds: float, is_asked_to_stop: Callable[[], bool]) -> None:
         """Wait, unless somebody asks to stop."""

@@ -37,7 +37,7 @@ def prepare_or_restart(  # noqa: PLR0917 -- of a command
     forbids: tuple[str, ...],
     tokenizer_budget_bytes: int | None,
 ) -> None:
-    """Prepare the data of a run directory (see `prepare_run`), and be this process's command.
+    """Prepare the data of a run directory (see `prepare_run`), restarting this process if memory is short.
 
     Checking the job loads torch. If that leaves too little of the budget to train the tokenizer, the process restarts
     and trains the tokenizer before it loads torch.
@@ -161,7 +161,7 @@ def data_sentence(prepared: Prepared, budget_bytes: int | None = None) -> str:
         cut = f"{train.num_dropped_tokens:,} tokens of them dropped" if train.num_truncated else "cut into windows"
         parts.append(f"{train.num_long_texts:,} texts longer than a sample, {cut}")
     if train.num_lost_words:
-        parts.append(f"{train.num_lost_words:,} words without a token, whose tags are not learnt")
+        parts.append(f"{train.num_lost_words:,} words without a token, whose tags are not learned")
     if train.num_cut_inside:
         parts.append(f"{train.num_cut_inside:,} windows that end at no border")
     if prepared.gradient_reach is not None:

@@ -248,6 +248,10 @@ class RunDirectory:
         """The newest step that was done, 0 without one."""
         return max((line.step for line in self.each_line() if isinstance(line, StepLine)), default=0)
 
+    def has_fit(self, fallback: int) -> bool:
+        """Return whether a step was done with this fallback, or with one that needs more memory."""
+        return any(isinstance(line, StepLine) and line.fallback <= fallback for line in self.each_line())
+
     def fallback_in_force(self) -> int | None:
         """The fallback that the last training process had in force, as far as its steps show it."""
         fallback = None

@@ -35,7 +35,7 @@ from plimsoll.errors import (
 )
 from plimsoll.records.device import Budget
 from plimsoll.records.plan import Configuration, Plan
-from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, StepLine
+from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine
 from plimsoll.records.units import format_bytes
 from plimsoll.training.processes import UNFINISHED, End, end_server, run_worker
 from plimsoll.training.run_directory import RunDirectory
@@ -177,7 +177,7 @@ def supervise(
                 retries.note_saved()
         in_force = directory.fallback_in_force() or 0
         # A process that died while it was loading says nothing against a fallback.
-        has_fit = not has_begun or _has_fit(directory, in_force)
+        has_fit = not has_begun or directory.has_fit(in_force)
         following = retries.note_death(death.cause, in_force, has_fit)
         saved_step = directory.last_saved_step()
         gives_up = death.cause is _Cause.CRASH or retries.num_fruitless >= _MOST_DEATHS_WITHOUT_PROGRESS
@@ -425,7 +425,3 @@ def _has_saved(directory: RunDirectory) -> bool:
         if isinstance(line, CheckpointLine | StartLine):
             return isinstance(line, CheckpointLine)
     return False
-
-
-def _has_fit(directory: RunDirectory, fallback: int) -> bool:
-    return any(isinstance(line, StepLine) and line.fallback <= fallback for line in directory.each_line())

@@ -1,4 +1,4 @@
-"""Two traces against each other: ops paired, the peaks, the first difference, and what is learnt of it."""
+"""Two traces against each other: ops paired, the peaks, the first difference, and what is learned of it."""
 
 import pytest
 import torch

@@ -30,11 +30,23 @@ MAPPINGS = {
 }
 
 
+CHANGES = ", which changes the training"
+
+
 @pytest.mark.parametrize("cause", sorted({cause for one in TECHNIQUES.values() for cause in one.remedies}))
 def test_remedies_are_those_that_the_classes_say(cause):
     own = [TECHNIQUES[name] for name in named.own_techniques() if cause in TECHNIQUES[name].remedies]
     in_order = sorted(own, key=lambda one: one.remedies[cause])
-    assert list(remedies_for(cause).items()) == [(one.name, one.by_hand or one.summary) for one in in_order]
+    advice = [(one.by_hand or one.summary, one.numerics == "lossy") for one in in_order]
+    assert list(remedies_for(cause)) == [one.name for one in in_order]
+    assert list(remedies_for(cause).values()) == [f"{text}{CHANGES * is_lossy}" for text, is_lossy in advice]
+
+
+@pytest.mark.parametrize("name", named.own_techniques())
+def test_what_a_technique_advises_is_read_from_its_source_as_its_class_has_it(name):
+    said, technique = named._said_by(name), TECHNIQUES[name]
+    assert (said["numerics"], said["summary"]) == (technique.numerics, technique.summary)
+    assert (said.get("by_hand", ""), said.get("remedies", {})) == (technique.by_hand, technique.remedies)
 
 
 @pytest.fixture(params=[True, False], ids=["sources", "imported"])

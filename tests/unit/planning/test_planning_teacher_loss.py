@@ -84,7 +84,7 @@ def test_a_teacher_that_was_asked_before_is_not_loaded(tmp_path: Path) -> None:
     loss = loss_for(job, TEXTS["language-modeling"], "cpu")
     assert isinstance(loss, Distillation)
     assert loss.teacher is None
-    assert (loss._num_words, loss._weights, loss._hidden) == (50, LossWeights(3.0, 0.25), 0.0)
+    assert (loss._num_words, loss._loss_weights, loss._hidden) == (50, LossWeights(3.0, 0.25), 0.0)
 
 
 def test_a_teacher_that_is_there_teaches_as_the_job_says(folders: dict[str, Path]) -> None:
@@ -95,7 +95,7 @@ def test_a_teacher_that_is_there_teaches_as_the_job_says(folders: dict[str, Path
     ):
         assert isinstance(loss, Distillation)
         assert isinstance(loss.teacher, nn.Module)
-        assert (loss._num_words, loss._weights, loss._hidden) == (0, LossWeights(3.0, 0.25), 0.5)
+        assert (loss._num_words, loss._loss_weights, loss._hidden) == (0, LossWeights(3.0, 0.25), 0.5)
 
 
 def write_tokenizer(path: Path, *words: str) -> None:

@@ -76,7 +76,7 @@ PLAIN = "data: 1,234 texts; 2,345 samples"
             prepared_of(num_long_texts=1111, num_truncated=1111, num_dropped_tokens=5678),
             f"{PLAIN}; 1,111 texts longer than a sample, 5,678 tokens of them dropped",
         ),
-        (prepared_of(num_lost_words=1001), f"{PLAIN}; 1,001 words without a token, whose tags are not learnt"),
+        (prepared_of(num_lost_words=1001), f"{PLAIN}; 1,001 words without a token, whose tags are not learned"),
         (prepared_of(num_cut_inside=1002), f"{PLAIN}; 1,002 windows that end at no border"),
         (
             prepared_of(reach=GradientReach(most_tokens=2047, mean_tokens=1024.26)),

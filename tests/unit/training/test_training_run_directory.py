@@ -239,6 +239,12 @@ def test_the_fallback_in_force_is_the_last_that_was_used_or_chosen(directory, li
     assert directory.fallback_in_force() == fallback
 
 
+def test_what_has_fit_needs_no_more_than_a_step_that_was_done(directory):
+    for line in (start(), step(1, 2), oom(1)):
+        directory.append(line)
+    assert [directory.has_fit(fallback) for fallback in (1, 2, 3)] == [False, True, True]
+
+
 def test_the_newest_step_and_the_newest_that_was_saved_are_known(directory):
     assert (directory.last_step(), directory.last_saved_step()) == (0, 0)
     for line in (start(), step(3), CheckpointLine(time_seconds=1, step=3, num_bytes=1), step(4), start(3), step(5)):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from plimsoll.data.formats import Found, Layout, Part, Reading, packed
 
-NO_TAG = "-100"  # of a word that is neither learnt nor judged, as torch's losses and Hugging Face data sets have it
+NO_TAG = "-100"  # of a word that is neither learned nor judged, as torch's losses and Hugging Face data sets have it
 KEPT = "tags"  # the label of a layout that is to give texts with their tags
 _TAG_AND_END = re.compile(rb"\t[^\n]*\n")
 

@@ -52,7 +52,7 @@ def names_of_checkpoint(folder: Path) -> tuple[str, ...] | None:
 def names_to_number_by(corpus: Corpus, model: str | dict[str, Any]) -> tuple[str, ...] | None:
     """Return the classes of the checkpoint that a job begins with, if the texts have these, or some of them.
 
-    What a classifier has learnt is then what its outputs mean, in whatever order it has them.
+    What a classifier has learned is then what its outputs mean, in whatever order it has them.
     """
     own = names_of_checkpoint(Path(model)) if isinstance(model, str) else None
     found = corpus.label_names if corpus.labels is not None else {path.parent.name for path in corpus.paths}

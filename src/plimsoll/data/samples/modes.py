@@ -43,7 +43,7 @@ class Texts(NamedTuple):
 
     @property
     def whole(self) -> Ints:
-        """The tokens of each text as one sample: with what is around it, and its end token where that is learnt."""
+        """The tokens of each text as one sample: with what is around it, and its end token where that is learned."""
         has_end = not (self.job.is_labelled or self.template.suffix)
         return np.maximum(self.lengths + has_end + self.template.num_tokens, 1)
 

@@ -236,7 +236,7 @@ def said_of_repeated(num_texts: int) -> Iterator[str]:
     """Say that held-out texts are training texts, too, if any is."""
     if num_texts:
         are = "is a training text" if num_texts == 1 else "are training texts"
-        yield f"{num_texts:,} of the held-out texts {are}, too, word for word: what is measured on them was learnt"
+        yield f"{num_texts:,} of the held-out texts {are}, too, word for word: what is measured on them was learned"
 
 
 def only(

@@ -146,7 +146,7 @@ class TextDataset(Samples):
 
     def _row(self, tokens: list[int], number: int, tokenizer: Tokenizer) -> NDArray[np.int64]:
         template = tokenizer.template
-        is_text = self._labels is None and not template.suffix  # else the end is not learnt, or the template has one
+        is_text = self._labels is None and not template.suffix  # else the end is not learned, or the template has one
         if is_text or not (
             tokens or template.num_tokens
         ):  # as `plimsoll.data.samples.text_windows` has it: no sample is empty

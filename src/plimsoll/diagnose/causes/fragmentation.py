@@ -38,7 +38,8 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         return (Finding(cause=_CAUSE, title=title, evidence=(fact,), remedy=_INSTEAD, code=CODE),)
     part = part_of_category(evidence, _CAUSE)
     what = "memory that the allocator holds and does not use"
-    return findings_of_part(evidence, _CAUSE, part, _LEAST_SHARE, what=what)
+    instead = "" if evidence.kind == "cpu" else _INSTEAD
+    return findings_of_part(evidence, _CAUSE, part, _LEAST_SHARE, what=what, instead=instead)
 
 
 def _of_text(event: OomText) -> Finding:

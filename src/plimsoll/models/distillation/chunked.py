@@ -77,9 +77,9 @@ class TopTargets:
 
         sum over the k: p (log p - log q)  +  p_r (log p_r - log q_r)
 
-    and no less than 0. Of the words that are left only their sum is learnt; the gradient leaves their shares among each
-    other as the student has them. To take the k as if they were all, p / sum p, would teach probabilities that are too
-    large by that factor, which no amount of data mends (arXiv:2503.16870).
+    and no less than 0. Of the words that are left only their sum is learned; the gradient leaves their shares among
+    each other as the student has them. To take the k as if they were all, p / sum p, would teach probabilities that
+    are too large by that factor, which no amount of data mends (arXiv:2503.16870).
     """
 
     words_BTk: Tensor
@@ -249,7 +249,7 @@ class _Work:
 
     @contextmanager
     def _matrix_summed(self) -> Iterator[None]:
-        """Have the output layer add its weight's gradient up in place, where it is learnt."""
+        """Have the output layer add its weight's gradient up in place, where it is learned."""
         layer = self._student.matrix
         places = [number for number, one in enumerate(self._student.parameters) if layer and one is layer.weight]
         if layer is None or not places:

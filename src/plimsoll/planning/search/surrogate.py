@@ -356,12 +356,12 @@ class _Members:
 
     def __init__(self, combinations: Sequence[Choices]) -> None:
         self._places: dict[Choice, int] = {}
-        held = [
+        columns = [
             [self._places.setdefault(choice, len(self._places)) for choice in combination]
             for combination in combinations
         ]
         self._has = np.zeros((len(combinations), len(self._places)), dtype=np.int64)
-        for number, places in enumerate(held):
+        for number, places in enumerate(columns):
             self._has[number, places] = 1
 
     def __contains__(self, choice: Choice) -> bool:

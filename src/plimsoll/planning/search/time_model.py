@@ -255,7 +255,7 @@ def _stretches(
             call_seconds = 0.0 if row and is_captured[row - 1] else _REPLAY_CALLS * speed.op_seconds
         stretch.run(call_seconds, kernel_seconds + copy_seconds)
         stretch.work(work_seconds, adds_up=phase == "backward" and ops.by_autograd[row])
-    return [piece.seconds for piece in passes], once.seconds
+    return [one.seconds for one in passes], once.seconds
 
 
 def _waits_by_row(trace: Trace) -> dict[int, list[tuple[int, bool]]]:

@@ -89,7 +89,7 @@ class Folded:
         """Do a pass, or note it again.
 
         Args:
-            micro_batch: the micro-batch.
+            micro_batch: its inputs.
             is_share: whether its loss is scaled.
             do_pass: does it and returns its loss.
         """

@@ -24,7 +24,6 @@ _REPLACED = (torch.optim.Adam, torch.optim.AdamW)
 class ReplacedOptimizer(Technique):
     """A technique that does so: a run has one optimizer. ``kernels`` are those of the new one that can be chosen."""
 
-    numerics = "lossy"
     modifies = frozenset({"optimizer"})
     reaches = frozenset({"optimizer states"})
     is_for_the_run = True

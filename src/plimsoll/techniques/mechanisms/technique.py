@@ -128,7 +128,7 @@ class Technique(ABC):
 
     # What it is called elsewhere.
     exports: ClassVar[Mapping[Tool, Export]] = {}  # its settings in other tools
-    by_hand: ClassVar[str] = ""  # what does the same in a script if no other tool has it
+    by_hand: ClassVar[str] = ""  # what to do in a script of one's own; said by exports and `explain`
     remedies: ClassVar[Mapping[str, int]] = {}  # causes (`plimsoll.diagnose.causes`) it helps with; 0: the best remedy
 
     # When it is installed: in the order of `STAGES`, then of turns, then of names.

@@ -86,7 +86,7 @@ def findings_of_part(
         part: the part; ``None`` where there is none.
         least_share: see `is_large`.
         what: the beginning of the title, such as ``the logits``.
-        instead: what to do where no technique was tried; "" for `techniques_for` it.
+        instead: what to do where no technique was tried; by default what `techniques_for` returns.
         facts: evidence beside the size.
     """
     if part is None or not is_large(evidence, part, least_share):

@@ -73,6 +73,7 @@ def test_what_saves_little_of_a_part_gives_way_to_what_saves_most():
 
 def test_what_was_not_tried_is_said_in_the_words_of_the_techniques():
     assert techniques_for("logits") == (
-        "output layer and cross entropy a few tokens at a time, without all logits (docs/techniques/chunked_loss.md); "
-        "or the batch in pieces, whose gradients add up to the whole batch's (docs/techniques/micro_batch.md)"
+        "use torch.nn.functional.linear_cross_entropy or the Liger kernel (docs/techniques/chunked_loss.md); or "
+        "accumulate gradients over smaller micro-batches (gradient_accumulation_steps in the Trainer) "
+        "(docs/techniques/micro_batch.md)"
     )
