@@ -277,7 +277,7 @@ def _folding_blocks(trace_with: Callable[[bool, bool], Trace]) -> Callable[[bool
 
 
 @contextmanager
-def _stage(lowering: Lowering, position: Position, keeps_all: bool, folds_blocks: bool) -> Iterator[DryRun]:
+def _stage(lowering: Lowering, position: Position, keeps_all: bool, folds_blocks: bool = True) -> Iterator[DryRun]:
     with dry_run(lowering, lambda: _phase(position), keeps_all) as stage, _fake_tensors_are_plain():
         stage.folds_blocks = folds_blocks
         yield stage
