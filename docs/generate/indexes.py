@@ -7,7 +7,7 @@ from pathlib import Path
 
 HEADS = {
     "benchmarks/results": ("Benchmark results", "What the scripts in `benchmarks/` wrote."),
-    "docs/contributing": ("For contributors", "Beside [CONTRIBUTING](../../CONTRIBUTING.md)."),
+    "docs/contributing": ("For contributors", "More: [contributing](../contributing.md)."),
     "docs/causes": ("Causes", "Why memory runs out, as [`plimsoll explain`](../explain.md) finds it."),
     "docs/data": ("Parts of the data pipeline", "What lies behind [text larger than memory](../data.md)."),
     "docs/embeddings": ("Formats of word vectors", "What [`plimsoll embeddings`](../embeddings.md) reads."),
