@@ -93,7 +93,6 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
     from plimsoll.planning.request import PlanRequest, plan_as_asked
     from plimsoll.records.plan import Plan
     from plimsoll.report.progress import spinner
-    from plimsoll.training.baseline import load_training
 
     with answering("the planning", as_json):
         # Everything that can be refused is refused before the work.
@@ -118,6 +117,8 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
         if export is not None:
             require_exportable(export, inference or compare or as_json or output is not None)
         with spinner(quiet or as_json) as progress:
+            from plimsoll.training.baseline import load_training  # takes numpy along, after the first sign of life
+
             found, sentence = plan_as_asked(request, progress, note_unless(quiet or as_json), load_training)
         if isinstance(found, Plan) and export is not None:
             exported = exported_for(found, export)  # which can go into a file; beside it what is not in it
