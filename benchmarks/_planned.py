@@ -32,7 +32,7 @@ MIB = 1 << 20
 _TEXT_BYTES = 2 << 20
 _POLL_SECONDS = 0.005
 _VOCAB_SIZE = 8000
-_IMPOSSIBLE_BYTES = 64 << 20
+_IMPOSSIBLE_BYTES = 128 << 20  # of no use for any model here, and not refused before there is a plan
 _HEADROOM = 1.006  # a plan leaves half a percent of its limit to what a short evaluation may predict too low
 
 
