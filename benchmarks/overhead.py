@@ -357,7 +357,7 @@ def part_costs(setup: Setup, pattern: str | None) -> tuple[float, dict[str, tupl
         commit = commit_cost(step, batch, repeats=60)
         parts = {
             "look at the batch and cut it": (1, cost_of(lambda: cut(step, batch, size))),
-            "remember random numbers and buffers": (1, cost_of(step._undo.remember)),
+            "remember random numbers and buffers": (1, cost_of(step._retry.undo.remember)),
             "commit, beyond the optimizer's own step": (1, commit.extra_seconds),
             "monitor: write the step down": (1, cost_of(lambda: note_step(training, _as_loaded(batch), result))),
             "monitor: a memory sample": (commit.step_seconds / SAMPLE_SECONDS, cost_of(training.sampler.sample)),

@@ -43,7 +43,7 @@ from plimsoll.device.process import private_bytes
 MIB, GIB = 1 << 20, 1 << 30
 VOCAB_SIZE, LENGTH, BATCH_SIZE, FEW = 50257, 512, 64, 2
 PLAIN_SIZES = (2, 8)
-IMPOSSIBLE_BYTES = 64 * MIB
+IMPOSSIBLE_BYTES = 128 * MIB  # planned and found too small; less is refused at once
 TRAINER_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 LEARNING_RATE, CLIP_NORM = 1e-4, 1.0
 _TEXT_BYTES, _POLL_SECONDS, _STEP_SHARE = 4 * MIB, 0.005, 0.04

@@ -1,9 +1,9 @@
 """The batches of an epoch as a function of (seed, epoch, place), for data of any size: nothing is drawn and stored.
 
 `FixedBatches` cuts the order of the samples as it is. `BucketBatches` sorts a *pool* of some ten thousand samples by
-length, cuts it into batches, and draws the order of the pool's batches, so that little is padded. A batch is found from
-its `Cursor` alone, by planning its pool; there is no replay. Both are also batch samplers of `torch.utils.data`: lists
-of sample numbers of one epoch (`set_epoch`). Lengths are asked for, never stored.
+length, cuts it into batches, and draws the order of the pool's batches, so that little is padded. Its `Cursor` is
+enough to find a batch: the batch's pool is planned, and no earlier batch is made. Both are also batch samplers of
+`torch.utils.data`: lists of sample numbers of one epoch (`set_epoch`). Lengths are asked for, never stored.
 
 It does NOT sort over the whole epoch: batches would come in the order of their lengths.
 """

@@ -164,12 +164,12 @@ class TextDataset(Samples):
 
 
 def bytes_that_sort(num_bytes: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
-    """Return what stands for the tokens of texts of so many bytes where texts of like length are batched."""
+    """Return sort keys, in bytes, for texts whose tokens are not counted; texts of similar length are batched."""
     return np.minimum(num_bytes, _MOST_TOKEN_BYTES * sequence_length)
 
 
 def pad_multiple_for_bytes(num_bytes: NDArray[np.int64], sequence_length: int) -> int:
-    """Return what rows are rounded up to, if each token of texts of so many bytes has 4."""
+    """Return the number of tokens to which rows are padded up, at 4 bytes a token."""
     return ragged.pad_multiple_for(np.minimum(num_bytes // _BYTES_PER_TOKEN, sequence_length))
 
 
