@@ -1,7 +1,8 @@
 """Rules for prose that a machine can check: banned phrases, imperative summaries and the length of sentences.
 
-`docs/contributing/style.md` explains them. They cover docstrings, comments and strings of `src/plimsoll`, and the pages.
-Whether a sentence is good English is left to a reader. To list the faults of some files or folders:
+`docs/contributing/style.md` explains them. They cover docstrings, comments and strings of
+`src/plimsoll`, and the pages. A reader must judge whether a sentence is good English. To list the faults of files or
+folders:
 
     python tests/prose_rules.py src/plimsoll/data docs/plan.md
 """
@@ -50,77 +51,13 @@ WORDS = {
     r"says?|said": "use specifies, sets, reports, returns or raises",
 }
 # Words that cannot open the summary line of a function, because they are no imperatives.
-OPENINGS = set(
-    [
-        "a",
-        "after",
-        "all",
-        "an",
-        "any",
-        "as",
-        "at",
-        "be",
-        "before",
-        "both",
-        "by",
-        "during",
-        "each",
-        "either",
-        "everything",
-        "every",
-        "for",
-        "from",
-        "go",
-        "had",
-        "has",
-        "have",
-        "how",
-        "if",
-        "in",
-        "is",
-        "it",
-        "its",
-        "many",
-        "most",
-        "neither",
-        "no",
-        "none",
-        "nothing",
-        "of",
-        "on",
-        "one",
-        "only",
-        "other",
-        "several",
-        "she",
-        "so",
-        "some",
-        "such",
-        "that",
-        "the",
-        "their",
-        "there",
-        "these",
-        "they",
-        "this",
-        "those",
-        "three",
-        "to",
-        "two",
-        "unless",
-        "until",
-        "what",
-        "when",
-        "where",
-        "whether",
-        "which",
-        "while",
-        "who",
-        "whose",
-        "why",
-        "with",
-    ]
+OPENINGS = re.compile(
+    r"""(?:a|after|all|an|any|as|at|be|before|both|by|during|each|either|everything|every|for|from|go|had|has|have|how|if
+    |in|is|it|its|many|most|neither|no|none|nothing|of|on|one|only|other|several|so|some|such|that|the|their|there|these
+    |they|this|those|three|to|two|unless|until|what|when|where|whether|which|while|who|whose|why|with)\b|`""",
+    re.IGNORECASE | re.VERBOSE,
 )
+NO_NOUN = re.compile(r"(?:what|whether|how|where|why|that|which)\b", re.IGNORECASE)  # opens no other summary line
 NOT_PROSE = re.compile(r"``.+?``|`[^`\n]*`|\"[^\"\n]*\"|“[^”]*”|\]\([^)\n]*\)|https?://\S+", re.DOTALL)
 CODE_ON_PAGES = re.compile(
     r"^(\s*)```.*?^\1```|<!--.*?-->|`[^`\n]*`|\"[^\"\n]*\"|\]\([^)\n]*\)", re.DOTALL | re.MULTILINE
@@ -190,7 +127,11 @@ def is_documented(node: ast.AST) -> bool:
 def sentences(text: str) -> Iterator[str]:
     """Yield the sentences of a docstring or comment, each argument and list item on its own. Code is left out."""
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*] |\d+\. |[\w*, ]+: ))", text):
-        if not re.match(r"\s*(?:>>>|\.\.\. )", paragraph) and "    >>>" not in paragraph and not is_code(paragraph):
+        if (
+            not re.match(r"\s*(?:>>>|\.\.\. |\x08|\\b)", paragraph)
+            and "    >>>" not in paragraph
+            and not is_code(paragraph)
+        ):
             plain = NOT_PROSE.sub("X", paragraph)
             yield from re.split(r"(?<=[.!?:;])\s+", " ".join(plain.split()))
 
@@ -225,11 +166,11 @@ def summaries_are_imperatives(repository: Repository) -> Iterator[str]:
     """The docstring of a function begins with a verb; ruff's D401 finds the verbs that are not imperatives."""
     for source in repository.package:
         for text in docstrings(source):
-            first = re.split(r"[^\w`]", text.text, maxsplit=1)[0]
-            if text.kind == "function" and (first.lower() in OPENINGS or first.startswith("`")):
-                yield f"{source.path}:{text.line}: {text.text.splitlines()[0]!r}: begin with a verb, as Return or Write"
-            elif first.lower() in {"what", "whether", "how", "where", "why", "that", "which"}:
-                yield f"{source.path}:{text.line}: {text.text.splitlines()[0]!r}: begin with a noun"
+            summary = text.text.splitlines()[0]
+            if text.kind == "function" and OPENINGS.match(summary):
+                yield f"{source.path}:{text.line}: {summary!r}: begin with a verb, such as Return or Write"
+            elif NO_NOUN.match(summary):
+                yield f"{source.path}:{text.line}: {summary!r}: begin with a noun"
 
 
 def sentences_are_short(repository: Repository) -> Iterator[str]:
