@@ -2,9 +2,9 @@
 
     step = plimsoll.TrainStep(model, optimizer, units="next-tokens")
     for batch in loader:
-        result = step(batch)          # memory runs out: the step is undone and done again in smaller pieces
+        result = step(batch)  # if memory runs out, the step is undone and repeated in smaller micro-batches
 
-The public names are resolved when they are first used, so that ``import plimsoll`` does not import torch.
+Public names are imported on first use, so ``import plimsoll`` does not import torch.
 """
 
 import logging
@@ -66,7 +66,7 @@ _HOMES = {
 }
 __all__ = list(_HOMES)
 
-# Where torchao is installed transformers imports it, and these complain of kernels and names that nothing here uses.
+# transformers imports torchao if it is installed. These loggers then warn about kernels that are not used here.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 

@@ -1,27 +1,27 @@
-"""Every error Plimsoll raises on purpose, and the exit code the command line gives it.
+"""The exceptions of Plimsoll, and the exit codes of its command line.
 
     PlimsollError                          2
-    |-- InputError (ValueError)            2   something the user gave cannot be used
+    |-- InputError (ValueError)            2   the input cannot be used
     |   |-- JobError                           job.yaml: unknown field, wrong value, contradiction
-    |   |-- DataError                          text that is missing, empty, binary, not UTF-8, too short
-    |   |-- EmbeddingError                     word vectors that are missing, of no known format, or fit nothing
-    |   |-- WeightsError                       a checkpoint folder that is damaged, incomplete, or of another model
-    |   |-- BudgetError                        a budget that cannot hold even the weights
-    |   |   `-- TokenizerMemoryError           a budget or limit too small to train the tokenizer
-    |   |-- DeviceError                        a device or a limit this machine does not have
-    |   |-- RecordError                        a record file of an unknown kind or schema version
+    |   |-- DataError                          a text that is missing, empty, binary, not UTF-8 or too short
+    |   |-- EmbeddingError                     word vectors that are missing, of an unknown format, or match no words
+    |   |-- WeightsError                       model weights that are damaged, incomplete, or from another model
+    |   |-- BudgetError                        a budget too small for the state before the first step
+    |   |   `-- TokenizerMemoryError           a budget or limit too small for training the tokenizer
+    |   |-- DeviceError                        a device or limit that this machine does not have
+    |   |-- RecordError                        a record file that is damaged, or of an unknown kind or version
     |   |-- OutputError                        an output that exists or cannot be written
-    |   `-- CheckpointError                    a checkpoint that is torn, or of another job
-    |-- NonFiniteLossError (ArithmeticError)  2   the loss became NaN or infinite; nothing was updated
+    |   `-- CheckpointError                    a checkpoint that is incomplete, missing, or from another job
+    |-- NonFiniteLossError (ArithmeticError)  2   the loss is NaN or infinite; nothing was updated
     |-- OutOfMemoryError (MemoryError)     3   no fallback fit; the step was undone
-    |   |-- FragmentedHeapError           76   an OOM with every fallback, under a supervisor that starts a new process
-    |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3 without one)
-    |       `-- AfterUpdateError               an OOM in what follows the update, which is done: do not repeat the step
-    |-- RankLostError                     77   another rank ended or does not answer; all begin again, or --resume
-    |-- KilledError                      137   (139 for SIGSEGV) the training died of a signal, and not surely of memory
-    `-- Interrupted                      130   (143 for SIGTERM) the step is saved, or the message says which
+    |   |-- FragmentedHeapError           76   as above, under a supervisor that starts a new process (else 3)
+    |   `-- TornStepError                 75   an OOM inside optimizer.step(): reload a checkpoint (else 3)
+    |       `-- AfterUpdateError               an OOM after the update: do not repeat the step
+    |-- RankLostError                     77   another rank ended or does not answer: restart all ranks
+    |-- KilledError                      137   (139 for SIGSEGV) killed by a signal, not surely for lack of memory
+    `-- Interrupted                      130   (143 for SIGTERM) the last step is saved, unless the message differs
 
-A message says what was attempted, the values with their units, why it failed and what to type instead.
+Each message contains the values with their units, the reason, and the command or argument to use instead.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ import warnings
 
 
 class PlimsollWarning(UserWarning):
-    """The category of every warning of Plimsoll's."""
+    """Base class of all warnings that Plimsoll issues."""
 
 
 class PlimsollError(Exception):
-    """Base of everything raised on purpose."""
+    """Base class of all exceptions that Plimsoll raises on purpose."""
 
     exit_code = 2
 
 
 class InputError(PlimsollError, ValueError):
-    """Something the user gave cannot be used."""
+    """The input cannot be used."""
 
     @classmethod
     def said_by(cls, process_errors: str) -> InputError | None:
-        """The refusal that a command of ours has printed on standard error, if it has."""
+        """Return the error that a `plimsoll` command printed on standard error, or ``None`` if it printed none."""
         found = re.search(r"^error: (.*)", process_errors.strip(), re.MULTILINE | re.DOTALL)
         return cls(found[1]) if found else None
 
@@ -59,19 +59,24 @@ class DataError(InputError):
 
 
 class EmbeddingError(InputError):
-    """Word vectors are missing, damaged, of no known format, or do not fit the words or the model."""
+    """Word vectors are missing, damaged, of an unknown format, or do not match the words or the model."""
 
 
 class WeightsError(InputError):
-    """Weights of a model are missing, damaged, need code to be read, or do not fit the model."""
+    """Model weights are missing, damaged, unsafe to unpickle, or do not match the model."""
 
 
 class BudgetError(InputError):
-    """A budget cannot hold even what exists before the first step."""
+    """A budget is smaller than the memory in use before the first step."""
 
 
 class TokenizerMemoryError(BudgetError):
-    """Training the tokenizer does not fit beside what is loaded, in the budget or, with ``None``, in a limit."""
+    """There is too little memory to train the tokenizer.
+
+    Args:
+        message: the error message.
+        budget_bytes: the budget in bytes, or ``None`` if a limit of the process was too small.
+    """
 
     def __init__(self, message: str, budget_bytes: int | None) -> None:
         super().__init__(message)
@@ -79,11 +84,11 @@ class TokenizerMemoryError(BudgetError):
 
 
 class DeviceError(InputError):
-    """A device or a limit was asked for that this machine does not have."""
+    """The requested device or limit does not exist on this machine."""
 
 
 class RecordError(InputError):
-    """A record file has an unknown kind or schema version, or is damaged."""
+    """A record file is damaged, or has an unknown kind or schema version."""
 
 
 class OutputError(InputError):
@@ -91,43 +96,43 @@ class OutputError(InputError):
 
 
 class CheckpointError(InputError):
-    """A checkpoint is torn, missing or belongs to another job."""
+    """A checkpoint is incomplete, missing, or belongs to another job."""
 
 
 class NonFiniteLossError(PlimsollError, ArithmeticError):
-    """The loss became NaN or infinite; parameters and optimizer states are as before the step."""
+    """The loss is NaN or infinite. Parameters and optimizer states are unchanged by the step."""
 
 
 class OutOfMemoryError(PlimsollError, MemoryError):
-    """Memory ran out and no fallback fit; the step was undone."""
+    """Memory ran out and no fallback fit. The step was undone."""
 
     exit_code = 3
 
 
 class TornStepError(OutOfMemoryError):
-    """Memory ran out inside ``optimizer.step()`` where no copy for the undo could be kept: reload a checkpoint."""
+    """Memory ran out inside ``optimizer.step()``, and no copy could be kept to undo it: reload a checkpoint."""
 
-    exit_code = 75  # EX_TEMPFAIL, from the training process to its supervisor, which reloads; users see 3
+    exit_code = 75  # EX_TEMPFAIL: the supervisor reloads a checkpoint; users see 3
 
 
 class AfterUpdateError(TornStepError):
-    """Memory ran out in what follows an update (a schedule, a gradient scaler): the update is done, the rest is not."""
+    """Memory ran out after the update, in the scheduler or gradient scaler. Only the update is complete."""
 
 
 class FragmentedHeapError(OutOfMemoryError):
-    """Memory ran out where no fallback helps, as in a heap full of holes: a new process begins without them."""
+    """Memory ran out and no fallback helps, because the heap is fragmented. A new process starts with a clean heap."""
 
-    exit_code = 76  # to the supervisor, which starts a new one; users see 3
+    exit_code = 76  # the supervisor starts a new process; users see 3
 
 
 class RankLostError(PlimsollError):
-    """Another rank ended, or does not answer; the checkpoints are intact."""
+    """Another rank ended or does not answer. The checkpoints are intact."""
 
-    exit_code = 77  # to the supervisor, which starts all of them again
+    exit_code = 77  # the supervisor restarts all ranks
 
 
 class KilledError(PlimsollError):
-    """A process of the run was killed or crashed, again and again or with no use in a new try."""
+    """A process of the run was killed or crashed, and restarting it did not help or would not help."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
@@ -135,7 +140,7 @@ class KilledError(PlimsollError):
 
 
 class Interrupted(PlimsollError):
-    """SIGINT or SIGTERM arrived; the step was finished and saved, unless the message says what is saved."""
+    """SIGINT or SIGTERM arrived. The last step was finished and saved, unless the message names another one."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
@@ -148,6 +153,6 @@ _FORMER_NAMES = {"TokenizerRoomError": "TokenizerMemoryError", "WornProcessError
 def __getattr__(name: str) -> type[PlimsollError]:
     if name not in _FORMER_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{name} is called {_FORMER_NAMES[name]} now", DeprecationWarning, stacklevel=2)
+    warnings.warn(f"{name} was renamed to {_FORMER_NAMES[name]}", DeprecationWarning, stacklevel=2)
     found: type[PlimsollError] = globals()[_FORMER_NAMES[name]]
     return found

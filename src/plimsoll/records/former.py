@@ -49,5 +49,5 @@ def former_arguments(**former_names: str) -> Callable[[Callable[P, R]], Callable
 
 
 def warn_of_former(what: str, name: str) -> None:
-    """Warn that something is called ``name`` now."""
-    warnings.warn(f"{what} is called {name} now", DeprecationWarning, stacklevel=3)
+    """Warn that ``what`` was renamed to ``name``."""
+    warnings.warn(f"{what} was renamed to {name}", DeprecationWarning, stacklevel=3)

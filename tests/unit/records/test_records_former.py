@@ -64,13 +64,13 @@ def test_former_arguments_and_attributes_work_and_warn():
     def take(*, fallbacks):
         return fallbacks
 
-    with pytest.warns(DeprecationWarning, match="the argument rungs is called fallbacks now"):
+    with pytest.warns(DeprecationWarning, match="the argument rungs was renamed to fallbacks"):
         assert take(rungs=3) == 3
     assert take(fallbacks=4) == 4
     plan = tried_plan()
-    with pytest.warns(DeprecationWarning, match=r"Plan.rungs is called Plan.fallbacks now"):
+    with pytest.warns(DeprecationWarning, match=r"Plan.rungs was renamed to Plan.fallbacks"):
         assert plan.rungs == plan.fallbacks
-    with pytest.warns(DeprecationWarning, match="WornProcessError is called FragmentedHeapError now"):
+    with pytest.warns(DeprecationWarning, match="WornProcessError was renamed to FragmentedHeapError"):
         assert plimsoll.errors.WornProcessError is plimsoll.errors.FragmentedHeapError
 
 
