@@ -143,7 +143,8 @@ def is_code(paragraph: str) -> bool:
 def phrases_in(text: str, phrases: dict[str, str]) -> Iterator[tuple[int, str]]:
     """Yield the place and the advice of each banned phrase in a text."""
     for pattern, advice in phrases.items():
-        for found in re.finditer(rf"(?<![\w-])(?:{pattern})(?![\w-])", text, re.IGNORECASE):
+        spaced = pattern.replace(" ", r"\s+")  # a phrase may stand on two lines
+        for found in re.finditer(rf"(?<![\w-])(?:{spaced})(?![\w-])", text, re.IGNORECASE):
             yield found.start(), f"{' '.join(found[0].split())!r}: {advice}"
 
 
