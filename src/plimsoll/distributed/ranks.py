@@ -244,7 +244,8 @@ def joined() -> Iterator[Ranks]:
         raise InputError(
             f"rank {rank} of {world_size} could not connect to the others at {where} within "
             f"{timeout_seconds:g} s, which {_TIMEOUT} sets ({_reason(error)}): check that all "
-            f"{world_size} are started with the same address, that every machine can reach it, and that the port is free"
+            f"{world_size} are started with the same address, that every machine can reach it, and that "
+            "the port is free"
         ) from None
     try:
         yield ranks
