@@ -42,7 +42,7 @@ from plimsoll.step.undo.state_before_step import Before, Watched
 from plimsoll.step.undo.written import Writes, bytes_in, has_storage, key_of
 
 _MOST_ARRAY_BYTES = 64 << 20
-"""Larger numpy arrays are not copied in observed steps."""
+"""Numpy arrays above this size are not copied in observed steps, unless an earlier step has written them."""
 _OPTIMIZER = "optimizer"
 
 

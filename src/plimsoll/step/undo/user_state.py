@@ -80,7 +80,7 @@ class Kept:
     Attributes:
         moving: items that successful work has changed.
         parts: the objects that each group of roots reaches.
-        is_due: whether the current work is preceded by a copy of everything.
+        is_due: whether everything is copied before the current work.
         copied: the places that are copied, with their content before the work.
         others: the places that are not copied.
     """
