@@ -18,7 +18,7 @@ from plimsoll.step.cuda_graphs.fingerprints import Print, print_of
 from plimsoll.step.undo.saved import is_same_state
 
 _MOST_ELEMENTS = 4096
-_SPREAD = 8  # largest differences of this many elements hardly ever vary by more than this factor
+_SPREAD = 8  # the largest differences of pairs of passes hardly ever vary by more than this factor
 _MOST_NOISE = 2e-2  # relative to a tensor's largest element: the rounding of bf16
 
 
@@ -63,7 +63,7 @@ def is_again(passes: Sequence[Seen], another: Seen) -> bool:
             continue
         first, *others = (one.samples[number] for one in passes)
         most = max(noise * _largest(first), *(_largest(first - one) for one in others))
-        if not _largest(first - sample) <= _SPREAD * most:  # also false for NaN
+        if not _largest(first - sample) <= _SPREAD * most:  # true for NaN, too
             return False
     return True
 

@@ -1,4 +1,4 @@
-"""Search for all Python state that training code can reach from a model, its loss and its optimizer.
+"""A search for all Python state that training code can reach from a model, its loss and its optimizer.
 
 The search follows attributes, lists, dicts, sets, deques and hooks of modules, tensors and optimizers. It follows a
 function's closure, its defaults and the globals that it names, also in modules that it names. It follows the objects
@@ -6,6 +6,7 @@ bound by methods and partials, and class attributes. Each of these is a `Place`,
 deep) and restored.
 
 Not followed:
+
 - objects of libraries (`_LIBRARIES`) other than modules, optimizers and schedules; of a user's subclass of a library's
   trainer, the attributes are followed
 - data loaders and data sets, whose position does not belong to a step

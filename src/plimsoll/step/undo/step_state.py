@@ -104,7 +104,7 @@ class Undo:
             fitting(partial(onednn.prepare_for, model), backend, "oneDNN was prepared for an LSTM", " to a new process")
 
     def remember(self, batch: Any = None) -> None:
-        """Save the current state, including `batch`, as the state that `restore` returns to."""
+        """Save the current state, including ``batch``, as the state that `restore` returns to."""
         self.lost, self.is_updating, self._has_looked, self._late = (), False, False, set()
         self._let_go()
         self._random_state = self._backend.random_state()
@@ -166,7 +166,7 @@ class Undo:
                     before.versions, before.addresses = versions, addresses
 
     def again(self, number: int) -> None:
-        """Repeat the changes that the loop made after batch `number`, counted from 1."""
+        """Repeat the changes that the loop made after batch ``number``, counted from 1."""
         for between in self._between[number - 1 : number]:
             between.again()
 
