@@ -99,7 +99,7 @@ def test_a_long_list_that_was_emptied_once_is_one():
 
 
 def test_a_run_that_failed_with_it_is_a_finding_without_an_effect():
-    message = f"step 2: {GRAPH_IS_GONE}, which is gone by then: `model.hidden` ..."
+    message = f"step 2: {GRAPH_IS_GONE}, which is already freed: `model.hidden` ..."
     (finding,) = findings(evidence(graphs=(), message=message))
     assert finding.evidence[0].text == message
     assert finding.effect_bytes is None
