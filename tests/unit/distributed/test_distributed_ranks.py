@@ -78,7 +78,10 @@ def test_a_timeout_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text
             "WORLD_SIZE='abc' in the environment must be an integer from 1: start the ranks",
         ),
         ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE='0' in the environment must be an integer from 1"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK='2' in the environment must be an integer from 0 to 1, for WORLD_SIZE=2"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2"},
+            "RANK='2' in the environment must be an integer from 0 to 1, for WORLD_SIZE=2",
+        ),
         (
             {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "-1"},
             "LOCAL_RANK='-1' in the environment must be an integer from 0",
