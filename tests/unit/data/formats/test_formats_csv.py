@@ -224,7 +224,9 @@ def test_two_stray_quotes_that_swallow_rows_are_warned_of(tmp_path: Path, num_be
     before = "".join(f"text {number},0\n" for number in range(num_before))
     rows = "".join(f"row {number},1\n" for number in range(30))
     path = written(tmp_path / "a.csv", f'text,label\n{before}"one,1\n{rows}x",1\nlast,0\n')
-    said = rf"a row may have swallowed others, .*a\.csv: line {num_before + 2}: a quoted field takes the 30 lines"
+    said = (
+        rf"a row may include other rows by mistake, .*a\.csv: line {num_before + 2}: a quoted field takes the 30 lines"
+    )
     with pytest.warns(PlimsollWarning, match=said):
         corpus = opened(path)
     assert len(corpus) == num_before + 2
