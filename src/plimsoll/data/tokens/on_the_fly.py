@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from plimsoll.data.tokens.tokenizer import Tokenizer
 
 _MOST_WORKERS = 255
-_MOST_TOKEN_BYTES = 16  # a text with more bytes per token of a sample is assumed to be longer than the sample
+_MOST_TOKEN_BYTES = 16  # a text with more bytes than this per token of a sample is longer than the sample
 
 _BYTES_PER_TOKEN = 4  # an estimate, before any text is read
 

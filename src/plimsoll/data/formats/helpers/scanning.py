@@ -120,8 +120,8 @@ class Chunk(NamedTuple):
     """Some bytes of a part, and the 8 bytes after them (newlines beyond the end of the file)."""
 
     offset: int
-    raw: NDArray[np.uint8]  # with the 8 that follow
-    num_bytes: int  # without
+    raw: NDArray[np.uint8]  # including the 8 bytes after the chunk
+    num_bytes: int  # excluding these 8 bytes
 
     @property
     def ahead(self) -> bytes:
