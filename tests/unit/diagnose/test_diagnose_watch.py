@@ -222,7 +222,7 @@ def test_a_kill_is_for_memory_where_the_kernel_counts_one(monkeypatch, before, n
     if end.how != "gone":  # known from Linux 6.15 on
         assert end.how == ("out_of_memory" if num_kills else "killed")
         assert end.exit_code == -signal.SIGKILL
-        assert counted_by is None or f"({counted_by} counts it)" in end.text
+        assert counted_by is None or f"(counted for {counted_by})" in end.text
 
 
 def _ended(code, run=None):
