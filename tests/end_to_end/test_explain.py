@@ -85,7 +85,7 @@ def test_a_hidden_state_that_is_fed_back(tmp_path, cache):
     )
     assert re.search(told, done.stderr)
     (finding,) = explained(run, 1).findings
-    assert finding.title == "hidden state not detached: backward came to the graph of an earlier step"
+    assert finding.title == "hidden state not detached: backward reached the graph of an earlier step"
 
 
 def test_a_healthy_run_has_no_finding_and_no_line(tmp_path, cache):

@@ -69,7 +69,7 @@ def explain(
 
 
 def is_job(path: Path) -> bool:
-    """Return whether a file is a job, by its suffix. Kubernetes manifests, which have an ``apiVersion``, are not jobs."""
+    """Return whether a file is a job: a YAML file without ``apiVersion``, which marks Kubernetes manifests."""
     if path.suffix.lower() not in _JOB_SUFFIXES or path.is_dir():
         return False
     with suppress(OSError), path.open("rb") as file:

@@ -164,7 +164,7 @@ def _event(error: BaseException, lines: list[Line]) -> OomText:
 
 
 def _limit_bytes(backend: Backend) -> int:
-    """Return the bytes that this process may use, comparable to its use. ``RLIMIT_DATA`` also counts untouched memory."""
+    """Return the bytes that this process may use, without the untouched memory that ``RLIMIT_DATA`` also counts."""
     capacity_bytes, use = backend.probe().capacity_bytes, backend.use()
     if backend.kind != "cpu":
         return capacity_bytes
@@ -220,7 +220,7 @@ def _given_to_modules(scene: _Scene) -> Iterator[Tensor]:
 
 
 def _named(all_found: list[Found], kept: list[Kept], stays: set[int]) -> dict[str, list[Tensor]]:
-    """Group tensors without a graph in variables: those kept from step to step or in growing containers, and the batch."""
+    """Group tensors without a graph: tensors in growing containers or kept from step to step, and the batch."""
     many = {one.name for one in kept if one.num_items > 2 and (one.has_grown or one.is_of_data)}
     tensors: list[Tensor] = []
     batch: list[Tensor] = []

@@ -20,11 +20,11 @@ def said(text):
 @pytest.mark.parametrize(
     ("text", "causes", "title"),
     [
-        (FULL, ["true_capacity"], "2.0 GiB more than is free was asked for"),
-        (FRAGMENTED, ["fragmentation", "true_capacity"], "holds 4.0 GiB that it does not use, and no piece of it"),
+        (FULL, ["true_capacity"], "the request exceeds free memory by 2.0 GiB"),
+        (FRAGMENTED, ["fragmentation", "true_capacity"], "holds 4.0 GiB that it does not use, and no block of it"),
         (OTHERS, ["other_process", "true_capacity"], "hold 20.0 GiB of the device"),
-        (HUGE, ["absurd_request"], "100.0 GiB were asked for in one piece"),
-        ("MemoryError", ["true_capacity"], "the host's memory, or the limit of its control group, ran out"),
+        (HUGE, ["absurd_request"], "100.0 GiB were requested at once"),
+        ("MemoryError", ["true_capacity"], "host memory, or the limit of its control group, ran out"),
         (SHM, ["shm"], "shared memory ran out"),
         ("XPU out of memory. Tried to allocate 1 GiB. GPU 0 has a total capacity of 2 GiB", ["true_capacity"], "full"),
     ],
@@ -39,7 +39,7 @@ def test_what_the_numbers_say_is_found_the_likely_cause_first(text, causes, titl
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        (GPU.format(1, 2), "2.0 GiB were free when 1.0 GiB were asked for"),
+        (GPU.format(1, 2), "2.0 GiB were free when 1.0 GiB were requested"),
         ("CUDA error: out of memory", "The text states no sizes"),
     ],
 )

@@ -102,7 +102,7 @@ def test_what_is_not_explained_is_said(explained):
     notes = " ".join(explained(device).notes)
     assert "on device 1" in notes
     assert "Leaks were not looked for" in notes
-    assert "Private pools (CUDA graphs, MemPool) have 2.0 MiB, of which 1.0 MiB are not used" in notes
+    assert "Private pools (CUDA graphs, MemPool) have 2.0 MiB, of which 1.0 MiB are unused" in notes
     assert "2 streams" in notes
 
 
