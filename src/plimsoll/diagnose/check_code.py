@@ -66,7 +66,7 @@ def check_code(
                 text = fixed[0]
                 num_fixed += fixed[1]
             findings += _findings(str(path), text, chosen)
-        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:  # deep nesting
+        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:  # or nested too deeply
             unread.append(Unread(file=str(path), reason=_reason(error)))
             continue
         num_lines += text.count("\n") + (not text.endswith("\n") and text != "")

@@ -217,7 +217,7 @@ def _kept(one: Found, before: Mapping[int, int], borders: Sequence[int], kind: s
 
 
 def _is_made_at_once(value: Any, store: Assignment) -> bool:
-    """Return whether a new container is a batch: a tuple, a small dict with text keys, or a small one of a loop."""
+    """Return whether a new container is a batch: a tuple, a small dict with text keys, or a small loop variable."""
     if isinstance(value, tuple):
         return True
     is_named = isinstance(value, dict) and all(isinstance(key, str) for key in value)

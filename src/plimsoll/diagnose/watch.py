@@ -159,7 +159,7 @@ class Watch:
             return WatchEnd(seconds=seconds, how="out_of_memory" if is_out else "ended", exit_code=code, text=text)
         text = f"process {self._pid} was killed by {_signal_name(-code)}"
         if -code == signal.SIGKILL and self._num_kills():
-            text += f"; meanwhile the kernel has killed for memory (counted for {self._counted_by()}){said}"
+            text += f"; meanwhile the kernel killed a process for memory (counted by {self._counted_by()}){said}"
             return WatchEnd(seconds=seconds, how="out_of_memory", exit_code=code, text=text)
         return WatchEnd(seconds=seconds, how="killed", exit_code=code, text=text + said)
 

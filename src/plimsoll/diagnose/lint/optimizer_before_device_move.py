@@ -1,4 +1,4 @@
-"""An optimizer whose states are made or loaded before its model moves to the device. The states stay behind."""
+"""An optimizer whose states are made before its model moves to the device. The states stay behind."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _on_device(event: OomText, tried: Bytes, num_processes: int) -> Causes:
         return "fragmentation", "other_process" if others_explain else "true_capacity"
     if others_explain and _elsewhere(event, num_processes) >= tried:
         return "other_process", "true_capacity"
-    # Free and unused bytes that would suffice as one block: a little less or more of anything else decides then.
+    # Free and unused bytes would suffice as one block, so fragmentation remains possible.
     return "true_capacity", "fragmentation" if unused and unused + (free or 0) >= tried else None
 
 
