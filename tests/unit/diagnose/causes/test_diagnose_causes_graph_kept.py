@@ -18,7 +18,7 @@ def test_a_list_of_outputs():
     assert (finding.effect_known, finding.effect_high_bytes) == ("counted", None)
     assert finding.peak_share == pytest.approx(30 * (MIB + 100 * 1024) / (300 * MIB))
     assert finding.evidence[0].text == (
-        "after step 27, of 13 earlier steps whose graphs were marked 13 are in memory, the first of step 1"
+        "after step 27, 13 of the 13 marked graphs of earlier steps are in memory, the first of step 1"
     )
     assert "in place of `self.history.append(output)`" in finding.remedy
 
@@ -61,7 +61,7 @@ def test_losses_that_nobody_is_seen_to_keep():
     ("name", "remedy"),
     [
         ({"num_tensors": 1}, "write `model.history = model.history.detach()` where it is assigned"),
-        ({}, "write `.detach()` behind what is put into `model.history`"),
+        ({}, "add `.detach()` to the values that are put into `model.history`"),
     ],
 )
 def test_without_the_source_the_remedy_is_of_the_attribute(name, remedy):
