@@ -23,8 +23,8 @@ aten = torch.ops.aten
 # torch/csrc/autograd/input_buffer.cpp). The trace would then have an extra gradient at every residual connection. This
 # is the reference count while the engine's sum is dispatched to Python: the buffer and the references of the call.
 _OWN_REFERENCES = 4
-# Ops that a backward formula runs in place, except for tensor subclasses and under a dispatch mode
-# (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp), with the in-place op and its reference count.
+# Ops that a backward formula runs in place, with the in-place op and its reference count. For tensor subclasses and
+# under a dispatch mode, they run out of place (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp).
 # A list of indices adds one reference.
 _FILLED = {
     aten.index_add.default: (aten.index_add_.default, 4),

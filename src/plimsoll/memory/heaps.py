@@ -1,8 +1,8 @@
 """Replays of traces in heaps of the C library, event by event.
 
 A plan evaluates each trace in several heaps, and some of them repeatedly. The heap calls of a trace are therefore
-listed once, and replays are cached. A heap that would behave the same at every call is not replayed. For example, a
-heap that maps blocks from 32 MiB on equals one that never maps if no block is that large.
+listed once, and replays are cached. A heap that would behave the same at every call is not replayed. For example,
+mapping blocks from 32 MiB on and never mapping are equivalent if all blocks are smaller.
 """
 
 from __future__ import annotations

@@ -1,12 +1,19 @@
 """Inventory of all live tensors in this process, grouped by the owners of their storages.
 
-Run once, after memory has run out. A storage counts once, for its first owner in this order: parameters and buffers of
-modules, gradients, optimizer states, categories named by the caller, activations (saved by a graph node of a live
-tensor), and temporaries (all others). Of memory-mapped files, only written pages count, because these are private to
-the process.
+Run once, after memory has run out. A storage counts once, for its first owner in the following order:
 
-Does NOT see tensors held only by C++ (a gradient inside a running backward pass), nor tensors saved by graphs beyond
-`MOST_NODES` operations (`plimsoll.memory.autograd_graph` explains why). Sparse tensors do not count.
+- parameters and buffers of modules
+- gradients
+- optimizer states
+- categories named by the caller
+- activations, saved by a graph node of a live tensor
+- temporaries, that is, all others
+
+Of memory-mapped files, only written pages count, because these are private to the process.
+
+Does NOT see tensors held only by C++, such as a gradient inside a running backward pass. Tensors saved by graphs beyond
+`MOST_NODES` operations are not seen either (`plimsoll.memory.autograd_graph` explains why). Sparse tensors do not
+count.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Memory grows nearly in proportion to the batch size, and at worst with the square of the sequence length. It grows in
 steps, because an allocator reserves segments and kernels change at some sizes. Two traces define a line, or one trace
 if the growing part of its memory is known. The line gives the next size to try. Every trace narrows the bracket between
-a size that fits and one that does not, until the requested precision is reached. If lines narrow the bracket too
-slowly, it is halved.
+the largest fitting and the smallest failing size, until the requested precision is reached. If lines narrow the bracket
+too slowly, it is halved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Recorder of all allocations of a training: every op, and every storage with its birth, death and category.
 
-A `Recorder` intercepts each op below autograd. It works on fake tensors (a prediction, which allocates nothing) and on
-real tensors (a measurement) alike, so that the two can be compared op by op.
+A `Recorder` intercepts each op below autograd. It works on fake tensors, for a prediction that allocates nothing, and
+on real tensors, for a measurement. The two records can be compared op by op.
 
 Not seen: memory that a kernel allocates and frees inside one op (the lowering adds known sizes), and ops in other
 threads. CUDA runs backward in another thread, so use the allocator's counters there.

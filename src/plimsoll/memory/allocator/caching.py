@@ -1,11 +1,16 @@
 """Pure-Python simulation of the memory that torch's CUDA caching allocator reserves for a sequence of allocations.
 
-Follows ``c10/cuda/CUDACachingAllocator.cpp`` at pytorch commit 001074d2. Sizes and options are those in torch 2.13, see
+Follows ``c10/cuda/CUDACachingAllocator.cpp`` at pytorch commit 001074d2. Sizes and options are from torch 2.13, see
 `plimsoll.records.allocator`. The docstring of each method names the C++ function that it follows.
 
-Not handled: several streams (a block freed on one stream is not reused on another), several CUDA graphs,
-``cudaMallocAsync``, memory outside the allocator (context, NCCL, cuFFT), reuse of the addresses of released segments,
-and gaps due to alignment.
+Not handled:
+
+- several streams: a block freed on one stream is not reused on another
+- several CUDA graphs
+- ``cudaMallocAsync``
+- memory outside the allocator (context, NCCL, cuFFT)
+- reuse of the addresses of released segments
+- gaps due to alignment
 """
 
 from __future__ import annotations

@@ -220,8 +220,8 @@ class _Heap:
 
     def _find(self, wanted_bytes: int) -> tuple[int, int]:
         """Take a chunk and return its start and end. The start is `_NOWHERE` if the block must be mapped."""
-        # The order of `_int_malloc`: a chunk of the exact size freed since the last search, the smallest chunk that is
-        # large enough, the top, a memory mapping (from the threshold on), and a larger heap.
+        # The order of `_int_malloc`: an exact fit among chunks freed since the last search, the smallest chunk that is
+        # large enough, and the top. Then follow a memory mapping (from the threshold on) and a larger heap.
         if self._has_fast and wanted_bytes >= _SMALL_BYTES:
             self._join_fast()
         if self._rest_end:
