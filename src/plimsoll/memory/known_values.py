@@ -73,7 +73,7 @@ _FACTORIES = {
 _ALMOST_ONE = 1 - 2**-8  # also in bfloat16
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}  # the op of `torch.tensor` for numbers
 
-KEEPS_ALL = "was taken to keep every element"
+KEEPS_ALL = "was assumed to keep every element"
 """Part of the text of an assumption about a result whose length depends on unknown values."""
 
 
@@ -207,7 +207,7 @@ class KnownValues:
                 return value.item()
         where = self._where()
         if where is not None:
-            self.assume(f"the value of a {str(tensor.dtype).removeprefix('torch.')} tensor was taken for 0{where}")
+            self.assume(f"the value of a {str(tensor.dtype).removeprefix('torch.')} tensor was assumed to be 0{where}")
         return _zero(tensor.dtype)
 
     def _unknown_length(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -419,7 +419,7 @@ def _require_steps(a: _Arguments) -> None:
     """Raise an error if a call has too many steps, as cuDNN does. Techniques that split sequences avoid it."""
     if a.num_steps > MOST_STEPS:
         raise InputError(
-            f"a recurrent layer ({a.cell}) cannot read a sequence of {a.num_steps:,} steps on CUDA: cuDNN takes at "
+            f"a recurrent layer ({a.cell}) cannot read on CUDA a sequence of {a.num_steps:,} steps: cuDNN takes at "
             f"most {MOST_STEPS:,} in one call and fails with CUDNN_STATUS_NOT_SUPPORTED: cut it into segments (the "
             f"technique time_segments with `steps` of at most {MOST_STEPS}, such as --pin time_segments=1024), use "
             "shorter sequences, or train on the CPU"

@@ -427,7 +427,7 @@ def test_a_sequence_that_is_longer_than_cudnn_takes_is_refused_and_one_that_is_n
 
 def test_a_packed_sequence_counts_its_longest_sample():
     lengths = torch.tensor([MOST_STEPS + 1, 1])
-    with traced(), pytest.raises(InputError, match=r"\(gru\) cannot read a sequence of 65,536 steps on CUDA"):
+    with traced(), pytest.raises(InputError, match=r"\(gru\) cannot read on CUDA a sequence of 65,536 steps"):
         module_of("gru")(pack_padded_sequence(torch.empty(MOST_STEPS + 1, 2, I), lengths))
 
 
