@@ -94,7 +94,7 @@ def _saved_bytes(nodes: Iterable[Any], without: Iterable[Tensor]) -> int | None:
         for one in _raw_saved(node):
             if not hasattr(one, "data"):
                 return None
-            if isinstance(one.data, Tensor):  # a tensor replaced by a hook, or already freed, is none
+            if isinstance(one.data, Tensor):  # skip tensors that a hook replaced or backward freed
                 saved.append(one.data)
         saved += [value for value in getattr(node, "__dict__", {}).values() if isinstance(value, Tensor)]
     return storage_bytes(saved, without)

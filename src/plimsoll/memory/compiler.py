@@ -82,7 +82,7 @@ class Deferring(Loader):
             setattr(module, name.rpartition(".")[2], inner)
 
     def asked(self, module: _Deferred, name: str) -> Any:
-        """Return a stand-in if one exists and the compiler has not run; otherwise, run it and ask the module."""
+        """Return a stand-in if the compiler is not needed; otherwise, run it and return the real attribute."""
         with self._lock:
             if not self._is_needed and name in self._stand_ins[module.__name__]:
                 return self._stand_ins[module.__name__][name]

@@ -85,7 +85,13 @@ def ended_since(recorder: Recorder, begin: Place) -> list[int]:
 
 
 def end_alike(recorder: Recorder, begin: Place, twins: Mapping[int, Sequence[int]]) -> None:
-    """Free the twins of each storage freed since a position in the same op, the last twin of each first."""
+    """Record that twins of storages are freed in the same op as the storage itself, the last twin first.
+
+    Args:
+        recorder: the record.
+        begin: the position from which frees are considered.
+        twins: rows of the twins, by the row of a storage.
+    """
     storages, begin_event = recorder._storages, begin.event
     events, event_ops = list[int](), list[int]()
     since = zip(storages._events[begin_event:], storages._event_op[begin_event:], strict=True)

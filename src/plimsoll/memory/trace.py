@@ -213,7 +213,7 @@ def trace_training(train: Callable[[DryRun], Any], lowering: Lowering, name: str
     """Trace a function that trains. Every ``optimizer.step()`` ends a step.
 
     Args:
-        train: trains for a few steps, of which all from the third on are alike. It runs twice if lengths are unknown.
+        train: trains for a few steps; from the third on, all are alike. It runs twice if lengths are unknown.
         lowering: the target.
         name: the name of the function in messages.
 
