@@ -65,13 +65,13 @@ def _where(plan: InferencePlan, place: Place) -> str:
 
 def _reading_sentence(plan: InferencePlan) -> str:
     if not plan.read_bytes:
-        return "The page cache can hold the weights on disk: only the first pass reads them; compute is the bottleneck."
+        return "The page cache can hold the weights on disk: only the first pass reads them; bottleneck: compute."
     source = "over the link" if plan.device_kind == "cuda" else "from disk"
     how = f" at {format_bytes(int(plan.read_bytes_per_second))}/s" if plan.read_bytes_per_second else ""
     known = {"measured": " (measured)", "table": " (from a table)", "none": ""}[plan.rate_source]
     return (
-        f"Each pass reads {format_bytes(plan.read_bytes)} {source}{how}{known}: {format_seconds(plan.read_seconds)}, "
-        f"while it computes for {format_seconds(plan.compute_seconds)}; {plan.limited_by} is the bottleneck."
+        f"Each pass reads {format_bytes(plan.read_bytes)} {source}{how}{known} in {format_seconds(plan.read_seconds)} "
+        f"while it computes for {format_seconds(plan.compute_seconds)}; bottleneck: {plan.limited_by}."
     )
 
 

@@ -89,8 +89,8 @@ def line_sentence(record: RunRecord) -> str:
         f"Peak {format_bytes(peak_bytes)} of a {format_bytes(limit_bytes)} budget ({100 * peak_bytes // limit_bytes} %)"
     )
     if peak_bytes > limit_bytes:
-        return f"{share}: the run exceeded it by {format_bytes(peak_bytes - limit_bytes)}."
-    return f"{share}: the run stayed within it."
+        return f"{share}: the run went over budget by {format_bytes(peak_bytes - limit_bytes)}."
+    return f"{share}: the run stayed within budget."
 
 
 def key_numbers(record: RunRecord) -> tuple[tuple[str, str], ...]:

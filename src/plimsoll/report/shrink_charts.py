@@ -22,7 +22,7 @@ def front_chart(record: ShrinkRecord) -> Chart:
     front = sorted(point for point in points if point[3])
     others = [point for point in points if not point[3]]
     for name, group, colour, mode in (
-        ("Pareto-optimal", front, "var(--accent)", "lines+markers+text"),
+        ("Pareto front", front, "var(--accent)", "lines+markers+text"),
         ("others", others, "var(--second)", "markers"),
     ):
         if group:

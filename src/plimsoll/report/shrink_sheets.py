@@ -110,7 +110,7 @@ def _quality_sheet(record: ShrinkRecord) -> Sheet:
         "#Relative size",
         f"#{measure.capitalize()}",
         *["#Retrained"] * has_recovered,
-        "Rejected because" if record.target_bytes is not None else "Pareto-optimal",
+        "Rejected because" if record.target_bytes is not None else "Pareto front",
     )
     rows = []
     for number in _order(record):
@@ -131,7 +131,7 @@ def _quality_sheet(record: ShrinkRecord) -> Sheet:
 
 def _inference_sheet(record: ShrinkRecord) -> Sheet:
     known = [number for number in _order(record) if record.models[number].inference is not None]
-    columns = columns_of("Model", "#Peak", "#Above baseline", "#Predicted", "#Rows/s", "#Relative speed")
+    columns = columns_of("Model", "#Peak", "#Above baseline", "#Predicted", "#Rows/s", "#Speed")
     rows = []
     first = record.original.inference
     for number in known:
@@ -154,7 +154,7 @@ def _inference_sheet(record: ShrinkRecord) -> Sheet:
 
 
 def _training_sheet(record: ShrinkRecord) -> Sheet:
-    columns = columns_of("Model", "#Predicted peak", "#Peak", "#Step time", "Teacher")
+    columns = columns_of("Model", "#Predicted, whole batch", "#Peak", "#Step time", "Teacher")
     rows = []
     for number in _order(record):
         cost = record.models[number].training
@@ -168,9 +168,7 @@ def _training_sheet(record: ShrinkRecord) -> Sheet:
                     "included" if cost.has_teacher else "none",
                 )
             )
-    return Sheet(
-        "Training of the original, retraining of the others; peaks predicted for a whole batch", columns, tuple(rows)
-    )
+    return Sheet("Training of the original, retraining of the others", columns, tuple(rows))
 
 
 def _unused_sheet(record: ShrinkRecord) -> Sheet:

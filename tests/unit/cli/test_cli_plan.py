@@ -30,7 +30,7 @@ def planning(standing_in):
     ("plan", "code", "words"),
     [
         (fitting_plan(), 0, "Fits: 1000.0 MiB of 2.0 GiB"),
-        (impossible_plan(), 1, "Impossible: at least 2.4 GiB are needed"),
+        (impossible_plan(), 1, "Impossible: at least 2.4 GiB is needed"),
     ],
 )
 def test_the_exit_code_says_whether_there_is_a_plan(call, job, planning, plan, code, words):
@@ -131,7 +131,7 @@ def test_a_page_is_written_its_path_printed_and_the_headline_told_to_people(call
     page = tmp_path / "a.html"
     done = call("plan", job, "-o", page)
     assert (done.code, done.out) == (1, f"{page}\n")
-    assert done.err.startswith("Impossible: at least 2.4 GiB are needed")
+    assert done.err.startswith("Impossible: at least 2.4 GiB is needed")
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
