@@ -78,7 +78,7 @@ def test_each_strategy_is_printed_on_standard_error_when_it_is_planned_but_not_w
     module.compare_strategies = compare
     monkeypatch.setitem(sys.modules, "plimsoll.planning.strategies", module)
     told = call("plan", job, "--compare").err.splitlines()
-    assert told[1:] == ["full, weights streamed: fits, 1.5 GiB, 12.0 s a step", "LoRA: impossible"]
+    assert told[1:] == ["full, weights streamed: fits, 1.5 GiB, 12.0 s per step", "LoRA: impossible"]
     assert call("plan", job, "--compare", "--json").err == ""
 
 
