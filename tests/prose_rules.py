@@ -52,7 +52,7 @@ WORDS = {
     r"says?|said": "use specifies, sets, reports, returns or raises",
 }
 # Words that cannot open the summary line of a function, because they are no imperatives.
-OPENINGS = re.compile(
+NO_VERBS = re.compile(
     r"""(?:a|after|all|an|any|as|at|be|before|both|by|during|each|either|everything|every|for|from|go|had|has|have|how|if
     |in|is|it|its|many|most|neither|no|none|nothing|of|on|one|only|other|several|so|some|such|that|the|their|there|these
     |they|this|those|three|to|two|unless|until|what|when|where|whether|which|while|who|whose|why|with)\b|`""",
@@ -171,7 +171,7 @@ def summaries_are_imperatives(repository: Repository) -> Iterator[str]:
     for source in repository.package:
         for text in docstrings(source):
             summary = text.text.splitlines()[0]
-            if text.kind == "function" and OPENINGS.match(summary):
+            if text.kind == "function" and NO_VERBS.match(summary):
                 yield f"{source.path}:{text.line}: {summary!r}: begin with a verb, such as Return or Write"
             elif NO_NOUN.match(summary):
                 yield f"{source.path}:{text.line}: {summary!r}: begin with a noun"

@@ -62,7 +62,7 @@ def _event_sentence(event: OomText) -> str:
 
 def _needs_sentence(diagnosis: Diagnosis) -> str:
     limit_bytes = diagnosis.limit_bytes
-    of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
+    of = "" if limit_bytes is None else f", the limit is {format_bytes(limit_bytes)}"
     is_over = limit_bytes is not None and (diagnosis.peak_bytes or 0) > limit_bytes
     verdict = "It does not fit" if is_over else "It may not fit" if diagnosis.has_answer else "It fits"
     return f"{verdict}: the peak is {format_bytes(diagnosis.peak_bytes)}{of}."

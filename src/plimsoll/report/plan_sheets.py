@@ -350,7 +350,7 @@ def plan_in_force_sheet(record: RunRecord) -> Sheet:
     steps_at = Counter(line.fallback for line in steps)
     rows = tuple((*row, f"{steps_at[index]:,}") for index, row in enumerate(sheet.rows))
     is_whole = len(steps) == len(record.finished_steps)
-    title = "Steps run" if is_whole else f"Of the last {len(steps):,} steps"
+    title = "Steps run" if is_whole else f"Last {len(steps):,} steps"
     return Sheet(sheet.title, (*sheet.columns, Column(title, True)), rows)
 
 

@@ -154,7 +154,7 @@ def _inference_sheet(record: ShrinkRecord) -> Sheet:
 
 
 def _training_sheet(record: ShrinkRecord) -> Sheet:
-    columns = columns_of("Model", "#Predicted, whole batch", "#Peak", "#Step time", "Teacher")
+    columns = columns_of("Model", "#Predicted peak, whole batch", "#Peak", "#Step time", "Teacher")
     rows = []
     for number in _order(record):
         cost = record.models[number].training

@@ -83,7 +83,7 @@ def test_shares_add_up_to_the_peak():
 def test_what_did_not_run_is_said_to_fit_or_not():
     fields = {"num_steps": 0, "shares": shares(activations=300), "limit_bytes": 200 * MIB}
     needs = evidence_records.diagnosis(**fields)
-    assert headline(needs) == "It does not fit: the peak is 300.0 MiB of 200.0 MiB."
+    assert headline(needs) == "It does not fit: the peak is 300.0 MiB, the limit is 200.0 MiB."
     may = needs.model_copy(update={"limit_bytes": 300 * MIB, "remedies": (tried("heap"),)})
     assert headline(may).startswith("It may not fit: ")
     assert headline(may.model_copy(update={"findings": (), "remedies": ()})).startswith("It fits: ")

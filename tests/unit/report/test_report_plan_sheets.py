@@ -305,7 +305,7 @@ def test_after_a_resume_only_the_steps_since_then_are_counted_and_a_restart_is_n
     starts = (begun, begun.model_copy(update={"step": 2}), begun.model_copy(update={"step": 4, "restarts": 1}))
     sheet = plan_sheets.plan_in_force_sheet(eventful_run(plan=fitting_plan(), steps=steps, starts=starts))
     assert [row[-1] for row in sheet.rows] == ["2", "3", "0"]
-    assert sheet.columns[-1].title == "Of the last 5 steps"
+    assert sheet.columns[-1].title == "Last 5 steps"
 
 
 @pytest.mark.parametrize(
