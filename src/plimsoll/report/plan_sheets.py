@@ -44,7 +44,7 @@ def limit_bytes_of(plan: Plan) -> int | None:
 
 
 def stays_under(peak: Estimate, limit_bytes: int | None) -> bool:
-    """Return whether the whole range of a peak is below a limit. It is for every configuration of a plan."""
+    """Return whether the whole range of a peak is within a limit; without a limit, it is."""
     return limit_bytes is None or peak.high_bytes <= limit_bytes
 
 
@@ -128,7 +128,7 @@ def plain_sentence(plan: Plan) -> str:
 
 
 def alternative_sentence(plan: Plan) -> str:
-    """Return a sentence on the first lossy alternative that fits and how to allow it, or "" if no alternative fits."""
+    """Return a sentence on the first lossy alternative that fits, with the option that allows it, or "" without one."""
     limit_bytes = limit_bytes_of(plan)
     for alternative in plan.lossy_alternatives:
         names = _lossy_names(plan, alternative.choices)
