@@ -30,7 +30,7 @@ def planning(standing_in):
     ("plan", "code", "words"),
     [
         (fitting_plan(), 0, "Fits: 1000.0 MiB of 2.0 GiB"),
-        (impossible_plan(), 1, "Impossible: at least 2.4 GiB are needed"),
+        (impossible_plan(), 1, "Impossible: at least 2.4 GiB is needed"),
     ],
 )
 def test_the_exit_code_says_whether_there_is_a_plan(call, job, planning, plan, code, words):
@@ -78,7 +78,7 @@ def test_each_strategy_is_printed_on_standard_error_when_it_is_planned_but_not_w
     module.compare_strategies = compare
     monkeypatch.setitem(sys.modules, "plimsoll.planning.strategies", module)
     told = call("plan", job, "--compare").err.splitlines()
-    assert told[1:] == ["full, weights streamed: fits, 1.5 GiB, 12.0 s a step", "LoRA: impossible"]
+    assert told[1:] == ["full, weights streamed: fits, 1.5 GiB, 12.0 s per step", "LoRA: impossible"]
     assert call("plan", job, "--compare", "--json").err == ""
 
 
@@ -131,7 +131,7 @@ def test_a_page_is_written_its_path_printed_and_the_headline_told_to_people(call
     page = tmp_path / "a.html"
     done = call("plan", job, "-o", page)
     assert (done.code, done.out) == (1, f"{page}\n")
-    assert done.err.startswith("Impossible: at least 2.4 GiB are needed")
+    assert done.err.startswith("Impossible: at least 2.4 GiB is needed")
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
