@@ -188,7 +188,7 @@ def test_a_plan_for_the_processor_says_what_of_its_budget_is_kept_back():
     assert plan.lossy_alternatives
     for alternative in plan.lossy_alternatives:
         opened_mib = -(-(alternative.peak.high_bytes + 16 * MIB) // MIB)
-        assert alternative.reason.startswith(f"would do with {opened_mib}MiB if the job had `allow: [")
+        assert alternative.reason.startswith(f"would fit a budget of {opened_mib}MiB if the job had `allow: [")
 
 
 def test_half_precision_that_is_chosen_is_what_the_prediction_is_of():
