@@ -84,7 +84,7 @@ def test_a_combination_within_half_a_percent_of_the_limit_is_not_chosen():
         for share in (0.994, 0.996)
     ]
     assert reasons[0].startswith("slower")
-    assert "too near" in reasons[1]
+    assert "too close" in reasons[1]
 
 
 def test_a_larger_peak_in_evaluation_is_seen_and_another_combination_chosen():

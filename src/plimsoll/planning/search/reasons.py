@@ -50,7 +50,7 @@ def _pace(seconds: float, chosen_seconds: float) -> str:
         return f"slower: {text} a step against {chosen_text}"
     if text == chosen_text:
         return f"no faster: the same {text} a step"
-    return f"no faster: {text} a step against {chosen_text}, within the {SAME_SECONDS:.0%} error of the time model"
+    return f"no faster: {text} a step against {chosen_text}, less than the time model can resolve ({SAME_SECONDS:.0%})"
 
 
 def _written(seconds: float) -> str:

@@ -13,8 +13,8 @@ from worlds import World
     ("seconds", "chosen_seconds", "reason"),
     [
         (0.00123, 0.001229, "no faster: the same 1.23 ms a step"),
-        (0.0124, 0.0123, "no faster: 12.4 ms a step against 12.3 ms, within the 2% error of the time model"),
-        (1.23, 1.24, "no faster: 1.23 s a step against 1.24 s, within the 2% error of the time model"),
+        (0.0124, 0.0123, "no faster: 12.4 ms a step against 12.3 ms, less than the time model can resolve (2%)"),
+        (1.23, 1.24, "no faster: 1.23 s a step against 1.24 s, less than the time model can resolve (2%)"),
         (1.5, 1.24, "slower: 1.5 s a step against 1.24 s"),
     ],
 )
