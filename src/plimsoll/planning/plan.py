@@ -408,9 +408,7 @@ class Planner:
         return learned_ratio(self._calibration, self._target.lowering().name, names)
 
     def _expect(self, combinations: Iterable[Choices]) -> None:
-        """Begin the short traces that are certain to be requested, except the first, which this process makes
-        meanwhile.
-        """
+        """Begin the short traces that are certain to be requested, except the first: this process makes it itself."""
         self.planning_input.tracers.expect(list(self._untraced((choices, False) for choices in combinations))[1:])
 
     def _suppose(self, combinations: Iterable[Likely]) -> None:

@@ -134,7 +134,7 @@ class Placer:
         evaluate: traces rows with resident parts.
     """
 
-    def __init__(  # noqa: PLR0917 -- called by keyword
+    def __init__(  # noqa: PLR0917 -- called in one place
         self,
         parts: Sequence[ModelPart],
         always: frozenset[str],
