@@ -85,7 +85,7 @@ def test_each_strategy_is_printed_on_standard_error_when_it_is_planned_but_not_w
 def test_a_comparison_has_pins_of_its_own(call, job):
     done = call("plan", job, "--compare", "--pin", "heap=never", "--forbid", "lora")
     assert done.code == 2
-    assert "--compare plans each way with pins of its own, not with heap=never, lora: leave one" in done.err
+    assert "--compare sets the pins of each strategy, and cannot use heap=never, lora: leave one" in done.err
 
 
 def test_every_option_arrives(call, job, planning, tmp_path):
@@ -257,10 +257,10 @@ def test_a_placement_goes_to_a_file_or_as_one_record(call, folder, placing, tmp_
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--inference", "--train"], "--train and --inference were given both"),
+        (["--inference", "--train"], "--train and --inference cannot be combined"),
         (["--inference", "--pin", "heap"], "--pin belongs to a plan with --train: leave it out, or give --train"),
         (["--task", "score"], "--task belongs to a plan with --inference"),
-        (["--inference", "--dtype", "int3"], "--dtype int3 is none that weights can have here: give one of stored"),
+        (["--inference", "--dtype", "int3"], "--dtype int3 is not supported for weights: give one of stored"),
     ],
 )
 def test_options_of_the_other_plan_are_refused(refused, folder, placing, options, words):
@@ -270,4 +270,4 @@ def test_options_of_the_other_plan_are_refused(refused, folder, placing, options
 
 def test_what_is_no_model_is_refused(refused, job, tmp_path):
     assert "there is no model folder" in refused("plan", tmp_path / "nowhere", "--inference")
-    assert "trains new weights ('lstm'), which cannot be applied yet: train it" in refused("plan", job, "--inference")
+    assert "trains new weights ('lstm'), which inference cannot use yet: " in refused("plan", job, "--inference")
