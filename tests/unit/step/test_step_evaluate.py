@@ -75,7 +75,7 @@ def test_where_single_samples_do_not_fit_it_ends_and_all_is_as_it_was():
     step.position.phase = "clip"
     with (
         armed("evaluation", *range(1, 30)),
-        pytest.raises(OutOfMemoryError, match="micro-batch 1 is the smallest there is"),
+        pytest.raises(OutOfMemoryError, match="micro-batch 1 is the smallest possible"),
     ):
         step.evaluate([line_through(4)])
     assert step.position.phase == "clip"

@@ -118,7 +118,7 @@ def test_without_fallbacks_no_technique_is_installed_and_the_plain_step_is_in_fo
 
 
 def test_fallbacks_that_train_something_else_are_refused(notes):
-    with pytest.raises(InputError, match=r"differ in what changes the training \(lasting=4 \| none\): give the same"):
+    with pytest.raises(InputError, match=r"differ in choices that change the training \(lasting=4 \| none\): give"):
         InstalledFallbacks(workload(), [configuration(8, lasting=4), configuration(4)])
     assert notes == []
 

@@ -282,7 +282,7 @@ def test_a_batch_without_a_target_is_refused():
     [
         ({"precision": "fp8"}, "precision 'fp8' is unknown: choose fp32, bf16 or fp16"),
         ({"micro_batch": 0}, "micro_batch is 0 samples, but a pass needs at least 1"),
-        ({"micro_batch": 1.5}, "micro_batch is 1.5, a float, but samples are counted"),
+        ({"micro_batch": 1.5}, "micro_batch is 1.5, a float, but must count samples"),
         ({"units": "sample"}, "units 'sample' is unknown: choose samples, tokens or next-tokens"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS .* needs a closure: use another optimizer"),
     ],
