@@ -55,7 +55,7 @@ class Evaluator:
         additivity: decides whether a batch may be cut.
     """
 
-    def __init__(  # noqa: PLR0917 -- called by the step
+    def __init__(  # noqa: PLR0917 -- internal, constructed by the step only
         self,
         workload: Workload,
         backend: Backend,
@@ -124,7 +124,7 @@ class Evaluator:
                 break  # no rank has another batch
             num_samples += num_samples_of_all
             if not shape.num_units:
-                continue  # nothing in it has a target
+                continue  # no sample has a target
             filler = Filler(self._workload, is_lent=some_have_none)
             loss_sum += self._loss_of(batch, own, shape, events, filler) * shape.num_units
             num_units += shape.num_units

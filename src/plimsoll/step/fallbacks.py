@@ -178,9 +178,7 @@ def take_back(fallbacks: InstalledFallbacks, workload: Workload, backend: Backen
     Raises:
         OutOfMemoryError: if a model that is sharded over ranks cannot be gathered on all of them.
     """
-    is_shared = (
-        workload.hooks.sharding.is_sharded
-    )  # all ranks close together, so that none waits for a rank that failed
+    is_shared = workload.hooks.sharding.is_sharded  # then all ranks close together, so that none waits forever
     event = attempt_collectively(fallbacks.close, backend, position, workload.ranks if is_shared else Ranks())
     if isinstance(event, OomEvent) and is_shared:
         raise OutOfMemoryError(
@@ -273,9 +271,7 @@ def ran_out_of(event: OomEvent) -> RanOut | None:
     """
     if event.capacity_bytes is None and event.requested_bytes is None:
         return None
-    requested_bytes = min(
-        event.requested_bytes or 0, event.capacity_bytes or math.inf
-    )  # an absurd request carries no information
+    requested_bytes = min(event.requested_bytes or 0, event.capacity_bytes or math.inf)  # requests may be absurd
     wanted_bytes = (event.live_bytes or 0) + int(requested_bytes)
     return RanOut(wanted_bytes, event.capacity_bytes or wanted_bytes) if wanted_bytes else None
 

@@ -112,7 +112,7 @@ def _event(error: BaseException, family: str, backend: Backend, position: Positi
         micro_batch=position.micro_batch,
         raw_text=f"{type(error).__name__}: {text}"[:_LONGEST_TEXT],
     )
-    if isinstance(error, PeerOutOfMemory):  # memory use here is unrelated to the other rank's
+    if isinstance(error, PeerOutOfMemory):  # memory use on this rank does not explain it
         return event.model_copy(update={"rank": error.rank})
     use = backend.use()
     used = {"live_bytes": use.used_bytes, "reserved_bytes": use.reserved_bytes, "capacity_bytes": use.limit_bytes}

@@ -86,8 +86,8 @@ def state_after_death(
     Args:
         state: the state of the checkpoint; ``None`` without one.
         size: the fallback to begin with.
-        too_large_fallback: the fallback that killed the process, if known. After enough successful steps, only smaller
-            fallbacks are tried again.
+        too_large_fallback: the fallback that killed the process, if known. Only fallbacks with smaller passes are
+            tried again, after enough successful steps.
     """
     before = {"held_elements": [], "failed_elements": []} if state is None else state
     return before | {
@@ -203,7 +203,8 @@ class FallbackSchedule:
     def _may_take(self, elements_per_sample: float, fallback: int) -> bool:
         """Return whether a fallback may run a batch of this shape.
 
-        It may if it is not before the current one, or if passes with as many elements have succeeded here.
+        It must be below known limits. Also, it is not before the current one, or passes with as many elements
+        succeeded.
         """
         samples, level = self.sizes[fallback]
         is_known = level == self.sizes[self._fallback].level and samples * elements_per_sample <= self._held_here
@@ -298,7 +299,7 @@ class FallbackSchedule:
             self._note_limit(level, 1)  # no pass of this level is small enough
         following = self._likely_to_fit(fallback, smaller, ran_out)
         # An outlier batch does not lower the current fallback, because its limit is now known and other batches fit.
-        # But techniques are not exchanged for a single batch.
+        # It does if techniques change, so that they are not exchanged back and forth.
         if fallback <= self._fallback and not (is_outlier and self.sizes[following].level == level):
             self._fallback = following
         return following

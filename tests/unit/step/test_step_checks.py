@@ -141,12 +141,12 @@ def test_a_model_on_no_device_or_two_is_refused():
 def test_where_a_sample_is_not_one_term_of_the_mean_units_are_needed(batch, what):
     refuse_unclear_labels({"labels": torch.zeros(3)})
     refuse_unclear_labels({"labels": torch.zeros(3, 1)})
-    with pytest.raises(InputError, match=f"{what}: what the loss averages over .* give units="):
+    with pytest.raises(InputError, match=f"{what}: the units .* give units="):
         refuse_unclear_labels(batch)
 
 
 def test_a_loss_of_the_users_needs_units():
-    with pytest.raises(InputError, match="loss= was given without units=: what the loss averages over"):
+    with pytest.raises(InputError, match="loss= was given without units=: the units"):
         refuse(MODEL, SGD, "fp32", None, loss=lambda model, batch: model(batch).mean())
 
 

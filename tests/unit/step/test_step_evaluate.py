@@ -46,7 +46,7 @@ def test_evaluation_turns_dropout_off_and_leaves_each_part_of_the_model_as_it_wa
 
 
 def test_there_must_be_something_to_evaluate():
-    with pytest.raises(DataError, match="of 0 samples none has a target; give at least one that has"):
+    with pytest.raises(DataError, match="none of 0 samples has a target; give at least one with a target"):
         step_of().evaluate([])
 
 

@@ -475,7 +475,7 @@ def test_closing_takes_every_technique_back_also_where_one_runs_out_of_memory(no
     TECHNIQUES["noted"] = Broken("noted", notes, is_for_the_run=False)
     step = step_with(configuration(8, 0, lasting=2))
     step(CASE.batches()[0])
-    with pytest.warns(UserWarning, match="while the techniques of the plan were taken back"):
+    with pytest.warns(UserWarning, match="while the techniques of the plan were removed"):
         step.close()
     assert notes == ["+lasting=2", "+noted=0", "-noted=0", "-lasting=2"]
 

@@ -142,7 +142,7 @@ def test_extra_state_is_saved_with_the_step():
     noise()
     step.load_state_dict(state)
     assert noise.state_dict() == {"count": 1}
-    with pytest.raises(InputError, match="the state of 0 objects was saved"):
+    with pytest.raises(InputError, match="has the state of 0 objects, but extra_state has"):
         step.load_state_dict(state | {"extra_state": []})
 
 

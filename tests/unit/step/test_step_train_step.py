@@ -258,7 +258,7 @@ def test_what_a_technique_tidies_up_is_after_each_step_that_happened():
 def test_closing_says_what_stays_where_it_is_in_the_line_that_closes():
     step = step_of()
     step._fallbacks.close = exhaust_memory
-    with pytest.warns(UserWarning, match="memory ran out while the techniques of the plan were taken back") as caught:
+    with pytest.warns(UserWarning, match="memory ran out while the techniques of the plan were removed") as caught:
         step.close()
     assert caught[0].filename == __file__
 

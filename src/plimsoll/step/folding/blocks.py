@@ -36,7 +36,7 @@ _ONLY_KEPT = 1  # references to a storage that no other code holds
 
 
 class BlocksDiffer(PlimsollError):
-    """An error: blocks that looked alike behaved differently."""
+    """Raised if blocks that looked alike behave differently."""
 
 
 class FoldedBlocks:
@@ -335,7 +335,7 @@ class _Noted:
         self._row, self._number, self._example = row, number, example
         self._input_row = row_of(row.recorder, given)
         self._kept = given.untyped_storage() if example.keeps_input else None
-        self._returned: tuple[int, Place] | None = None  # the row of its input's gradient, and where that was
+        self._returned: tuple[int, Place] | None = None  # the row of its input's gradient, and its place in the record
         self.begin_row = place_of(row.recorder).storage
 
     def forward(self) -> Tensor:

@@ -181,7 +181,7 @@ class Additivity:
         self._num_checks += 1
         position, precision = self._position, self._workload.precision
         phase, samples = position.phase, position.samples
-        position.samples = ()  # of an evaluation; this check is not part of it
+        position.samples = ()  # the samples of an evaluation, of which this check is not a part
         try:
             found = self._compared(rows, loss_of)
             if isinstance(found, str):
@@ -318,7 +318,7 @@ def _worth(rows: Any, num_new: int) -> tuple[bool, int, int]:
     return (num_rows > 1, num_new, num_rows)
 
 
-def loss_check_of(  # noqa: PLR0917 -- as for `Additivity`
+def loss_check_of(  # noqa: PLR0917 -- the arguments of `Additivity`
     workload: Workload, batch: Any, backend: Backend, recut_loss: bool, never_cut: bool, loss_of: LossOf | None = None
 ) -> LossCheck:
     """Determine for a plan whether the loss of a training is additive. Known losses need no batch."""
@@ -343,7 +343,7 @@ class _Loss(NamedTuple):
     is_random: bool
 
 
-def _loss(  # noqa: PLR0917 -- bound to all but the last two
+def _loss(  # noqa: PLR0917 -- partial() binds all but the last two
     loss_of: LossOf,
     parameters: Sequence[Tensor],
     random_state: dict[str, Any],

@@ -51,9 +51,7 @@ _OF_OWN: dict[str, Units] = {
 """The units of Plimsoll's models."""
 
 _LIBRARIES = ("torch", "transformers", "peft", "plimsoll")
-_MORE_TERMS = re.compile(
-    "aux|router|balanc|z_loss|contrastive|diversity"
-)  # names in the forward of a model with further terms
+_MORE_TERMS = re.compile("aux|router|balanc|z_loss|contrastive|diversity")  # names in a forward with further terms
 _FIELDS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ROW_BY_ROW = {
