@@ -1,9 +1,9 @@
 """Augmentation of tokens when samples are read: masking, deletion and swaps, different in each epoch.
 
-The same seed gives the same changes. Each draw is a function of the seed, the epoch, the index of the sample and the
-position in it (`plimsoll.data.batches.order`), so the rest of the batch has no influence. Operations are vectorized
-over the tokens of a batch. If words have tags, whole words are deleted and swapped. Special tokens, including the end
-token, are neither changed nor moved, and no sample becomes empty.
+The same seed gives the same changes. Each draw is a function of the seed, the epoch, the sample and the position in it
+(`plimsoll.data.batches.order`). The rest of the batch has no influence. Operations are vectorized over the tokens of a
+batch. If words have tags, whole words are deleted and swapped. Special tokens, including the end token, are neither
+changed nor moved, and no sample becomes empty.
 
 Augmentation of words and synonyms is in `plimsoll.data.batches.augment_text`. Not handled: labels of single tokens
 other than the token itself.
@@ -129,7 +129,7 @@ class TokenAugmentation:
 
 
 class UserFunction:
-    """A function named ``module:function``, called with a sample and, if it has a parameter ``seed``, a seed for the sample.
+    """A function named ``module:function``. It is called with a sample and, if it has a parameter ``seed``, a seed.
 
     Raises:
         DataError: if it cannot be imported.
@@ -158,7 +158,7 @@ class UserFunction:
 def spared(
     draws_N: NDArray[np.float64], share: float, is_free_N: NDArray[np.bool_], lengths_B: Ints
 ) -> NDArray[np.bool_]:
-    """Return which free elements (N,) are not deleted; in each sample, the free element with the highest draw is kept."""
+    """Return which free elements (N,) are not deleted. At least one free element of each sample is kept."""
     draws_N = np.where(is_free_N, draws_N, -1.0)
     highest_N = np.repeat(np.maximum.reduceat(draws_N, _begins(lengths_B)), lengths_B)
     is_spared_N: NDArray[np.bool_] = is_free_N & ((draws_N >= share) | (draws_N == highest_N))

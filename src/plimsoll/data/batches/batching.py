@@ -1,9 +1,9 @@
 """The batches of an epoch, computed from (seed, epoch, position). No list of samples is stored, so any data size works.
 
 `FixedBatches` cuts the order of the samples as it is. `BucketBatches` sorts a *pool* of tens of thousands of samples
-by length, cuts it into batches, and shuffles the batches of the pool, so that there is little padding. A `Cursor` is
-enough to find a batch: only its pool is planned, and earlier batches are not made. Both classes are also batch
-samplers of `torch.utils.data`: they yield lists of sample indices of one epoch (`set_epoch`).
+by length, so that there is little padding. It cuts the pool into batches, and shuffles these. A `Cursor` is enough to
+find a batch: only its pool is planned, and earlier batches are not made. Both classes are also batch samplers of
+`torch.utils.data`: they yield lists of sample indices of one epoch (`set_epoch`).
 
 Does not sort the whole epoch, because batches would then come in the order of their lengths.
 """

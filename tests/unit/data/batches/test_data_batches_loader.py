@@ -256,7 +256,7 @@ def test_a_state_of_another_seed_order_data_or_length_is_refused(kind: str, orde
 
 
 FAULTS: list[tuple[Any, str]] = [
-    (None, "a dict of whole numbers, and this is NoneType"),
+    (None, "a dict of whole numbers, but this is NoneType"),
     ("x", "this is str"),
     ([("epoch", 0)], "this is list"),
     ({}, "has no epoch, position, num_samples, order .it has nothing"),
