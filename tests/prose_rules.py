@@ -1,7 +1,8 @@
 """Rules for prose that a machine can check: banned phrases, imperative summaries and the length of sentences.
 
-`docs/contributing/style.md` explains them. They cover docstrings, comments and strings of `src/plimsoll`, and the pages.
-Whether a sentence is good English is left to a reader. To list the faults of some files or folders:
+`docs/contributing/style.md` explains them. They cover docstrings, comments and strings of
+`src/plimsoll`, and the pages. A reader must judge whether a sentence is good English. To list the faults of files or
+folders:
 
     python tests/prose_rules.py src/plimsoll/data docs/plan.md
 """
@@ -43,6 +44,7 @@ PHRASES = {
     r"of before": "use previous, or from before X",
     r"is had|have been had": "use exists, or is available",
     r"it is gone": "use deleted or freed",
+    r"(?<!there )is no (?!longer|more|need)\w+": "use is not a ...",
 }
 # Words that are rare in good docstrings and comments, and are then used for a noun that is missing.
 WORDS = {
@@ -50,78 +52,16 @@ WORDS = {
     r"says?|said": "use specifies, sets, reports, returns or raises",
 }
 # Words that cannot open the summary line of a function, because they are no imperatives.
-OPENINGS = set(
-    [
-        "a",
-        "after",
-        "all",
-        "an",
-        "any",
-        "as",
-        "at",
-        "be",
-        "before",
-        "both",
-        "by",
-        "during",
-        "each",
-        "either",
-        "everything",
-        "every",
-        "for",
-        "from",
-        "go",
-        "had",
-        "has",
-        "have",
-        "how",
-        "if",
-        "in",
-        "is",
-        "it",
-        "its",
-        "many",
-        "most",
-        "neither",
-        "no",
-        "none",
-        "nothing",
-        "of",
-        "on",
-        "one",
-        "only",
-        "other",
-        "several",
-        "she",
-        "so",
-        "some",
-        "such",
-        "that",
-        "the",
-        "their",
-        "there",
-        "these",
-        "they",
-        "this",
-        "those",
-        "three",
-        "to",
-        "two",
-        "unless",
-        "until",
-        "what",
-        "when",
-        "where",
-        "whether",
-        "which",
-        "while",
-        "who",
-        "whose",
-        "why",
-        "with",
-    ]
+NO_VERBS = re.compile(
+    r"""(?:a|after|all|an|any|as|at|be|before|both|by|during|each|either|everything|every|for|from|go|had|has|have|how|if
+    |in|is|it|its|many|most|neither|no|none|nothing|of|on|one|only|other|several|so|some|such|that|the|their|there|these
+    |they|this|those|three|to|two|unless|until|what|when|where|whether|which|while|who|whose|why|with)\b|`""",
+    re.IGNORECASE | re.VERBOSE,
 )
-NOT_PROSE = re.compile(r"``.+?``|`[^`\n]*`|\"[^\"\n]*\"|“[^”]*”|\]\([^)\n]*\)|https?://\S+", re.DOTALL)
+NO_NOUN = re.compile(r"(?:what|whether|how|where|why|that|which)\b", re.IGNORECASE)  # opens no other summary line
+NOT_PROSE = re.compile(
+    r"^ +\*{0,2}\w+:(?= )|``.+?``|`[^`\n]*`|\"[^\"\n]*\"|“[^”]*”|\]\([^)\n]*\)|https?://\S+", re.DOTALL | re.MULTILINE
+)
 CODE_ON_PAGES = re.compile(
     r"^(\s*)```.*?^\1```|<!--.*?-->|`[^`\n]*`|\"[^\"\n]*\"|\]\([^)\n]*\)", re.DOTALL | re.MULTILINE
 )
@@ -190,7 +130,11 @@ def is_documented(node: ast.AST) -> bool:
 def sentences(text: str) -> Iterator[str]:
     """Yield the sentences of a docstring or comment, each argument and list item on its own. Code is left out."""
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*] |\d+\. |[\w*, ]+: ))", text):
-        if not re.match(r"\s*(?:>>>|\.\.\. )", paragraph) and "    >>>" not in paragraph and not is_code(paragraph):
+        if (
+            not re.match(r"\s*(?:>>>|\.\.\. |\x08|\\b)", paragraph)
+            and "    >>>" not in paragraph
+            and not is_code(paragraph)
+        ):
             plain = NOT_PROSE.sub("X", paragraph)
             yield from re.split(r"(?<=[.!?:;])\s+", " ".join(plain.split()))
 
@@ -202,7 +146,8 @@ def is_code(paragraph: str) -> bool:
 def phrases_in(text: str, phrases: dict[str, str]) -> Iterator[tuple[int, str]]:
     """Yield the place and the advice of each banned phrase in a text."""
     for pattern, advice in phrases.items():
-        for found in re.finditer(rf"(?<![\w-])(?:{pattern})(?![\w-])", text, re.IGNORECASE):
+        spaced = re.sub("(?<!there) ", r"\\s+", pattern)  # a phrase may stand on two lines
+        for found in re.finditer(rf"(?<![\w-])(?:{spaced})(?![\w-])", text, re.IGNORECASE):
             yield found.start(), f"{' '.join(found[0].split())!r}: {advice}"
 
 
@@ -225,11 +170,11 @@ def summaries_are_imperatives(repository: Repository) -> Iterator[str]:
     """The docstring of a function begins with a verb; ruff's D401 finds the verbs that are not imperatives."""
     for source in repository.package:
         for text in docstrings(source):
-            first = re.split(r"[^\w`]", text.text, maxsplit=1)[0]
-            if text.kind == "function" and (first.lower() in OPENINGS or first.startswith("`")):
-                yield f"{source.path}:{text.line}: {text.text.splitlines()[0]!r}: begin with a verb, as Return or Write"
-            elif first.lower() in {"what", "whether", "how", "where", "why", "that", "which"}:
-                yield f"{source.path}:{text.line}: {text.text.splitlines()[0]!r}: begin with a noun"
+            summary = text.text.splitlines()[0]
+            if text.kind == "function" and NO_VERBS.match(summary):
+                yield f"{source.path}:{text.line}: {summary!r}: begin with a verb, such as Return or Write"
+            elif NO_NOUN.match(summary):
+                yield f"{source.path}:{text.line}: {summary!r}: begin with a noun"
 
 
 def sentences_are_short(repository: Repository) -> Iterator[str]:
