@@ -16,14 +16,7 @@ HEAD = """# Command line
 Made from the commands when this site is built: `plimsoll COMMAND --help` says the same. Every command that
 gives an answer takes `--json` and then prints one record on standard output and nothing else.
 
-| exit code | meaning |
-| --: | --- |
-| 0 | done |
-| 1 | the answer is no: it does not fit, or lint has findings |
-| 2 | bad input |
-| 3 | out of memory that no fallback could hold |
-| 130, 143 | interrupted; the step is finished and saved |
-| 128 + n | signal n keeps killing the training process, and nothing says that memory was why |
+[Exit codes](../index.md#exit-codes).
 """
 
 
