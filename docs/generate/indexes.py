@@ -1,4 +1,4 @@
-"""Pages that are lists of other pages: made from the folder, so that what is added there is found here."""
+"""Pages that list the pages of a folder. They are made from the folder, so they are always complete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HEADS = {
     "docs/contributing": ("For contributors", "Details of [contributing](../contributing.md)."),
     "docs/causes": ("Causes", "Reasons for running out of memory that [`plimsoll explain`](../explain.md) finds."),
     "docs/data": ("Parts of the data pipeline", "Details of [text larger than memory](../data.md)."),
-    "docs/embeddings": ("Word vectors", "File formats of [`plimsoll embeddings`](../embeddings.md), and tables on the host."),
+    "docs/embeddings": ("Word vectors", "Formats of [`plimsoll embeddings`](../embeddings.md), and large tables."),
     "docs/formats": ("Formats of text", "Input formats of [text larger than memory](../data.md)."),
     "docs/guides": ("Guides", "Guides by task; [the first page](../index.md) lists all of them."),
     "docs/integrations": ("Trainers and loops", "The same step inside other loops."),
@@ -23,12 +23,12 @@ HEADS = {
 
 
 def pages_in(folder: Path) -> list[Path]:
-    """The pages of a folder, by name."""
+    """Return the pages of a folder, sorted by name."""
     return sorted(folder.glob("*.md"))
 
 
 def index(folder: str, root: Path) -> str:
-    """Return the index of a folder of pages: for each its name, and what its heading or first sentence says of it.
+    """Return the index of a folder of pages: for each page its name, and its heading or first sentence.
 
     Args:
         folder: from the root of the repository, one of `HEADS`.
@@ -41,7 +41,7 @@ def index(folder: str, root: Path) -> str:
 
 
 def about(markdown: str) -> str:
-    """Return what a page is about: its heading behind the name, or its first sentence.
+    """Return the subject of a page: its heading after the name, or its first sentence.
 
     >>> about("# heap: what is freed is kept")
     'what is freed is kept'
@@ -56,5 +56,5 @@ def about(markdown: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Return a text as a cell of a table has it, its links as words."""
+    """Return a text as the cell of a table, with links replaced by their words."""
     return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("|", "\\|")

@@ -23,7 +23,7 @@ GUIDES = [
     "my-run-died.md",
 ]
 ALL = ["../README.md", "tutorial.md", "from-a-script.md", *GUIDES]
-FENCE = re.compile(r"(?:^<!-- (?P<not_run>not run: .+?) -->\n)?^```(?P<language>\w*)\n.*?^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"(?:^<!-- (?P<not_run>not run: .+?) -->\n)?^```(?P<language>\w*)\n.*?^```$", re.M | re.S)
 RUN = {"python", "yaml", "console"}
 MOST_NOT_RUN = 3
 
