@@ -24,7 +24,7 @@ class MicroBatch(Technique):
 
     name = MICRO_BATCH
     numerics = "reordered"
-    summary = "the batch in micro-batches, whose gradients add up to the gradient of the whole batch"
+    summary = "the batch in micro-batches, whose gradients are summed"
     modifies = frozenset({"batch cut"})
     reaches = frozenset({"activations", "temporaries", "inputs"})
     works_on_shards = True
@@ -48,7 +48,7 @@ class MicroBatch(Technique):
         """Return a reason if the size is not from 1 to the batch size, or the batch cannot be cut."""
         size = int(choice.options["samples"])
         if not 1 <= size <= setting.batch_size:
-            return f"a micro-batch of {size} is not possible in a batch of {setting.batch_size}: give 1 to that many"
+            return f"a micro-batch of {size} is not a part of a batch of {setting.batch_size}: give 1 to that many"
         reason = self._whole(workload, setting)
         return reason.why if reason is not None and size < setting.batch_size else None
 
