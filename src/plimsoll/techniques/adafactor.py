@@ -1,7 +1,7 @@
 """Adafactor in place of Adam or AdamW: no momentum, and second moments as a row and a column instead of a matrix.
 
-``torch.optim.Adafactor`` (Shazeer and Stern 2018, arXiv:1804.04235). An n x m matrix has n + m numbers of
-states, and 2 n m with Adam, so optimizer states almost vanish.
+``torch.optim.Adafactor`` (Shazeer and Stern 2018, arXiv:1804.04235). The states of an n x m matrix are n + m
+numbers, and 2 n m with Adam, so optimizer states almost vanish.
 
 The learning rate means the same as for Adam: a step changes each number by about ``lr``. By default, the step of
 Adafactor is relative to the size of the parameter (at most ``lr * max(eps2, RMS(parameter))``). For the weights of a

@@ -58,7 +58,7 @@ class Checkpointing(Technique):
     remedies: ClassVar = {"attention_scores": 1}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return three choices: every fourth block, every second block, and all blocks."""
+        """Return up to three choices: every fourth block, every second block, and all blocks."""
         blocks = blocks_of(workload.model)
         reason = _why_not(blocks, workload, setting) or _too_little(blocks, setting.trace)
         if reason is not None:

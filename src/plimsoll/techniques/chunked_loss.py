@@ -111,7 +111,8 @@ class _LazyForward:
 def find_head(model: nn.Module) -> tuple[str, nn.Linear] | str:
     """Return the name and the output layer of a model, or the reason why the model has no usable one.
 
-    This is the output embeddings of a Hugging Face model, or else the one ``nn.Linear`` with the most outputs.
+    It is the layer that a Hugging Face model declares as its output embeddings, or else the one ``nn.Linear`` with the
+    most outputs.
     """
     named = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if hasattr(model, "_orig_mod") or not named:

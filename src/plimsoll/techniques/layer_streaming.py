@@ -54,7 +54,7 @@ class LayerStreaming(Technique):
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return two choices: every second block, and all blocks."""
+        """Return up to two choices: every second block, and all blocks."""
         blocks = blocks_of(workload.model)
         reason = _why_not(blocks, workload, setting)
         if reason is not None:
