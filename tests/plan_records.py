@@ -75,7 +75,7 @@ def fitting_plan(**changes: object) -> Plan:
         "prediction": fitting(micro_batch=16),
         "about": {
             "checkpointing": "activations of these blocks are computed again in backward, not kept",
-            "micro_batch": "splits the batch into micro-batches and accumulates their gradients",
+            "micro_batch": "the batch in micro-batches, whose gradients are summed",
             "offload": "activations wait in the host's memory for backward",
             "adafactor": "a row and a column in place of Adam's second moment",
         },
