@@ -42,7 +42,7 @@ def test_logits_are_those_of_torchao_on_the_whole_model(kind, place, tmp_path, m
 
 def test_a_model_without_linear_layers_is_refused(tmp_path):
     saved("gpt2", tmp_path)
-    with pytest.raises(WeightsError, match="quantize int8 finds nothing in a GPT2LMHeadModel"):
+    with pytest.raises(WeightsError, match="quantize int8 finds no layer in a GPT2LMHeadModel"):
         load_model(tmp_path, quantize="int8")
 
 
@@ -113,7 +113,7 @@ def test_plain_transformers_gives_the_same_numbers(tmp_path):
 
 def test_integers_cannot_learn(tmp_path):
     shrunk("int8", made("llama")).save_pretrained(tmp_path)
-    with pytest.raises(JobError, match="is quantized already .* integers cannot learn: train the model it was made of"):
+    with pytest.raises(JobError, match="is quantized already .* integer weights cannot be trained: train the original model"):
         load_hugging_face(tmp_path, TextShape(100, None, 1, 16), "cpu")
 
 
