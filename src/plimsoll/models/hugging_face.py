@@ -1,7 +1,7 @@
 """Hugging Face models: any text architecture of transformers with new weights, or a checkpoint folder.
 
-Transformers silently accepts unknown configuration fields, builds models whose position table is shorter than the
-sequence, and does not check that a loss fits its labels. Here each of these is an error that names the field.
+Transformers silently accepts unknown configuration fields and builds models whose position table is too short for the
+sequence. It does not check that a loss fits its labels. Here each of these is an error that names the field.
 
 Weights are float32; the job's ``precision`` only sets the dtype of autocast. Padding has the id `padding_id`. The
 key-value cache is off, because training does not use it; ``generate`` on the saved model turns it on.

@@ -113,7 +113,7 @@ def test_plain_transformers_gives_the_same_numbers(tmp_path):
 
 def test_integers_cannot_learn(tmp_path):
     shrunk("int8", made("llama")).save_pretrained(tmp_path)
-    with pytest.raises(JobError, match="is quantized already .* integer weights cannot be trained: train the original model"):
+    with pytest.raises(JobError, match="integer weights cannot be trained: train the original model"):
         load_hugging_face(tmp_path, TextShape(100, None, 1, 16), "cpu")
 
 

@@ -131,7 +131,7 @@ def test_damaged_folders_are_named(tmp_path):
     [
         ({"hiden_size": 4}, "no field `hiden_size`; did you mean `hidden_size`"),
         ({"num_layers": 0}, "num_layers Input should be greater than or equal to 1"),
-        ({"bidirectional": True}, "would read the token it is to predict"),
+        ({"bidirectional": True}, "would see the token it predicts"),
         ({"tie_weights": True, "hidden_size": 8}, "tie_weights needs embedding_size 4 equal to hidden_size 8"),
         ({"tie_weights": True, "num_labels": 2}, "no output over the vocabulary"),
         ({"adaptive_cutoffs": [3], "num_labels": 2}, "no output over the vocabulary"),
