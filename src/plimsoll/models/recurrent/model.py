@@ -232,8 +232,8 @@ class RecurrentLanguageModel(RecurrentModel):
     def _carried_by(self, slots: Tensor) -> CarriedState:
         if self.carried is None:
             raise InputError(
-                f"a batch has windows of {len(slots)} stream slots, but the model carries no state between windows: call "
-                "model.carry(num_slots) first"
+                f"a batch has windows of {len(slots)} stream slots, but the model carries no state between windows: "
+                "call model.carry(num_slots) first"
             )
         return self.carried
 
@@ -315,7 +315,7 @@ class RecurrentTagger(RecurrentLabeller):
 
     @property
     def packs_sequences(self) -> bool:
-        """Whether sequences are packed, so that the reverse direction starts at the last token and not in the padding.
+        """True if sequences are packed, so that the reverse direction starts at the last token and not in the padding.
 
         On the CPU, the time for a packed sequence grows with the square of its length unless
         `plimsoll.techniques.packed_stretches` is used.
