@@ -298,7 +298,8 @@ def _check_checkpoint(config: PreTrainedConfig, folder: Path, shape: TextShape) 
         )
     if config.model_type not in architectures(_head_of(shape)):
         raise JobError(
-            f"model: {folder} is of architecture `{config.model_type}`, and transformers has no {shape.head} of it"
+            f"model: {folder} has architecture `{config.model_type}`, for which transformers has no {shape.head}: give "
+            "another checkpoint"
         )
     _check_objective(config, shape)
     num_rows = getattr(config, "vocab_size", 0)

@@ -51,7 +51,7 @@ def test_int4_is_of_layers_that_the_kernel_can_have():
     assert not can_be_quantized(nn.Linear(64, 24), "int4")
     assert not can_be_quantized(nn.Linear(48, 64), "int4")
     assert not can_be_quantized(nn.Embedding(64, 64), "int8")
-    with pytest.raises(WeightsError, match="int4 is not made on device cuda: use int8"):
+    with pytest.raises(WeightsError, match="int4 weights cannot be made on device cuda: use int8"):
         quantized._config_of("int4", torch.device("cuda"))
 
 

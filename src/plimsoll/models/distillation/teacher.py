@@ -110,9 +110,7 @@ def digest_of(folder: Path) -> str:
         known = hashlib.sha256((folder / "config.json").read_bytes())
         for file in sorted(open_checkpoint(folder).files):
             with file.open("rb", buffering=0) as opened:
-                content = hashlib.file_digest(
-                    opened, xxhash.xxh3_128
-                ).digest()  # reads in blocks; faster than most disks
+                content = hashlib.file_digest(opened, xxhash.xxh3_128).digest()  # reads in blocks
             known.update(f"{file.name} ".encode() + content)
     except (WeightsError, OSError) as error:
         raise JobError(f"{_FIELD}: {folder} cannot be read ({error}): give a folder with a model") from None
@@ -198,6 +196,6 @@ def require_same_tokens(folder: Path, own: dict[str, int], others: dict[str, int
     token = next(name for name in sorted({*own, *others}) if own.get(name) != others.get(name))
     numbers = [json.dumps(one.get(token)) for one in (own, others)]
     raise JobError(
-        f"{_FIELD}: the tokenizer of {folder} ({len(own)} tokens) differs from the job's ({len(others)} tokens): the id "
-        f"of {token!r} is {numbers[0]} in the teacher's and {numbers[1]} in the job's; set `tokenizer: {folder}`"
+        f"{_FIELD}: the tokenizer of {folder} ({len(own)} tokens) differs from the job's ({len(others)} tokens): the "
+        f"id of {token!r} is {numbers[0]} in the teacher's and {numbers[1]} in the job's; set `tokenizer: {folder}`"
     )
