@@ -58,7 +58,7 @@ def test_a_dry_run_reads_no_file(folders: dict[str, Path], kind: str, tmp_path: 
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"distill.teacher: there is no folder .*nowhere: give one"):
+    with pytest.raises(JobError, match=r"distill.teacher: there is no folder .*nowhere: give the folder"):
         sketch_teacher(tmp_path / "nowhere", "classification", CLASSIFIER)
     with pytest.raises(JobError, match=r"distill.teacher: .* is not a Hugging Face checkpoint"):
         sketch_teacher(tmp_path, "classification", CLASSIFIER)
@@ -133,5 +133,5 @@ def test_other_tokens_are_refused_by_name(tmp_path: Path) -> None:
     require_same_tokens(tmp_path, {"a": 0, "b": 1}, {"b": 1, "a": 0})
     with pytest.raises(JobError, match=r"the id of 'b' is 1 in the teacher's and 2 in the job's; set `tokenizer: "):
         require_same_tokens(tmp_path, {"a": 0, "b": 1}, {"a": 0, "c": 1, "b": 2})
-    with pytest.raises(JobError, match="'c' is null there and 1 here"):
+    with pytest.raises(JobError, match="the id of 'c' is null in the teacher's and 1 in the job's"):
         require_same_tokens(tmp_path, {"a": 0}, {"a": 0, "c": 1})

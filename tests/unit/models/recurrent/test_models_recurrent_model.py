@@ -135,7 +135,7 @@ def test_damaged_folders_are_named(tmp_path):
         ({"tie_weights": True, "hidden_size": 8}, "tie_weights needs embedding_size 4 equal to hidden_size 8"),
         ({"tie_weights": True, "num_labels": 2}, "no output over the vocabulary"),
         ({"adaptive_cutoffs": [3], "num_labels": 2}, "no output over the vocabulary"),
-        ({"adaptive_cutoffs": [3], "tie_weights": True}, "leave one of adaptive_cutoffs and tie_weights out"),
+        ({"adaptive_cutoffs": [3], "tie_weights": True}, "leave adaptive_cutoffs or tie_weights out"),
         ({"adaptive_cutoffs": [11]}, "adaptive_cutoffs: cutoffs are 11, but the vocabulary has 11 words"),
         ({"adaptive_cutoffs": [1, 2]}, "2 clusters with 4 times fewer features each leave no feature of 4"),
         ({"adaptive_cutoffs": [3], "adaptive_div_value": 0.5}, "should be greater than or equal to 1"),
