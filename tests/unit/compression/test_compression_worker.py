@@ -88,13 +88,13 @@ def test_a_kill_that_the_process_tells_of_keeps_its_signal(process):
 
 
 def test_a_death_is_said_with_what_to_do(process):
-    with pytest.raises(KilledError, match="ended with -9 .*give the same command again, which goes on") as raised:
+    with pytest.raises(KilledError, match="ended with exit code -9 .*run the same command again, which resumes") as raised:
         process.weight_bytes(chain("dies"))
     assert raised.value.exit_code == 137
 
 
 def test_an_error_of_another_kind_ends_the_process(process):
-    with pytest.raises(KilledError, match="ended with 1 while it was asked for predicted_training"):
+    with pytest.raises(KilledError, match="ended with exit code 1 during `predicted_training`"):
         process.predicted_training(Source(folder="x", tokenizer="y"))
 
 
