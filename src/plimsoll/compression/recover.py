@@ -69,7 +69,7 @@ def train_again(  # noqa: PLR0917 -- called once
 
 
 def cost_of(record: RunRecord, has_teacher: bool) -> TrainingCost:
-    """Return the cost of a run's steps. The first step creates optimizer states, and counts only if there is no other."""
+    """Return the cost of a run's steps. The first step creates optimizer states, and is only counted if it is alone."""
     seconds = [step.step_seconds for step in record.steps]
     return TrainingCost(
         peak_bytes=record.peak_bytes,
