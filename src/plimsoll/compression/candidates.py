@@ -226,7 +226,7 @@ class Workshop:
             )
         if not is_meta(bundle.model) and "corpus" in method.needs(choice) and calibration.token_counts is None:
             raise WeightsError(
-                f"{choice.in_full} needs the count of each token in the corpus, which data.on_the_fly does not count: "
+                f"{choice.in_full} needs token counts of the corpus, which do not exist with data.on_the_fly: "
                 "leave out data.on_the_fly"
             )
         method.shrink(bundle, choice, calibration)

@@ -34,8 +34,8 @@ class Float8(Shrinker):
         if fault is None and _is_dynamic(choice) and not _multiplies_in_float8():
             return (
                 f"{choice.in_full} multiplies in float8, which needs a GPU of compute capability "
-                f"{'.'.join(map(str, _LEAST_CAPABILITY))} or more, but there is no such GPU here: use int8, which is as small "
-                "and more accurate, or float8(dynamic=false), which decodes weights in every pass"
+                f"{'.'.join(map(str, _LEAST_CAPABILITY))} or more, but this machine has none: use int8, which is as "
+                "small and more accurate, or float8(dynamic=false), which decodes weights in every pass"
             )
         return fault
 

@@ -1,10 +1,10 @@
 """Two factors in place of a linear layer: fewer weights and operations, if the rank is small.
 
-The factors are the rank-r matrix whose outputs differ least, in the sum of squares, on the layer's inputs from
-calibration data: ``W' = U Uᵀ W`` with the first left singular vectors U of ``W L``. ``L Lᵀ`` is the sum of ``x xᵀ``
-over the inputs (SVD-LLM, Wang et al. 2024, arXiv:2403.07378: truncation-aware whitening by Cholesky). A ridge gives a
-small weight to directions without inputs, as in a plain SVD. With ``aware=false``, a plain SVD is used. Blocks are
-factored in order, each on the outputs of the factored blocks before it. The sums of one block are in memory at a time.
+The product of the factors is the matrix of this rank whose outputs differ least, in the sum of squares, on the layer's
+inputs from calibration data: ``W' = U Uᵀ W`` with the first left singular vectors U of ``W L``. ``L Lᵀ`` is the sum of
+``x xᵀ`` over the inputs (SVD-LLM, Wang et al. 2024, arXiv:2403.07378: truncation-aware whitening by Cholesky). A ridge
+gives directions without inputs a small weight. With ``aware=false``, a plain SVD is used. Blocks are factored in order,
+each on the outputs of the factored blocks before it. The sums of one block are in memory at a time.
 
 Covers the linear layers of blocks, each by itself. Not handled: layers outside blocks (embedding, output, classifier),
 experts stored as one tensor, and recurrent layers, whose matrices torch's kernels take whole.

@@ -1,4 +1,4 @@
-"""Fewer hidden units in the layers of an LSTM, a GRU or a plain RNN: the most important of each layer and direction.
+"""Fewer hidden units in the layers of an LSTM, a GRU or a plain RNN: each direction keeps its most important ones.
 
 A unit is a row of each gate, a column of the recurrent weights, and a column of the weights that read the layer: the
 next layer or the output. All layers keep the same number, since the configuration has only one. Importance is measured
