@@ -312,9 +312,7 @@ def test_what_cannot_be_applied_behind_its_training_is_not_taken_for_what_it_was
 
     monkeypatch.setattr(MadeUp, "measured", measured)
     forbids = ("heads", "int8", "int4")
-    with pytest.raises(
-        InputError, match=r"without heads, int8, int4 \(1 failed, the last one layers: it cannot"
-    ):
+    with pytest.raises(InputError, match=r"without heads, int8, int4 \(1 failed, the last one layers: it cannot"):
         shrink(source, tmp_path / "out", ShrinkOptions(recover_steps=9, target_bytes=600, forbids=forbids))
 
 
