@@ -174,7 +174,7 @@ def test_what_cannot_be_is_refused(tmp_path):
     saved("gpt2", tmp_path)
     with pytest.raises(WeightsError, match="place mapped keeps weights in files, which device meta cannot"):
         load_model(tmp_path, place="mapped", device="meta")
-    with pytest.raises(WeightsError, match="dtype torch.int8 is no floating-point type: give fp32"):
+    with pytest.raises(WeightsError, match="dtype torch.int8 is not a floating-point type: give fp32"):
         load_model(tmp_path, dtype=torch.int8)
     with pytest.raises(WeightsError, match="makes integers of them: load with 1 adapters, save"):
         load_model(tmp_path, quantize="int8", adapters=[tmp_path])
@@ -303,7 +303,7 @@ def test_the_peak_is_the_model_and_its_largest_tensor_and_weights_that_are_mappe
     [
         ({"quantize": "int3"}, WeightsError, "quantize 'int3' is none that there is: give one of None, int8, int4"),
         ({"place": "disk"}, WeightsError, "place 'disk' is none that there is: give one of memory, mapped, read-only"),
-        ({"dtype": "fp33"}, WeightsError, "dtype 'fp33' is no floating-point type: give fp32, bf16, fp16, fp64, or"),
+        ({"dtype": "fp33"}, WeightsError, "dtype 'fp33' is not a floating-point type: give fp32, bf16, fp16, fp64, or"),
         ({"head": "lm"}, WeightsError, "head 'lm' is none that there is: give one of None, language-modeling"),
         ({"vocab_size": 0}, WeightsError, "vocab_size 0 leaves no token: give 1 or more"),
         ({"device": "tpu"}, DeviceError, "no device 'tpu'"),
