@@ -162,7 +162,7 @@ class _File:
         return self.num_bytes - sum(end - begin for begin, end in self._free)
 
     def take(self, num_bytes: int) -> memoryview | None:
-        """Return ``num_bytes`` of memory, or ``None`` if no free part is large enough. Dropping the last reference frees it."""
+        """Return ``num_bytes`` of memory, or ``None`` if no free part is large enough. The last reference frees it."""
         self._collect()
         size_bytes = _rounded(num_bytes, _ALIGNMENT_BYTES)
         fitting = [(end - begin, number) for number, (begin, end) in enumerate(self._free) if end - begin >= size_bytes]
