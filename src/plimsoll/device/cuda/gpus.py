@@ -206,7 +206,7 @@ def find_gpu(name: str) -> DeviceSpec:
 
 
 def spec_of(device: Device) -> DeviceSpec:
-    """Return the specification of a GPU of this machine: capacity, architecture and SMs are probed, the rest is tabulated.
+    """Return the specification of a GPU of this machine: probed capacity, architecture and SMs, the rest tabulated.
 
     The capacity is the hardware's, without limits on the process. For a GPU that is not in the table, only facts that
     follow from its architecture and SMs are known.
