@@ -25,7 +25,7 @@ _MIDDLE = 8
 _NIBBLE = 0xF
 
 INT4_ROWS = 16
-"""The number of rows of a layer must be a multiple of this, because torch's kernel packs as many rows together."""
+"""torch's kernel packs rows in blocks of this size; a layer must have a multiple of it."""
 
 
 def plain_of(packed: Any) -> Tensor:

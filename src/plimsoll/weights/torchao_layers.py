@@ -97,7 +97,7 @@ def nothing_found(model: Any, method: str) -> str:
     base = type(model.base_model).__name__
     return (
         f"{method} finds none of the layers it looked for: nn.Linear or Conv1D inside the {base} with a weight that "
-        f"no other kind of module has ({len(all_layers)} linear layers; modules: {', '.join(kinds)}); use another method"
+        f"no other kind of module has ({len(all_layers)} linear; module types: {', '.join(kinds)}); use another method"
     )
 
 

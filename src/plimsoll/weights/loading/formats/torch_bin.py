@@ -106,7 +106,7 @@ def _check_records(source: WeightFile) -> None:
             records = archive.infolist()
     # zipfile raises NotImplementedError for a later version of the zip format: here, this means damage.
     except (zipfile.BadZipFile, NotImplementedError, *_FAULTS) as error:
-        raise _damaged(source, f"{error} at its end; it may be cut off") from None
+        raise _damaged(source, f"{error}; its end may be missing") from None
     for record in records:
         if record.compress_type != zipfile.ZIP_STORED:
             raise WeightsError(
