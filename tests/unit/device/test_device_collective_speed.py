@@ -39,7 +39,7 @@ def test_a_measurement_is_kept(here):
     for path in cache_folder().glob("exchange-2-*.json"):
         path.write_text("torn")
     measured_exchange(2, said.append)
-    assert said == ["measuring exchanges of 2 ranks, once"]
+    assert said == ["measuring collectives of 2 ranks, once"]
 
 
 def test_three_ranks_meet_too_and_many_are_not_started():

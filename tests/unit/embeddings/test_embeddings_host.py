@@ -200,7 +200,7 @@ def test_what_is_no_matrix_of_floats_is_refused(rows):
 
 def test_a_type_that_there_is_not_is_refused():
     assert HostEmbedding(3, 2, dtype="fp16").weight.dtype == torch.float16
-    with pytest.raises(InputError, match="dtype 'fp33' is no floating-point type: give fp32"):
+    with pytest.raises(InputError, match="dtype 'fp33' is not a floating-point type: give fp32"):
         HostEmbedding(3, 2, dtype="fp33")
 
 

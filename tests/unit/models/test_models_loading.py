@@ -174,7 +174,7 @@ def test_what_cannot_be_is_refused(tmp_path):
     saved("gpt2", tmp_path)
     with pytest.raises(WeightsError, match="place mapped keeps weights in files, which device meta cannot"):
         load_model(tmp_path, place="mapped", device="meta")
-    with pytest.raises(WeightsError, match="dtype torch.int8 is no floating-point type: give fp32"):
+    with pytest.raises(WeightsError, match="dtype torch.int8 is not a floating-point type: give fp32"):
         load_model(tmp_path, dtype=torch.int8)
     with pytest.raises(WeightsError, match="not together with quantize int8: load with 1 adapters, save"):
         load_model(tmp_path, quantize="int8", adapters=[tmp_path])
@@ -303,7 +303,7 @@ def test_the_peak_is_the_model_and_its_largest_tensor_and_weights_that_are_mappe
     [
         ({"quantize": "int3"}, WeightsError, "quantize is 'int3', which is not known: give one of None, int8, int4"),
         ({"place": "disk"}, WeightsError, "place is 'disk', which is not known: give one of memory, mapped, read-only"),
-        ({"dtype": "fp33"}, WeightsError, "dtype 'fp33' is no floating-point type: give fp32, bf16, fp16, fp64, or"),
+        ({"dtype": "fp33"}, WeightsError, "dtype 'fp33' is not a floating-point type: give fp32, bf16, fp16, fp64, or"),
         ({"head": "lm"}, WeightsError, "head is 'lm', which is not known: give one of None, language-modeling"),
         ({"vocab_size": 0}, WeightsError, "vocab_size is 0, but must be at least 1: give"),
         ({"device": "tpu"}, DeviceError, "no device 'tpu'"),

@@ -257,7 +257,7 @@ def test_llama_has_norms_and_layers_of_other_kinds():
 
 
 def test_what_is_unknown_is_refused():
-    with pytest.raises(ValueError, match=r"holds \['cut'\]"):
+    with pytest.raises(ValueError, match=r"has \['cut'\]"):
         restructure(bert(), {"cut": {}})
     with pytest.raises(AttributeError, match="has no model `Nothing`"):
         structure.Nothing
