@@ -201,7 +201,7 @@ def test_a_classifier_without_a_token_for_padding_gets_one(tmp_path, padding, ch
 def test_new_tokens_are_passes(folder):
     assert [Applied.open(folder, "generate", None, new).num_passes for new in (0, 1, 7)] == [1, 1, 7]
     with pytest.raises(
-        InputError, match=r"3 new tokens were asked for, and the task `score` makes none: leave them out"
+        InputError, match=r"3 new tokens were requested, but the task `score` generates none: leave them out"
     ):
         Applied.open(folder, "score", None, 3)
 

@@ -47,7 +47,7 @@ def test_there_is_a_choice_also_where_it_is_not_allowed():
 @pytest.mark.parametrize(
     ("workload", "reason"),
     [
-        (workload_of(torch.optim.SGD), "stands in for Adam and AdamW"),
+        (workload_of(torch.optim.SGD), "replaces Adam and AdamW"),
         (workload_of(amsgrad=True), "amsgrad keeps a third moment"),
         (workload_of(model=nn.Linear(63, 64)), "no parameter has 4096 numbers or more"),
     ],

@@ -147,7 +147,7 @@ def _different_rows(arguments: Arguments) -> list[int]:
 
 def _same_row(arguments: Arguments, one: int, other: int) -> bool:
     rows = [tensor for tensor in arguments.tensors if arguments.of_rows(tensor)]
-    if not rows:  # the rows are texts in lists
+    if not rows:  # the arguments are lists of texts
         return bool(arguments.picked([one]) == arguments.picked([other]))
     return all(torch.equal(tensor[one], tensor[other]) for tensor in rows)
 

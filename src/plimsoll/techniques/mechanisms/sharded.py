@@ -164,13 +164,13 @@ class ShardedTraining:
             self._agree_in(module, number)
             if sharding.pool is not None:  # torch does not know about memory-mapped files
                 _move_rows(module, sharding.pool)
-        fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # else `reset` works after a pass only
+        fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # else `reset` fails before the first pass
         self.shards = {name: one for name, one in self._model.named_parameters() if isinstance(one, DTensor)}
         for name, shard in self.shards.items():
             if sharding.pool is not None and shard.requires_grad:
                 shard.register_post_accumulate_grad_hook(_GradientMover(sharding.pool))  # type: ignore[no-untyped-call]
             rows = nn.Parameter(shard.to_local().detach(), requires_grad=shard.requires_grad)
-            rows.is_part = True  # type: ignore[attr-defined]  # of a parameter: `plimsoll.distributed.reduction` leaves it out
+            rows.is_part = True  # type: ignore[attr-defined]  # `plimsoll.distributed.reduction` skips parts
             # Bytes of the largest shard, so that all ranks split the update in the same way.
             rows.cut_bytes = -(-shard.shape[0] // shard.device_mesh.size()) * _row_bytes(shard)  # type: ignore[attr-defined]
             self.rows[name] = rows
@@ -196,7 +196,7 @@ class ShardedTraining:
         """Prepare the model for another attempt, no matter where the last one failed."""
         assert isinstance(self._model, FSDPModule)
         self._drop_gradients()
-        self._model.reset_iter_state()  # in torch 2.13 gradients of gathered parameters remain, so the next attempt would add to them
+        self._model.reset_iter_state()  # in torch 2.13 it leaves gradients of gathered parameters behind
         self._drop_gradients()
 
     def clip(self, parameters: Sequence[Tensor], clip_norm: float) -> Tensor:

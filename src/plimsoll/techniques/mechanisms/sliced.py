@@ -116,7 +116,7 @@ class _Call:
         self._of, self._arguments, self._num_rows = of, arguments, arguments.num_rows
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in arguments.tensors)
         self._spans = list(_spans(self._num_rows, of.slicing.num_rows, is_fake))
-        self._beside = next(of.module.parameters(), torch.empty(0))  # a tensor on the device whose random numbers may be used
+        self._beside = next(of.module.parameters(), torch.empty(0))  # on the device that may draw random numbers
         self._autocast = Autocast.now(self._beside.device)
         self._random: list[RandomNumbers] = []
         self._sums: list[Tensor] | None = None if is_fake or of.is_checked else []
