@@ -56,7 +56,9 @@ def generation_of(
     if max_new_tokens < 1:
         raise InputError(f"--max-new-tokens {max_new_tokens} generates nothing: give 1 or more")
     if temperature is not None and not 0 < temperature < float("inf"):
-        raise InputError(f"--temperature is {temperature}, but must be above 0 and finite: give a number, or leave it out")
+        raise InputError(
+            f"--temperature is {temperature}, but must be above 0 and finite: give a number, or leave it out"
+        )
     if not 0 < top_p <= 1:
         raise InputError(f"--top-p {top_p} is not a probability: give a number above 0 and at most 1")
     from plimsoll.models.generation import Generation

@@ -1,5 +1,4 @@
-"""Forward passes over texts of unequal length, with as many tokens per pass as fit. Results keep the order of the
-texts.
+"""Forward passes over texts of unequal length: as many tokens per pass as fit, and results in the order of the texts.
 
 Texts are sorted from longest to shortest to reduce padding. A pass takes as many texts as keep rows times columns
 within ``tokens_per_pass``. If memory runs out, the pass is freed and its texts are repeated in smaller passes, down to

@@ -8,8 +8,8 @@ also lack ``aten.addmm``, which GPT-2's ``Conv1D`` calls.
 values of NormalFloat, each of which covers an equal share of a normal distribution. It has one scale per group of up to
 64 weights of an output channel, and two codes per byte (Dettmers et al. 2023, arXiv:2305.14314, appendix E).
 
-A weight that is not finite makes all weights with the same scale non-finite. Not handled: quantized scales and, for
-4 bits, weights whose number of inputs is not a multiple of 16.
+A weight that is not finite makes all weights with the same scale non-finite. Not handled: quantized scales and, for 4
+bits, weights whose number of inputs is not a multiple of 16.
 """
 
 from __future__ import annotations

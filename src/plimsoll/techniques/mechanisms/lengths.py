@@ -76,8 +76,7 @@ def groups_by_length(batch: Any, num_samples: int, full_length: int | None = Non
     Args:
         batch: the batch.
         num_samples: samples of full length per group. A group of shorter samples may have more, up to the same number
-            of
-            elements in all fields.
+            of elements in all fields.
         full_length: tokens of a sample of full length, if all samples of this batch may be shorter.
 
     Returns:

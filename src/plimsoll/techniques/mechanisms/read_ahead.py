@@ -31,8 +31,7 @@ class StreamedPart(NamedTuple):
         module: the module whose forward triggers reading.
         stretches: page ranges of its weights.
         following: page ranges that are used after it, such as an output layer tied to the embeddings, which has no
-            module
-            of its own. They are read with the next part.
+            module of its own. They are read with the next part.
         is_dropped: whether its pages cannot stay in memory.
     """
 

@@ -112,8 +112,8 @@ class ComposedLayer(ABC):
         """Compute all layers, in one or two directions.
 
         With one direction, only the input, the output and the states have the length of the sequence. With two, each
-        layer
-        needs the complete output of the previous one, and all outputs are retained (L times the output for L layers).
+        layer needs the complete output of the previous one, and all outputs are retained (L times the output for L
+        layers).
         """
         layer = self._layer
         if not layer.bidirectional:

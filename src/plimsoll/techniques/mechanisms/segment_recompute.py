@@ -7,8 +7,8 @@ may be fewer states: see `mechanisms.recompute_schedule`.
 
 Numerics: plain backpropagation through time, but gradients of parameters are summed over segments, in another order.
 The recomputation uses the random numbers and the autocast state of the forward pass. Second derivatives and hooks on
-parameters (``Tensor.register_hook``, called with the partial gradient of each segment) are refused. Not handled:
-random number generators other than torch's default ones.
+parameters (``Tensor.register_hook``, called with the partial gradient of each segment) are refused. Not handled: random
+number generators other than torch's default ones.
 """
 
 from __future__ import annotations

@@ -61,8 +61,7 @@ class Transfer:
     """Copies in progress. If nobody waits for them, the device does so when the object is deleted.
 
     Device tensors are kept alive until the device has waited for the copies. So the next kernel cannot reuse their
-    memory
-    too early. Lifetimes depend on the order of calls only, so they are equal in a dry run on fake tensors. With
+    memory too early. Lifetimes depend on the order of calls only, so they are equal in a dry run on fake tensors. With
     ``record_stream`` they would depend on timing.
     """
 

@@ -55,8 +55,7 @@ def streamed(
 
     Args:
         model: the model; parameters outside these blocks are on ``device``. A parameter with a home from ``home_of``
-            needs
-            no memory itself.
+            needs no memory itself.
         block_names: qualified names of the blocks, in execution order.
         device: the device that computes.
         home_of: returns the tensor with a parameter's values; by default the parameter itself.

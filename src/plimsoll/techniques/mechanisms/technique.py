@@ -99,8 +99,7 @@ class Technique(ABC):
     """A way to need less memory: a module of this package, or an entry point `plimsoll.techniques` of another package.
 
     A subclass must define ``name``, ``numerics``, ``summary``, `choices` and `install`. The defaults of all other
-    fields
-    are safe: the technique is planned, run and reported, and exports list it as missing from other tools.
+    fields are safe: the technique is planned, run and reported, and exports list it as missing from other tools.
     """
 
     # Identity.
