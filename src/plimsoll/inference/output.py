@@ -153,7 +153,7 @@ def check_output(out: Path, force: bool, inputs: Sequence[Path] = (), folders: S
         if not path.exists():
             continue
         if not path.is_file():
-            raise OutputError(f"{path} is not a regular file (but a folder or a device): give another --out")
+            raise OutputError(f"{path} is not a regular file, so it cannot be replaced: give another --out")
         for one in inputs:
             if one.exists() and path.samefile(one):
                 raise OutputError(f"{path} is the input {one}: give another --out")

@@ -48,7 +48,7 @@ def test_a_failure_is_one_record_too(call, model, data, tmp_path):
         (["--temperature", "1"], "give --max-new-tokens too"),
         (["--max-new-tokens", "0"], "generates nothing"),
         (["--max-new-tokens", "5", "--temperature", "0"], "must be above 0 and finite"),
-        (["--max-new-tokens", "5", "--top-p", "1.5"], "is no share"),
+        (["--max-new-tokens", "5", "--top-p", "1.5"], "is not a probability"),
         (["--cache", "offloaded"], "--cache offloaded applies to new tokens only"),
         (["--max-new-tokens", "5", "--cache", "small"], "--cache small is not supported"),
         (["--task", "generate", "--max-new-tokens", "5", "--cache", "offloaded"], "--cache offloaded moves keys"),
@@ -74,7 +74,7 @@ def test_the_first_row_of_a_csv_is_a_row_if_that_is_said(call, model, tmp_path):
 
 def test_results_are_json_lines(call, model, data, tmp_path):
     done = call("apply", model, "--data", data, "--out", tmp_path / "y.csv")
-    assert (done.code, "give --out a name in .jsonl" in done.err) == (2, True)
+    assert (done.code, "give an --out that ends in .jsonl" in done.err) == (2, True)
 
 
 def test_options_come_to_the_work(call, monkeypatch, model, data, tmp_path):

@@ -310,7 +310,7 @@ def test_a_tokenizer_of_another_vocabulary_is_named(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m", vocab_size=50)
     rows = applied(folder, write_rows(tmp_path / "x.jsonl", ["w45", "w46"]))
     assert "error" not in rows[0]
-    assert rows[1]["error"].startswith("its token 50 is none of the 50 that the model has embeddings of")
+    assert rows[1]["error"].startswith("its token 50 is outside the model's vocabulary of 50 tokens")
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_a_tokenizer_of_another_vocabulary_is_named(tmp_path: Path) -> None:
         ({"task": "classify"}, JobError, "use --task score or generate"),
         ({"keep": ("label",)}, InputError, "results have a field of this name"),
         ({"longest_tokens": 0}, InputError, "--max-length 0 leaves nothing"),
-        ({"longest_tokens": 65}, JobError, "more than the 64 tokens"),
+        ({"longest_tokens": 65}, JobError, "more than the 64 positions"),
         ({"rows_per_pass": 0}, InputError, "--batch-size 0"),
         ({"columns": ("body",)}, DataError, "no column 'body'"),
     ],
@@ -472,7 +472,7 @@ def test_adapters_are_merged_and_are_part_of_what_makes_the_results(
     monkeypatch.setattr("plimsoll.inference.apply._BLOCK_ROWS", 10)
     with pytest.raises(DataError):
         applied(gpt2, data, is_strict=True)
-    with pytest.raises(OutputError, match="another --adapter .was "):
+    with pytest.raises(OutputError, match="different --adapter .was "):
         applied(gpt2, data, adapters=(data.parent / "adapter",))
     plain = applied(gpt2, data)
     found = applied(gpt2, data, force=True, adapters=(data.parent / "adapter",), limit_bytes=8 << 30)

@@ -210,7 +210,7 @@ def test_rows_that_the_model_cannot_read_are_refused(folder):
     applied = Applied.open(folder, "generate", None, 5)
     applied.require_length(60)
     with pytest.raises(
-        InputError, match=r"rows of 61 tokens and 5 new ones are longer than .*, 64 tokens: give shorter"
+        InputError, match=r"rows of 61 tokens and 5 new ones exceed .* of 64 tokens: give shorter"
     ):
         applied.require_length(61)
     for new_tokens in (0, 1):  # the first is computed with the row's own

@@ -24,7 +24,7 @@ def test_words_that_there_are_not_are_refused(words, message):
 
 
 def test_results_are_not_called_a_table():
-    with pytest.raises(OutputError, match="results are JSON lines, and a.csv is called .csv"):
+    with pytest.raises(OutputError, match="results are JSON lines, but a.csv ends in .csv"):
         require_known(Path("a.csv"), "stored", None, "full")
 
 

@@ -83,7 +83,7 @@ def test_what_differs_is_named_of_things_with_parts(tmp_path: Path) -> None:
         part.append(BLOCKS[0], 2, {})
     now = {"model": {"config.json": [12, "ab"], "model.safetensors": [900, "ef"], "a": [1, ""]}, "task": "score"}
     said = (
-        r'another model: model.safetensors \(was \[900, "cd"\], is \[900, "ef"\]\), '
+        r'different model: model.safetensors \(was \[900, "cd"\], is \[900, "ef"\]\), '
         r'model: a \(was none, is \[1, ""\]\):'
     )
     with pytest.raises(OutputError, match=said), part_file(tmp_path / "y.jsonl", now):
@@ -121,7 +121,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path, force: bool, end: str) 
         pass
     assert (tmp_path / f"y{end}").is_fifo()
     (tmp_path / "folder").mkdir()
-    with pytest.raises(OutputError, match="is no file"), part_file(tmp_path / "folder", {}, force):
+    with pytest.raises(OutputError, match="is not a regular file"), part_file(tmp_path / "folder", {}, force):
         pass
 
 

@@ -201,7 +201,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(choice, others, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        ([EIGHT], [FOUR], "an optimizer of 8 bits, and this one has 4"),
+        ([EIGHT], [FOUR], "states of 8 bits, but this optimizer needs 4"),
         ([EIGHT], [], "another optimizer than AdamW, with bits in place of amsgrad(?!.*bits)"),
         ([], [EIGHT], "another optimizer than LowBitAdam, with amsgrad"),
         ([Choice(technique="adafactor")], [], "another optimizer than AdamW, with beta2_decay"),
