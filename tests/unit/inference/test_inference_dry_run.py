@@ -209,9 +209,7 @@ def test_new_tokens_are_passes(folder):
 def test_rows_that_the_model_cannot_read_are_refused(folder):
     applied = Applied.open(folder, "generate", None, 5)
     applied.require_length(60)
-    with pytest.raises(
-        InputError, match=r"rows of 61 tokens and 5 new ones exceed .* of 64 tokens: give shorter"
-    ):
+    with pytest.raises(InputError, match=r"rows of 61 tokens and 5 new ones exceed .* of 64 tokens: give shorter"):
         applied.require_length(61)
     for new_tokens in (0, 1):  # the first is computed with the row's own
         alone = Applied.open(folder, "generate", None, new_tokens)
