@@ -247,9 +247,9 @@ class _Sliced(torch.autograd.Function):
 
 
 def _spans(num_rows: int, num_rows_of_slice: int, is_fake: bool) -> Iterator[Span]:
-    """Yield the slices. In a dry run, the second slice stands for all others of its size.
+    """Yield the slices. In a dry run, the second slice stands for all slices between the first and the last.
 
-    The first slice is kept, because it meets no gradients yet.
+    The first slice is traced separately, because the parameters have no gradients before it.
     """
     starts = range(0, num_rows, num_rows_of_slice)
     for number, start in enumerate(starts):
