@@ -127,7 +127,7 @@ def test_after_ctrl_c_the_same_command_goes_on(
     stdout, stderr = process.communicate(timeout=LONGEST_SECONDS)
     assert process.returncode == code, stderr
     assert json.loads(stdout)["error"] == "Interrupted"
-    assert "rows written: give the same command again to go on" in stderr
+    assert "rows written: run the same command again to resume" in stderr
     assert not out.exists()
     done = plimsoll("apply", model, "--data", data, "--out", out, "--keep", "id", *OPTIONS, "--json")
     facts = json.loads(done.stdout)

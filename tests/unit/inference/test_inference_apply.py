@@ -252,7 +252,7 @@ def test_what_a_signal_stops_is_gone_on_with(gpt2: Path, data: Path, monkeypatch
             signal.raise_signal(signal.SIGTERM)
 
     out = data.with_name("z.jsonl")
-    with pytest.raises(Interrupted, match="stopped with 25 rows written: give the same command again") as raised:
+    with pytest.raises(Interrupted, match="stopped with 25 rows written: run the same command again") as raised:
         apply_model(gpt2, data, out, progress=progress)
     assert raised.value.exit_code == 143
     facts = apply_model(gpt2, data, out, progress=progress)
@@ -310,21 +310,21 @@ def test_a_tokenizer_of_another_vocabulary_is_named(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m", vocab_size=50)
     rows = applied(folder, write_rows(tmp_path / "x.jsonl", ["w45", "w46"]))
     assert "error" not in rows[0]
-    assert rows[1]["error"].startswith("its token 50 is none of the 50 that the model has embeddings of")
+    assert rows[1]["error"].startswith("its token 50 is outside the model's vocabulary of 50 tokens")
 
 
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
         ({"task": "generate"}, InputError, "needs --max-new-tokens"),
-        ({"task": "generate", "generation": Generation(64)}, JobError, "leaves nothing of the 64 tokens"),
+        ({"task": "generate", "generation": Generation(64)}, JobError, "leaves no tokens for the prompt"),
         ({"task": "generate", "generation": Generation(8), "longest_tokens": 60}, JobError, "give 56 or less"),
         ({"task": "generate", "generation": Generation(8, cache="offloaded")}, InputError, "--cache offloaded moves"),
         ({"task": "score", "generation": Generation(3)}, InputError, "generates nothing"),
         ({"task": "classify"}, JobError, "use --task score or generate"),
         ({"keep": ("label",)}, InputError, "results have a field of this name"),
         ({"longest_tokens": 0}, InputError, "--max-length 0 leaves nothing"),
-        ({"longest_tokens": 65}, JobError, "more than the 64 tokens"),
+        ({"longest_tokens": 65}, JobError, "more than the 64 positions"),
         ({"rows_per_pass": 0}, InputError, "--batch-size 0"),
         ({"columns": ("body",)}, DataError, "no column 'body'"),
     ],
@@ -348,7 +348,7 @@ def test_another_model_or_other_data_is_refused_where_results_are_begun(
     with pytest.raises(DataError):
         apply_model(gpt2, data, tmp_path / "y.jsonl", strict)
     other = model_folder(tmp_path / "other", n_inner=64)
-    with pytest.raises(OutputError, match=r"another model: config.json \(was .*--force to begin again"):
+    with pytest.raises(OutputError, match=r"different model: config.json \(was .*--force to start over"):
         apply_model(other, data, tmp_path / "y.jsonl", strict)
     before = data.read_bytes()
     (gpt2 / "README.md").write_text("A note changes no result.")
@@ -357,7 +357,7 @@ def test_another_model_or_other_data_is_refused_where_results_are_begun(
     with pytest.raises(DataError):
         apply_model(gpt2, data, tmp_path / "y.jsonl", strict)
     data.write_text('{"text": "w1 w2"}\n{"text": "w2"}\n')
-    with pytest.raises(OutputError, match="results of another data: num_bytes"):
+    with pytest.raises(OutputError, match="results with a different data: num_bytes"):
         apply_model(gpt2, data, tmp_path / "y.jsonl", strict)
     apply_model(gpt2, data, tmp_path / "y.jsonl", strict, force=True)
     assert len(read_rows(tmp_path / "y.jsonl")) == 2
@@ -448,9 +448,9 @@ def test_results_of_columns_that_are_not_there_are_refused(gpt2: Path, tmp_path:
 
 def test_what_would_destroy_data_or_the_model_is_refused(gpt2: Path, data: Path) -> None:
     before = data.read_bytes()
-    with pytest.raises(OutputError, match="which is read"):
+    with pytest.raises(OutputError, match="is the input"):
         apply_model(gpt2, data, data, force=True)
-    with pytest.raises(OutputError, match="is inside of"):
+    with pytest.raises(OutputError, match="is inside the model folder"):
         apply_model(gpt2, data, gpt2 / "config.json", force=True)
     assert data.read_bytes() == before
     assert not list(data.parent.glob("*.part*"))
@@ -472,7 +472,7 @@ def test_adapters_are_merged_and_are_part_of_what_makes_the_results(
     monkeypatch.setattr("plimsoll.inference.apply._BLOCK_ROWS", 10)
     with pytest.raises(DataError):
         applied(gpt2, data, is_strict=True)
-    with pytest.raises(OutputError, match="another --adapter .was "):
+    with pytest.raises(OutputError, match="different --adapter .was "):
         applied(gpt2, data, adapters=(data.parent / "adapter",))
     plain = applied(gpt2, data)
     found = applied(gpt2, data, force=True, adapters=(data.parent / "adapter",), limit_bytes=8 << 30)

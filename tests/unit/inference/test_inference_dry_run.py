@@ -201,7 +201,7 @@ def test_a_classifier_without_a_token_for_padding_gets_one(tmp_path, padding, ch
 def test_new_tokens_are_passes(folder):
     assert [Applied.open(folder, "generate", None, new).num_passes for new in (0, 1, 7)] == [1, 1, 7]
     with pytest.raises(
-        InputError, match=r"3 new tokens were asked for, and the task `score` makes none: leave them out"
+        InputError, match=r"3 new tokens were requested, but the task `score` generates none: leave them out"
     ):
         Applied.open(folder, "score", None, 3)
 
@@ -209,9 +209,7 @@ def test_new_tokens_are_passes(folder):
 def test_rows_that_the_model_cannot_read_are_refused(folder):
     applied = Applied.open(folder, "generate", None, 5)
     applied.require_length(60)
-    with pytest.raises(
-        InputError, match=r"rows of 61 tokens and 5 new ones are longer than .*, 64 tokens: give shorter"
-    ):
+    with pytest.raises(InputError, match=r"rows of 61 tokens and 5 new ones exceed .* of 64 tokens: give shorter"):
         applied.require_length(61)
     for new_tokens in (0, 1):  # the first is computed with the row's own
         alone = Applied.open(folder, "generate", None, new_tokens)

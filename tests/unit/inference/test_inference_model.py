@@ -128,7 +128,7 @@ def test_new_tokens_have_positions_too(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="--max-length 45 with --max-new-tokens 20 .* give 44 or less"):
         tokenizer_of(folder, 45, new_tokens=20)
     assert tokenizer_of(folder, None, new_tokens=63).longest_tokens == 1
-    with pytest.raises(JobError, match="--max-new-tokens 64 leaves nothing .* give 63 or less"):
+    with pytest.raises(JobError, match="--max-new-tokens 64 leaves no tokens .* give 63 or less"):
         tokenizer_of(folder, None, new_tokens=64)
 
 

@@ -58,7 +58,7 @@ def test_a_part_file_that_was_changed_or_cut_is_refused(tmp_path: Path) -> None:
     good = part.read_bytes()
     for bad in (good[:-1], good.replace(b"1", b"2"), b""):
         part.write_bytes(bad)
-        with pytest.raises(OutputError, match="is not what was written .* give --force to begin again"):
+        with pytest.raises(OutputError, match="has changed since it was written .* give --force to start over"):
             write(out)
     part.write_bytes(good)
     write(out)
@@ -69,7 +69,7 @@ def test_results_of_something_else_are_not_mixed(tmp_path: Path) -> None:
     out = tmp_path / "y.jsonl"
     write(out, 1, finish=False)
     other = MADE_FROM | {"--max-length": 64, "more": True}
-    said = r"another --max-length \(was 128, is 64\), more \(was none, is true\): give the command as before to go on"
+    said = r"different --max-length \(was 128, is 64\), more \(was none, is true\): run the original command to resume"
     with pytest.raises(OutputError, match=said), part_file(out, other):
         pass
     with part_file(out, other, force=True) as part:
@@ -83,7 +83,7 @@ def test_what_differs_is_named_of_things_with_parts(tmp_path: Path) -> None:
         part.append(BLOCKS[0], 2, {})
     now = {"model": {"config.json": [12, "ab"], "model.safetensors": [900, "ef"], "a": [1, ""]}, "task": "score"}
     said = (
-        r'another model: model.safetensors \(was \[900, "cd"\], is \[900, "ef"\]\), '
+        r'different model: model.safetensors \(was \[900, "cd"\], is \[900, "ef"\]\), '
         r'model: a \(was none, is \[1, ""\]\):'
     )
     with pytest.raises(OutputError, match=said), part_file(tmp_path / "y.jsonl", now):
@@ -117,11 +117,11 @@ def test_without_a_row_nothing_was_begun(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", ["", ".part", ".part.json"])
 def test_what_is_no_file_is_not_replaced(tmp_path: Path, force: bool, end: str) -> None:
     os.mkfifo(tmp_path / f"y{end}")
-    with pytest.raises(OutputError, match="is no file that could be replaced"), part_file(tmp_path / "y", {}, force):
+    with pytest.raises(OutputError, match="is not a regular file"), part_file(tmp_path / "y", {}, force):
         pass
     assert (tmp_path / f"y{end}").is_fifo()
     (tmp_path / "folder").mkdir()
-    with pytest.raises(OutputError, match="is no file"), part_file(tmp_path / "folder", {}, force):
+    with pytest.raises(OutputError, match="is not a regular file"), part_file(tmp_path / "folder", {}, force):
         pass
 
 
@@ -131,11 +131,11 @@ def test_what_is_read_is_not_replaced(tmp_path: Path, end: str) -> None:
     data.write_bytes(b"precious")
     (tmp_path / "link").symlink_to(tmp_path / "x.jsonl")
     for out in (tmp_path / "x.jsonl", *([tmp_path / "link"] if not end else [])):
-        with pytest.raises(OutputError, match="which is read: give another --out"):
+        with pytest.raises(OutputError, match="is the input .*: give another --out"):
             check_output(out, True, (data,))
     (tmp_path / "model").mkdir()
     for out in (tmp_path / "model" / "y.jsonl", tmp_path / "model" / ".." / "model" / "y.jsonl"):
-        with pytest.raises(OutputError, match="is inside of .*: give an --out in another folder"):
+        with pytest.raises(OutputError, match="is inside the model folder .*: give an --out in another folder"):
             check_output(out, True, (data,), (tmp_path / "model",))
     check_output(tmp_path / "z.jsonl", True, (data,), (tmp_path / "model",))
 
@@ -164,7 +164,7 @@ def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", ["", "[]", "{}", json.dumps({"version": 99})])
 def test_a_state_that_cannot_be_read_is_refused(tmp_path: Path, state: str) -> None:
     (tmp_path / "y.jsonl.part.json").write_text(state)
-    with pytest.raises(OutputError, match="give --force to begin again"):
+    with pytest.raises(OutputError, match="give --force to start over"):
         write(tmp_path / "y.jsonl")
 
 
@@ -173,7 +173,7 @@ def test_a_state_of_another_version_is_refused(tmp_path: Path, version: int) -> 
     write(tmp_path / "y.jsonl", 1, finish=False)
     path = tmp_path / "y.jsonl.part.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"version": version}))
-    with pytest.raises(OutputError, match=f"is of version {version}, not 2: give --force to begin again"):
+    with pytest.raises(OutputError, match=f"has version {version}, not 2: give --force to start over"):
         write(tmp_path / "y.jsonl")
 
 
@@ -188,7 +188,7 @@ def test_what_was_written_is_checked_to_its_end(
         bad = bytearray(WHOLE)
         bad[changed] ^= 1
         part.write_bytes(bad)
-        with pytest.raises(OutputError, match="is not what was written"):
+        with pytest.raises(OutputError, match="has changed since it was written"):
             write(out)
     part.write_bytes(WHOLE + b"torn")
     with part_file(out, MADE_FROM) as same:
@@ -229,6 +229,6 @@ def test_after_a_full_disk_it_goes_on_behind_the_last_whole_block(tmp_path: Path
     out = tmp_path / "y.jsonl"
     command = [sys.executable, "-c", FULL_DISK, str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    said = f"cannot write {out}: File too large; free some space and give the same command again to go on\n1\n"
+    said = f"cannot write {out}: File too large; free some space and run the same command again to resume\n1\n"
     assert done.stdout == said
     assert out.read_bytes() == b"x" * 4095 + b"\n" + b"z" * 4095 + b"\n"

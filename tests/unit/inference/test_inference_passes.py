@@ -89,7 +89,7 @@ def test_tokens_that_are_generated_count_too() -> None:
     ran = passes(Recorded(lambda ids: ids.numel() > 4), tokens=25, more_tokens=4)
     assert ran.run(texts(2, 2, 2, 2)) == [1, 2, 3, 4]
     assert [event.action for event in ran.counts.oom_events] == ["tokens of a pass 24 -> 13"]
-    with pytest.raises(OutOfMemoryError, match="one text of 5 tokens and 4 more "):
+    with pytest.raises(OutOfMemoryError, match="one text of 5 tokens and 4 new ones "):
         passes(Recorded(lambda ids: True), more_tokens=4).run(texts(5))
 
 
@@ -132,7 +132,7 @@ def test_a_single_text_gets_a_last_try() -> None:
 
 
 def test_a_text_that_does_not_fit_by_itself_is_an_error_that_says_its_length() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"one text of 20 tokens .* larger --budget to go on"):
+    with pytest.raises(OutOfMemoryError, match=r"one text of 20 tokens .* larger --budget to resume"):
         passes(Recorded(lambda ids: ids.shape[1] > 10)).run(texts(3, 20, 3))
 
 

@@ -168,7 +168,7 @@ def test_quantized_blocks_are_not_copied_to_a_gpu(folders, plans):
     model = AUTO_CLASSES["language-modeling"].from_pretrained(folders["gpt2", torch.float32])
     norm = model.transformer.h[1].ln_1
     norm.weight = torch.nn.Parameter(TwoTensor(norm.weight.detach(), norm.weight.detach()))
-    with pytest.raises(InputError, match="1 weights are quantized, and blocks of such a model are not copied"):
+    with pytest.raises(InputError, match="1 weights are quantized, but blocks of a quantized model cannot be streamed"):
         _over_link(model, parts_of(model), with_resident(plan), torch.device("cpu")).__enter__()
 
 
@@ -181,10 +181,10 @@ def test_a_plan_that_does_not_fit_is_refused(folders, plans):
 def test_a_plan_of_another_model_is_refused(folders, plans, tmp_path):
     wider = saved(tmp_path / "wider", "gpt2", n_embd=96)
     plan = plans["gpt2", torch.float32]
-    with pytest.raises(InputError, match=r"the plan is of another model: its part transformer.h.0 has 1\d+.\d KiB"):
+    with pytest.raises(InputError, match=r"the plan is for another model: its part transformer.h.0 has 1\d+.\d KiB"):
         placed_model(wider, plan).__enter__()
     shorter = plan.model_copy(update={"parts": plan.parts[:-1]})
-    with pytest.raises(InputError, match=r"another model: it has 6 parts, and this one has 7"):
+    with pytest.raises(InputError, match=r"another model: it has 6 parts, but this one has 7"):
         placed_model(folders["gpt2", torch.float32], shorter).__enter__()
 
 
@@ -212,7 +212,7 @@ def test_the_remedy_for_a_budget_is_not_rounded_down(folders, plans):
 
 def test_it_is_the_device_that_was_asked_for(folders, plans):
     folder, plan = folders["gpt2", torch.float32], plans["gpt2", torch.float32]
-    with pytest.raises(DeviceError, match="the plan is for cpu, and was to be used on cuda:1: make it again"):
+    with pytest.raises(DeviceError, match="the plan is for cpu, but the device is cuda:1: make it again"):
         placed_model(folder, plan, device="cuda:1").__enter__()
     on_gpu = plan.model_copy(update={"device_kind": "cuda"})
     with pytest.raises(DeviceError, match="cannot use cuda:99"):

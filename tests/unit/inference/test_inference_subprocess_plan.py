@@ -17,7 +17,7 @@ from prediction_records import MIB
 
 
 def _unplanned(why: str) -> InputError:
-    return InputError(f"cannot plan how m is applied ({why}): leave --budget out, or correct that")
+    return InputError(f"cannot plan inference with m ({why}): leave --budget out, or correct the cause")
 
 
 @pytest.mark.parametrize(

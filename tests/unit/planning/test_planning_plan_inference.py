@@ -193,8 +193,8 @@ def test_what_was_not_taken_is_told_with_numbers(folders, least):
         ({"longest_tokens": 0}, "rows of 0 tokens"),
         ({"most_rows": 0}, "at most 0 at once"),
         ({"new_tokens": -1}, "-1 new ones"),
-        ({"longest_tokens": 65}, "longer than the model can read, 64 tokens: give shorter ones"),
-        ({"new_tokens": 4}, "the task `score` makes none"),
+        ({"longest_tokens": 65}, "exceed the model's maximum of 64 tokens: give shorter ones"),
+        ({"new_tokens": 4}, "the task `score` generates none"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(folders, options, message):

@@ -47,7 +47,7 @@ def test_there_is_a_choice_also_where_it_is_not_allowed():
 @pytest.mark.parametrize(
     ("workload", "reason"),
     [
-        (workload_of(torch.optim.SGD), "stands in for Adam and AdamW"),
+        (workload_of(torch.optim.SGD), "replaces Adam and AdamW"),
         (workload_of(amsgrad=True), "amsgrad keeps a third moment"),
         (workload_of(model=nn.Linear(63, 64)), "no parameter has 4096 numbers or more"),
     ],
@@ -201,7 +201,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(choice, others, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        ([EIGHT], [FOUR], "an optimizer of 8 bits, and this one has 4"),
+        ([EIGHT], [FOUR], "states of 8 bits, but this optimizer needs 4"),
         ([EIGHT], [], "another optimizer than AdamW, with bits in place of amsgrad(?!.*bits)"),
         ([], [EIGHT], "another optimizer than LowBitAdam, with amsgrad"),
         ([Choice(technique="adafactor")], [], "another optimizer than AdamW, with beta2_decay"),

@@ -274,7 +274,7 @@ def test_what_a_segment_uses_from_outside_is_refused_and_right_as_a_part_of_the_
     model.hands_on = False
     with installed(workload_of(model), [choice]):
         loss = model(inputs)
-        with pytest.raises(InputError, match=r"computed before it, by `\w+`, .*: give it to `unroll` as one of the"):
+        with pytest.raises(InputError, match=r"that `\w+` computed before .*: give it to `unroll` as one of the"):
             loss.backward()
 
 

@@ -253,7 +253,7 @@ def test_truncated_gradients_end_where_a_segment_begins():
 
 def test_truncated_segments_give_nothing_but_one_sum():
     given = tensors()
-    with pytest.raises(InputError, match=r"gives 1 outputs and 1 sums: use time_segments"):
+    with pytest.raises(InputError, match=r"returns 1 outputs and 1 sums: use time_segments"):
         walked(given, 3, truncates=True)
 
 
