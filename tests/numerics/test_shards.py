@@ -121,7 +121,7 @@ def test_ranks_that_differ_all_fail_and_a_model_that_cannot_be_assembled_is_writ
     ]
     of_ranks = run_cases(tmp_path, 2, cases, seconds=60, program="shards_ends_program")
     for case, *found in zip(cases, *of_ranks, strict=True):
-        expected = "InputError: the 2 ranks are not at the same place" if "skipped" in case else "OutOfMemoryError"
+        expected = "InputError: the 2 ranks are in different blocks" if "skipped" in case else "OutOfMemoryError"
         assert all(one.startswith(expected) for one in found), (case, found)
 
 
