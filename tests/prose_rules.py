@@ -44,6 +44,7 @@ PHRASES = {
     r"of before": "use previous, or from before X",
     r"is had|have been had": "use exists, or is available",
     r"it is gone": "use deleted or freed",
+    r"(?<!there )is no (?!longer|more|need)\w+": "use is not a ...",
 }
 # Words that are rare in good docstrings and comments, and are then used for a noun that is missing.
 WORDS = {
@@ -51,14 +52,16 @@ WORDS = {
     r"says?|said": "use specifies, sets, reports, returns or raises",
 }
 # Words that cannot open the summary line of a function, because they are no imperatives.
-OPENINGS = re.compile(
+NO_VERBS = re.compile(
     r"""(?:a|after|all|an|any|as|at|be|before|both|by|during|each|either|everything|every|for|from|go|had|has|have|how|if
     |in|is|it|its|many|most|neither|no|none|nothing|of|on|one|only|other|several|so|some|such|that|the|their|there|these
     |they|this|those|three|to|two|unless|until|what|when|where|whether|which|while|who|whose|why|with)\b|`""",
     re.IGNORECASE | re.VERBOSE,
 )
 NO_NOUN = re.compile(r"(?:what|whether|how|where|why|that|which)\b", re.IGNORECASE)  # opens no other summary line
-NOT_PROSE = re.compile(r"``.+?``|`[^`\n]*`|\"[^\"\n]*\"|“[^”]*”|\]\([^)\n]*\)|https?://\S+", re.DOTALL)
+NOT_PROSE = re.compile(
+    r"^ +\*{0,2}\w+:(?= )|``.+?``|`[^`\n]*`|\"[^\"\n]*\"|“[^”]*”|\]\([^)\n]*\)|https?://\S+", re.DOTALL | re.MULTILINE
+)
 CODE_ON_PAGES = re.compile(
     r"^(\s*)```.*?^\1```|<!--.*?-->|`[^`\n]*`|\"[^\"\n]*\"|\]\([^)\n]*\)", re.DOTALL | re.MULTILINE
 )
@@ -143,7 +146,7 @@ def is_code(paragraph: str) -> bool:
 def phrases_in(text: str, phrases: dict[str, str]) -> Iterator[tuple[int, str]]:
     """Yield the place and the advice of each banned phrase in a text."""
     for pattern, advice in phrases.items():
-        spaced = pattern.replace(" ", r"\s+")  # a phrase may stand on two lines
+        spaced = re.sub("(?<!there) ", r"\\s+", pattern)  # a phrase may stand on two lines
         for found in re.finditer(rf"(?<![\w-])(?:{spaced})(?![\w-])", text, re.IGNORECASE):
             yield found.start(), f"{' '.join(found[0].split())!r}: {advice}"
 
@@ -168,7 +171,7 @@ def summaries_are_imperatives(repository: Repository) -> Iterator[str]:
     for source in repository.package:
         for text in docstrings(source):
             summary = text.text.splitlines()[0]
-            if text.kind == "function" and OPENINGS.match(summary):
+            if text.kind == "function" and NO_VERBS.match(summary):
                 yield f"{source.path}:{text.line}: {summary!r}: begin with a verb, such as Return or Write"
             elif NO_NOUN.match(summary):
                 yield f"{source.path}:{text.line}: {summary!r}: begin with a noun"

@@ -88,7 +88,7 @@ def test_options_come_to_the_work(call, monkeypatch, model, data, tmp_path):
     options = ["--task", "generate", "--max-new-tokens", 5, "--temperature", 0.5, "--seed", 3, "--batch-size", 8]
     done = call("apply", model, "--data", data, "--out", tmp_path / "y.jsonl", *options, "--budget", "1GiB", "--force")
     assert done.code == 130
-    assert "give the same command again to go on" in done.err
+    assert "run the same command again to continue" in done.err
     ((arguments, named),) = asked
     assert arguments[:3] == (model, data, tmp_path / "y.jsonl")
     assert arguments[3].generation == Generation(5, 0.5, 1.0, 3)
